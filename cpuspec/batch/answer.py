@@ -116,7 +116,7 @@ class _Job:
         if type(body.logprobs) is int:
             raise ConfigError(f"logprobs must be true or false, got {body.logprobs}; top_logprobs is a number")
         params, keeps_to = chat_params(model, body), _strict(grammar_of(body))
-        prompt = chat_prompt(model, body.messages, body.tools or (), body.tool_choice, body.variables, keeps_to, body.ending)
+        prompt = chat_prompt(model, body.messages, body.tools or (), body.tool_choice, body.variables, keeps_to, body)
         wanted = prompt.wanted(params, prediction=predicted_ids(model, body.prediction))
         head = self._head("chatcmpl", "chat.completion")
         self._writer: ChatChunks | TextChunks = ChatChunks(

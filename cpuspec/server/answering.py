@@ -1,86 +1,160 @@
 """The way of answers to a client, for every protocol: outputs become events, and events a stream or one whole answer."""
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from typing import Any, Protocol
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
-from cpuspec.engine.engine import Output
-from cpuspec.metrics import RequestStats
-from cpuspec.server.errors import RequestError
+from cpuspec.errors import CpuspecError
+from cpuspec.server.errors import EngineFailedError
 from cpuspec.server.figures import log_figures
 from cpuspec.server.gate import context_of
-from cpuspec.server.model import Answers
-from cpuspec.server.replies import EventStream, comment, event, json_response, unless_gone
+from cpuspec.server.model import Answers, ServedModel
+from cpuspec.server.replies import STAMP, as_request_error, error_body, event, json_response
+from cpuspec.server.runner import RequestedAnswer
+from cpuspec.server.writer import Event, Writer
 
-Event = dict[str, Any]
-
-
-class Writer(Protocol):
-    """A protocol's way to write the answers to one request. Its events are JSON objects; one with a `type` is named by it."""
-
-    closing: str  # is sent behind the last event
-    is_done: bool  # no output is wanted any more
-
-    def begin(self) -> Iterable[Event]:
-        """The events before the first output."""
-
-    def show(self, index: int, output: Output) -> Iterable[Event]:
-        """The events of an output of the answer with this index."""
-
-    def end(self, stats: Sequence[RequestStats]) -> Iterable[Event]:
-        """The events after the last output. stats: of all answers, in their order."""
-
-    def whole(self, events: Sequence[Event], stats: Sequence[RequestStats]) -> Event:
-        """One JSON object with what all these events say."""
+KEEP_ALIVE_S = 10.0  # of silence, as while a long prompt is read, until a stream shows that it lives
+_LAST_S = 10.0  # added to the time that a request may take, for its last event
+_LOG = logging.getLogger("cpuspec.server")
 
 
 async def respond(
     request: Request,
-    answers: Answers,
-    writer: Writer,
+    model: ServedModel,
+    wanted: Sequence[RequestedAnswer],
+    make_writer: Callable[[Answers], Writer],
     streams: bool | None,
-    sign_of_life: Callable[[], str] = comment,
-    failed: Callable[[RequestError], Event] | None = None,
 ) -> Response:
-    """Answer a request: with a stream of events, or with the whole of them when the last has come.
+    """Compute the answers to a request, and send them as a stream of events, or as one object when the last has come.
 
-    sign_of_life: makes what a silent stream sends so that its client does not give up. failed: makes the event of an error in a
-    stream, where the protocol has more than an error object for it.
+    Raises as `ServedModel.answers` does.
     """
+    context = context_of(request)
+    answers = await model.answers(context.client, context.id, wanted, context.rng)
+    writer = make_writer(answers)
     if streams:
-        return EventStream(_stream(request, answers, writer), answers, request, context_of(request).id, sign_of_life, failed)
-    return await unless_gone(request, _whole(request, answers, writer), answers.close)
+        return EventStream(request, answers, writer)
+
+    async def whole() -> Response:
+        events = [one async for one in _events(request, answers, writer)]
+        return json_response(writer.whole(events, answers.stats))
+
+    return await unless_gone(request, whole(), answers.close)
 
 
-async def _stream(request: Request, answers: Answers, writer: Writer) -> AsyncGenerator[str]:
-    async for one in _events(request, answers, writer, []):
-        yield event(one)
-    if writer.closing:
-        yield writer.closing
-
-
-async def _whole(request: Request, answers: Answers, writer: Writer) -> Response:
-    stats: list[RequestStats] = []
-    events = [one async for one in _events(request, answers, writer, stats)]
-    return json_response(writer.whole(events, stats))
-
-
-async def _events(request: Request, answers: Answers, writer: Writer, stats: list[RequestStats]) -> AsyncGenerator[Event]:
-    """The events of all answers. stats: gets those of each answer, in their order."""
+async def _events(request: Request, answers: Answers, writer: Writer) -> AsyncGenerator[Event]:
+    """The events of all answers."""
     for one in writer.begin():
         yield one
-    found: dict[int, RequestStats] = {}
     async for index, output in answers.outputs():
         for one in writer.show(index, output):
             yield one
-        if output.stats is not None and output.finish_reason is not None:
-            found[index] = output.stats
         if writer.is_done:
             break
-    stats += [found[index] for index in sorted(found)]
-    if stats:
-        context_of(request).figures.update(log_figures(stats))
-    for one in writer.end(stats):
+    if answers.stats:
+        context_of(request).figures.update(log_figures(answers.stats))
+    for one in writer.end(answers.stats):
         yield one
+
+
+async def _stream(request: Request, answers: Answers, writer: Writer) -> AsyncGenerator[str]:
+    """The events as texts; an error on the way is one more, for its status can no longer be sent."""
+    try:
+        async for one in _events(request, answers, writer):
+            yield event(one)
+        if writer.closing:
+            yield writer.closing
+    except CpuspecError as error:
+        told = as_request_error(error)
+        yield event(writer.failed(told) or error_body(request.url.path, told, context_of(request).id))
+    except (GeneratorExit, asyncio.CancelledError):
+        raise
+    except BaseException:  # a panic of a Rust library is no Exception
+        _LOG.exception("request %s failed", context_of(request).id)
+        told = EngineFailedError("the server failed; its log says why")
+        yield event(error_body(request.url.path, told, context_of(request).id))
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events about answers, which are closed whatever happens: at the end, or within a step of a disconnect."""
+
+    def __init__(self, request: Request, answers: Answers, writer: Writer) -> None:
+        super().__init__(_stream(request, answers, writer), media_type="text/event-stream")
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"  # a proxy must not hold events back
+        self._answers, self._request_id, self._sign_of_life = answers, context_of(request).id, writer.sign_of_life
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = _LivelySender(send, self._sign_of_life)
+
+        async def send_stamped(message: Message) -> None:
+            if self._answers.stamp is not None:
+                message[STAMP] = self._answers.stamp
+            await sender.send(message)
+
+        try:
+            async with asyncio.timeout_at(self._answers.deadline_s + _LAST_S):
+                await super().__call__(scope, receive, send_stamped)
+        except TimeoutError:  # the client reads so slowly that it has not got the error of the same name, either
+            _LOG.warning("request %s ends: its client reads too slowly", self._request_id)
+        finally:
+            sender.close()
+            self._answers.close()
+
+
+class _LivelySender:
+    """Sends the messages of a response, and a sign of life whenever its body has been silent for KEEP_ALIVE_S."""
+
+    def __init__(self, send: Send, sign_of_life: Callable[[], str]) -> None:
+        self._send = send
+        self._sign_of_life = sign_of_life
+        self._last_s = 0.0
+        self._signs: asyncio.Task[None] | None = None
+
+    async def send(self, message: Message) -> None:
+        """Send a message."""
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.close()
+        await self._send(message)
+        self._last_s = asyncio.get_running_loop().time()
+        if message["type"] == "http.response.start":
+            self._signs = asyncio.create_task(self._show_life())
+
+    def close(self) -> None:
+        """Send no signs any more. Doing it again changes nothing."""
+        if self._signs is not None:
+            self._signs.cancel()
+
+    async def _show_life(self) -> None:
+        now_s = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(self._last_s + KEEP_ALIVE_S - now_s())
+            if now_s() >= self._last_s + KEEP_ALIVE_S:
+                await self.send({"type": "http.response.body", "body": self._sign_of_life().encode(), "more_body": True})
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Response], close: Callable[[], object]) -> Response:
+    """Return what the work returns. If the client disconnects before that, cancel the work. `close` is called in any case."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.create_task(work), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return Response(status_code=499)  # nginx's code for this
+    finally:
+        close()
+        for one in (task, gone):
+            one.cancel()
+        with suppress(asyncio.CancelledError, CpuspecError):
+            await task

@@ -19,40 +19,13 @@ from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Parser, answer_parser, opens_reasoning, reasoning_marks
 from cpuspec.server.parsing.calls import tool_instructions
 from cpuspec.server.runner import RequestedAnswer
+from cpuspec.server.schema import Ending
 from cpuspec.server.structured import call_grammar, loose_format, loosened_note
 from cpuspec.server.turns import in_turns
 from cpuspec.text import Tokenizer
 
 _ROLES = {"developer": "system"}  # a name that templates do not know yet
 _KEPT = ("name", "tool_call_id", "reasoning_content")  # fields of a message that templates may read, besides role and content
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a conversation ends, as vLLM spells it: the answer continues the last message, or a generation prompt begins it.
-
-    continue_final_message None: where the last message is an assistant's without tool calls, as llama-server does, unless a
-    generation prompt is asked for.
-    """
-
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-
-    @property
-    def adds_prompt(self) -> bool:
-        """Whether a generation prompt begins an answer that continues nothing."""
-        return self.add_generation_prompt is not False
-
-    def continues(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the answer continues the last message. Raises RequestError where it cannot."""
-        name, last = "continue_final_message", messages[-1] if messages else {}
-        if self.continue_final_message is None:
-            return last.get("role") == "assistant" and not last.get("tool_calls") and self.add_generation_prompt is not True
-        if self.continue_final_message and self.add_generation_prompt:
-            raise RequestError(f"{name} and add_generation_prompt exclude each other; leave one out", name)
-        if self.continue_final_message and (not last or last.get("tool_calls")):
-            raise RequestError(f"{name} needs a last message with a text and without tool calls", name)
-        return self.continue_final_message
 
 
 @dataclass(frozen=True)
@@ -100,7 +73,7 @@ def chat_prompt(
     tool_choice: Any = None,
     variables: Mapping[str, Any] | None = None,
     answer_format: Mapping[str, Any] | None = None,
-    ending: Ending = Ending(),
+    ending: Ending | None = None,
 ) -> ChatPrompt:
     """Encode a conversation in OpenAI's spelling. Takes a while for long ones.
 
@@ -116,7 +89,8 @@ def chat_prompt(
         messages = without_changing_lines(messages)
     left_out: set[str] = set()
     listed = [_message(number, message, left_out) for number, message in enumerate(messages)]
-    continues, given = ending.continues(listed), dict(variables or {})
+    ending, given = ending or Ending(), dict(variables or {})
+    continues, adds_prompt = ending.continues(listed), ending.add_generation_prompt is not False
     model.check_text(_num_chars([listed, tools, given]))
     if model.template_takes_tools:
         if tools:
@@ -130,7 +104,7 @@ def chat_prompt(
         listed = list(map(_in_channels, listed))
     marks = reasoning_marks(template)
     reasons, closing = any(mark in template for mark in marks), marks[1]
-    ids, begun, thinking = _encoded(tokenizer, template, listed, given, ending.adds_prompt, continues)
+    ids, begun, thinking = _encoded(tokenizer, template, listed, given, adds_prompt, continues)
     closed = f"\n{closing}\n\n" if thinking else ""
     keeps_to, unkept = loose_format(answer_format or {})
     if tools and (named or tool_choice == "required"):

@@ -10,9 +10,8 @@ from cpuspec.server.figures import chat_logprobs, completion_logprobs, prompt_pr
 from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import Piece
 from cpuspec.server.schema import StreamOptions
+from cpuspec.server.writer import Event, Writer
 from cpuspec.text import Tokenizer
-
-Chunk = dict[str, Any]
 
 
 class Usages:
@@ -36,15 +35,14 @@ class Usages:
         return {"usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}}
 
 
-class ChatChunks:
-    """Writes chat completions, as `answering.Writer` has it. head: id, created and model.
+class ChatChunks(Writer):
+    """Writes chat completions. head: id, created and model.
 
     new_id: makes 32 hexadecimal digits for a tool call. by_token: each token gets a chunk, with a `cpuspec` object. meters: the
     times of the answers, for reports of how far a prompt has been read.
     """
 
     closing = "data: [DONE]\n\n"
-    is_done = False
 
     def __init__(
         self,
@@ -62,14 +60,14 @@ class ChatChunks:
         self._has_logprobs, self._by_token, self._meters = logprobs, by_token, meters
         self._parsers = [prompt.parser() for _ in range(num_answers)]
 
-    def begin(self) -> Iterator[Chunk]:
+    def begin(self) -> Iterator[Event]:
         """Each answer's role, and the beginning that was written for the model."""
         for index, parser in enumerate(self._parsers):
             yield self._chunk(index, {"role": "assistant", "content": ""})
             for piece in parser.push(self._prompt.prefix):
                 yield self._chunk(index, self._delta(piece))
 
-    def show(self, index: int, output: Output) -> Iterator[Chunk]:
+    def show(self, index: int, output: Output) -> Iterator[Event]:
         """The chunks of an output."""
         parser, tokenizer = self._parsers[index], self._prompt.model.llm.tokenizer
         self._usages.count(index, output)
@@ -91,12 +89,12 @@ class ChatChunks:
             reason = "tool_calls" if called else output.finish_reason
             yield self._chunk(index, {}, reason=reason, **_timings_of_one([output.stats], len(self._parsers)))
 
-    def end(self, stats: Sequence[RequestStats]) -> Iterator[Chunk]:
+    def end(self, stats: Sequence[RequestStats]) -> Iterator[Event]:
         """The usage, if it was asked for."""
         if self._usages.in_last_chunk:
             yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(stats)}
 
-    def whole(self, events: Sequence[Chunk], stats: Sequence[RequestStats]) -> dict[str, Any]:
+    def whole(self, events: Sequence[Event], stats: Sequence[RequestStats]) -> dict[str, Any]:
         """The chat completion."""
         choices: list[dict[str, Any]] = [
             {
@@ -119,7 +117,7 @@ class ChatChunks:
         found = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(stats)}
         return found | _timings_of_one(stats, len(self._parsers))
 
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None, **more: Any) -> Chunk:
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None, **more: Any) -> Event:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **self._usages.of_chunk(index), **more}
 
@@ -148,14 +146,13 @@ def _add_delta(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
             message["tool_calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
 
 
-class TextChunks:
-    """Writes plain completions, as `answering.Writer` has it.
+class TextChunks(Writer):
+    """Writes plain completions.
 
     head: id, object, created and model. echoes: the prompts' texts, empty where none is wanted.
     """
 
     closing = "data: [DONE]\n\n"
-    is_done = False
 
     def __init__(
         self,
@@ -171,14 +168,14 @@ class TextChunks:
         self._has_logprobs = logprobs
         self._num_chars = [0] * num_answers  # of the tokens that have come, for the offsets of logprobs
 
-    def begin(self) -> Iterator[Chunk]:
+    def begin(self) -> Iterator[Event]:
         """The prompt's text, where it is echoed."""
         per_prompt = len(self._num_chars) // len(self._echoes)
         for index in range(len(self._num_chars)):
             if echo := self._echoes[index // per_prompt]:
                 yield self._chunk(index, echo)
 
-    def show(self, index: int, output: Output) -> Iterator[Chunk]:
+    def show(self, index: int, output: Output) -> Iterator[Event]:
         """The chunk of an output; none for an output without text, logprobs or end."""
         logprobs = None
         self._usages.count(index, output)
@@ -189,12 +186,12 @@ class TextChunks:
         if output.text or logprobs or output.finish_reason is not None:
             yield self._chunk(index, output.text, logprobs, output.finish_reason, **more)
 
-    def end(self, stats: Sequence[RequestStats]) -> Iterator[Chunk]:
+    def end(self, stats: Sequence[RequestStats]) -> Iterator[Event]:
         """The usage, if it was asked for."""
         if self._usages.in_last_chunk:
             yield {**self._head, "choices": [], "usage": usage(stats, len(self._echoes))}
 
-    def whole(self, events: Sequence[Chunk], stats: Sequence[RequestStats]) -> dict[str, Any]:
+    def whole(self, events: Sequence[Event], stats: Sequence[RequestStats]) -> dict[str, Any]:
         """The completion."""
         none = completion_logprobs(self._tokenizer, [], 0)
         choices: list[dict[str, Any]] = [
@@ -211,7 +208,7 @@ class TextChunks:
         found = {**self._head, "choices": choices, "usage": usage(stats, len(self._echoes))}
         return found | _timings_of_one(stats, len(self._num_chars))
 
-    def _chunk(self, index: int, text: str, logprobs: Any = None, reason: str | None = None, **more: Any) -> Chunk:
+    def _chunk(self, index: int, text: str, logprobs: Any = None, reason: str | None = None, **more: Any) -> Event:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head, "choices": [choice], **self._usages.of_chunk(index), **more}
 

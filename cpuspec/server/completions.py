@@ -1,13 +1,8 @@
 """OpenAI's `/v1/chat/completions` and `/v1/completions`."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cpuspec.config import SamplingParams
 from cpuspec.engine.llm import answer_params
 from cpuspec.server.answering import respond
 from cpuspec.server.bodies import BodyRoute
@@ -15,7 +10,7 @@ from cpuspec.server.chat import chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
 from cpuspec.server.errors import RequestError
 from cpuspec.server.gate import context_of, model_of
-from cpuspec.server.model import ServedModel
+from cpuspec.server.model import Answers, ServedModel
 from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.schema import (
     ChatBody,
@@ -38,25 +33,28 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     model = await model_of(request, body.model)
     params = chat_params(model, body)
     keeps_to = grammar_of(body)
-    work = partial(chat_prompt, model, body.messages, body.tools or (), body.tool_choice, body.variables, keeps_to, body.ending)
-    prompt = await model.in_worker(work)
+    prompt = await model.in_worker(
+        chat_prompt, model, body.messages, body.tools or (), body.tool_choice, body.variables, keeps_to, body
+    )
     context.notes |= prompt.notes
     check_number(model, params.n)
-    predicted = await model.in_worker(partial(predicted_ids, model, body.prediction))
+    predicted = await model.in_worker(predicted_ids, model, body.prediction)
     wanted = prompt.wanted(params, bool(body.stream and body.return_progress), predicted)
-    answers = await model.answers(context.client, context.id, wanted, context.rng)
     head = {"id": f"chatcmpl-{context.id}", "created": context.created, "model": server_of(request).shown_name(model)}
-    writer = ChatChunks(
-        prompt,
-        head,
-        Usages(body.stream_options, [len(one.prompt) for one in wanted]),
-        len(wanted),
-        answers.new_id,
-        logprobs=bool(body.logprobs),
-        by_token=bool(body.stream and body.cpuspec and body.cpuspec.tokens),
-        meters=answers.meters,
-    )
-    return await respond(request, answers, writer, body.stream)
+
+    def make_writer(answers: Answers) -> ChatChunks:
+        return ChatChunks(
+            prompt,
+            head,
+            Usages(body.stream_options, [len(one.prompt) for one in wanted]),
+            len(wanted),
+            answers.new_id,
+            logprobs=bool(body.logprobs),
+            by_token=bool(body.stream and body.cpuspec and body.cpuspec.tokens),
+            meters=answers.meters,
+        )
+
+    return await respond(request, model, wanted, make_writer, body.stream)
 
 
 def check_number(model: ServedModel, number: int) -> None:
@@ -84,14 +82,13 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     if body.suffix:
         assert isinstance(body.prompt, str), "checked above"
         check_number(model, params.n)
-        prompts = [await model.in_worker(partial(fill_prompt, model, body.prompt, body.suffix))]
-        params = fill_params(model, params)
+        prompts = [await model.in_worker(model.fill_prompt, body.prompt, body.suffix)]
+        params = model.fill.params(params) if model.fill else params
     else:
         check_number(model, params.n * len(_each_prompt(body.prompt)))
-        prompts = await model.in_worker(partial(_prompts, model, body))
+        prompts = await model.in_worker(_prompts, model, body)
     wanted = [RequestedAnswer(prompt, one) for prompt in prompts for one in answer_params(params)]
     echoes = [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts)
-    answers = await model.answers(context.client, context.id, wanted, context.rng)
     head = {
         "id": f"cmpl-{context.id}",
         "object": "text_completion",
@@ -100,43 +97,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     }
     usages = Usages(body.stream_options, [len(one.prompt) for one in wanted])
     writer = TextChunks(model.llm.tokenizer, head, usages, echoes, len(wanted), logprobs=body.logprobs is not None)
-    return await respond(request, answers, writer, body.stream)
-
-
-def fill_prompt(model: ServedModel, before: str, behind: str, others: Sequence[tuple[str, str]] = (), name: str = "") -> list[int]:
-    """The prompt that asks for the text between two texts. others: names and texts of other files; name: this file's.
-
-    Source of the order: Qwen2.5-Coder's and StarCoder 2's repository format, as llama.cpp's server writes it. Raises RequestError
-    for a model that cannot fill in.
-    """
-    fill, tokenizer = model.fill, model.llm.tokenizer
-    if fill is None:
-        raise RequestError(
-            f"{model.name} has no tokens for filling in the middle, so it cannot take a suffix; use a model such as qwen2.5-coder",
-            "suffix",
-        )
-    model.check_text(len(before) + len(behind) + sum(len(path) + len(text) for path, text in others))
-    ids = list(tokenizer.prefix)
-    if others and fill.repository is not None and fill.file is not None:
-        ids += [fill.repository, *tokenizer.encode("project\n", add_special=False)]
-        for path, text in others:
-            ids += [fill.file, *tokenizer.encode(f"{path}\n{text}\n", add_special=False)]
-        ids += [fill.file, *tokenizer.encode(f"{name or 'file'}\n", add_special=False)]
-    elif others:
-        ids += tokenizer.encode("".join(f"{text}\n" for _, text in others), add_special=False)
-    return [
-        *ids,
-        fill.prefix,
-        *tokenizer.encode(before, add_special=False),
-        fill.suffix,
-        *tokenizer.encode(behind, add_special=False),
-        fill.middle,
-    ]
-
-
-def fill_params(model: ServedModel, params: SamplingParams) -> SamplingParams:
-    """The params, with the tokens that end the text in a gap."""
-    return replace(params, stop_token_ids=(*params.stop_token_ids, *(model.fill.ends if model.fill else ())))
+    return await respond(request, model, wanted, lambda _: writer, body.stream)
 
 
 def _each_prompt(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -11,11 +11,12 @@ from starlette.responses import Response
 
 from cpuspec.engine.embedding import EmbeddingJob
 from cpuspec.model.batch import F32
+from cpuspec.server.answering import unless_gone
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.errors import BusyError, NotSupportedError, RequestError, TimeUpError
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
-from cpuspec.server.replies import json_response, unless_gone
+from cpuspec.server.replies import json_response
 from cpuspec.server.schema import Body
 from cpuspec.server.server import server_of
 
@@ -45,7 +46,7 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         )
     if model.num_embedding > model.admission.max_waiting:
         raise BusyError(f"{model.num_embedding} requests for embeddings wait; try again later")
-    prompts = await model.in_worker(partial(_prompts, model, body.input))
+    prompts = await model.in_worker(_prompts, model, body.input)
     for prompt in prompts:
         model.check_prompt(prompt)
     num_tokens = sum(map(len, prompts))

@@ -4,7 +4,6 @@ Source: llama.cpp's server README.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,13 +14,13 @@ from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats, now_s
 from cpuspec.server.answering import respond
 from cpuspec.server.bodies import BodyRoute
-from cpuspec.server.completions import fill_params, fill_prompt
 from cpuspec.server.figures import timings
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.schema import Body, SamplingFields, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import loose_format, loosened_note
+from cpuspec.server.writer import Writer
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -60,29 +59,21 @@ async def infill(body: InfillBody, request: Request) -> Response:
         grammar=body.grammar or None,
         **keeps_to,
     )
-    params = fill_params(model, params)
+    params = model.fill.params(params) if model.fill else params
     others = [(one.filename, one.text) for one in body.input_extra]
-    prompt = await model.in_worker(partial(fill_prompt, model, body.input_prefix + body.prompt, body.input_suffix, others))
-    answers = await model.answers(context.client, context.id, [RequestedAnswer(prompt, params)], context.rng)
+    prompt = await model.in_worker(model.fill_prompt, body.input_prefix + body.prompt, body.input_suffix, others)
     writer = _InfillWriter(body, server_of(request).shown_name(model), len(prompt))
-    return await respond(request, answers, writer, body.stream)
+    return await respond(request, model, [RequestedAnswer(prompt, params)], lambda _: writer, body.stream)
 
 
-class _InfillWriter:
-    """Writes the text in a gap (`answering.Writer`)."""
-
-    closing = ""
-    is_done = False
+class _InfillWriter(Writer):
+    """Writes the text in a gap."""
 
     def __init__(self, body: InfillBody, model: str, num_prompt_tokens: int) -> None:
         self._body, self._model, self._num_prompt_tokens = body, model, num_prompt_tokens
         self._num_new = 0
         self._first_s: float | None = None  # when the first output came
         self._last: Output | None = None
-
-    def begin(self) -> tuple[()]:
-        """Nothing."""
-        return ()
 
     def show(self, index: int, output: Output) -> Iterator[dict[str, Any]]:
         """The text of an output. When the body's time is up, the answer ends with it."""

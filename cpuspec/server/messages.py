@@ -5,7 +5,6 @@ Sources: Anthropic's Messages API reference (bodies, order of stream events), an
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -26,6 +25,7 @@ from cpuspec.server.replies import event, json_response
 from cpuspec.server.schema import SamplingFields, ignoring, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
+from cpuspec.server.writer import Writer
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -66,9 +66,8 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     model = await model_of(request, body.model)
     stops = tuple(text for text in body.stop_sequences or () if text)
     params = sampling_params(model, body, max_tokens=body.max_tokens, stop=stops)
-    prompt = await model.in_worker(partial(_prompt, model, body))
+    prompt = await model.in_worker(_prompt, model, body)
     context.notes |= prompt.notes
-    answers = await model.answers(context.client, context.id, prompt.wanted(params), context.rng)
     head: dict[str, Any] = {
         "id": f"msg_{context.id}",
         "type": "message",
@@ -78,15 +77,15 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         "stop_reason": None,
         "stop_sequence": None,
     }
-    writer = _MessageWriter(prompt, head, stops, answers.new_id)
-    return await respond(request, answers, writer, body.stream, lambda: event({"type": "ping"}))
+    wanted = prompt.wanted(params)
+    return await respond(request, model, wanted, lambda answers: _MessageWriter(prompt, head, stops, answers.new_id), body.stream)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountBody, request: Request) -> Response:
     """How many tokens the prompt of such a conversation has."""
     model = await model_of(request, body.model)
-    prompt = await model.in_worker(partial(_prompt, model, body))
+    prompt = await model.in_worker(_prompt, model, body)
     return json_response({"input_tokens": len(prompt.ids)})
 
 
@@ -217,11 +216,8 @@ _DELTAS = {
 }
 
 
-class _MessageWriter:
-    """Writes a message (`answering.Writer`). One content block is open at a time, and each piece belongs to one."""
-
-    closing = ""
-    is_done = False
+class _MessageWriter(Writer):
+    """Writes a message. One content block is open at a time, and each piece belongs to one."""
 
     def __init__(self, prompt: ChatPrompt, head: dict[str, Any], stops: Sequence[str], new_id: Callable[[], str]) -> None:
         self._prompt, self._head, self._stops, self._new_id = prompt, head, stops, new_id
@@ -260,6 +256,10 @@ class _MessageWriter:
         ending = _ending(self._prompt, self._last, self._token_ids, self._stops, self._parser.num_calls > 0)
         yield {"type": "message_delta", "delta": ending, "usage": _usage(stats[0])}
         yield {"type": "message_stop"}
+
+    def sign_of_life(self) -> str:
+        """Anthropic's own event for it."""
+        return event({"type": "ping"})
 
     def whole(self, events: Sequence[dict[str, Any]], stats: Sequence[RequestStats]) -> dict[str, Any]:
         """The message: reasoning, text and calls, in this order."""

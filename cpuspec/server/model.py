@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
 from zlib import crc32
 
@@ -19,50 +19,21 @@ from cpuspec.config import SamplingParams, ServerConfig
 from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
+from cpuspec.metrics import RequestStats
 from cpuspec.server.admission import Admission
 from cpuspec.server.errors import BusyError, ContextExceededError, EngineFailedError, RequestError, TimeUpError
+from cpuspec.server.fill import fill_tokens
 from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import MARKS, ToolFormat, tool_format
 from cpuspec.server.runner import RequestedAnswer, Runner, contained
 from cpuspec.text import Tokenizer
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _CHARS_PER_TOKEN, _CHARS_AT_LEAST = 16, 4096  # of a text; languages and programs have 2 to 6
 _STEP_S = 1.0  # that metrics wait for the end of a step
 _MOST_STOPS, _STOP_CHARS, _MOST_BIASES = 32, 4096, 1024
-
-# What surrounds the text before and behind the gap, by model family: Qwen2.5-Coder and CodeGemma; StarCoder 2, Granite and SmolLM;
-# the first StarCoder's relatives; DeepSeek-Coder; CodeLlama; GLM-4.5; Falcon-H1-Coder (llama.cpp's list).
-_FILL = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
-    ("<PRE>", "<SUF>", "<MID>"),
-    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
-    ("<|prefix|>", "<|suffix|>", "<|middle|>"),
-)
-# What stands before the names of a repository and of a file.
-_REPOSITORIES = ("<|repo_name|>", "<|fim_repo|>", "<repo_name>", "<reponame>", "<fim-repo>", "<REPO>")
-_FILES = ("<|file_sep|>", "<file_sep>")
-_FILL_ENDS = (
-    "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "<fim_pad>", "<|endoftext|>",
-    "<repo_name>", "<fim-pad>", "▁<EOT>", "<EOT>",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class FillTokens:
-    """The tokens of filling in the middle. ends: those that end the text in the gap. repository, file: of other files, if any."""
-
-    prefix: int
-    suffix: int
-    middle: int
-    ends: tuple[int, ...]
-    repository: int | None
-    file: int | None
 
 
 @dataclass
@@ -104,7 +75,7 @@ class ServedModel:
         self.tool_format: ToolFormat = tool_format(tokenizer.chat_template_for({"tools": True}))
         self.template_takes_tools = "tools" in (tokenizer.chat_template_for({"tools": True}) or "")
         self.shown = shown_tokens(tokenizer)
-        self.fill = _fill_tokens(llm)
+        self.fill = fill_tokens(tokenizer)
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -117,9 +88,10 @@ class ServedModel:
         """Bytes of its weights, and of its keys and values now."""
         return sum(level.weight_bytes - level.shared_bytes + level.kv_bytes for level in self.llm.memory())
 
-    async def in_worker(self, function: Callable[[], _T]) -> _T:
-        """Run the function in a worker thread, and return what it returns. Tokenization and templates may take a while."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, partial(contained, function))
+    async def in_worker(self, function: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) -> _T:
+        """Call the function in a worker thread, and return what it returns. Tokenization and templates may take a while."""
+        work = partial(contained, partial(function, *args, **options))
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
     async def answers(self, client: str, request_id: str, wanted: Sequence[RequestedAnswer], rng: Random | None) -> "Answers":
         """The answers to one request, all or none; its grammar is compiled beside the event loop. rng: as `Answers` has it.
@@ -160,6 +132,14 @@ class ServedModel:
     def embedded(self) -> None:
         """Note that a request for embeddings has ended."""
         self.num_embedding -= 1
+
+    def fill_prompt(self, before: str, behind: str, others: Sequence[tuple[str, str]] = ()) -> list[int]:
+        """See `FillTokens.prompt`. Raises RequestError for a model that cannot fill in, and as `check_text` does."""
+        if self.fill is None:
+            lacks = f"{self.name} has no tokens for filling in the middle, so it cannot take a suffix"
+            raise RequestError(f"{lacks}; use a model such as qwen2.5-coder", "suffix")
+        self.check_text(len(before) + len(behind) + sum(len(path) + len(text) for path, text in others))
+        return self.fill.prompt(self.llm.tokenizer, before, behind, others)
 
     def params(self, given: dict[str, Any]) -> SamplingParams:
         """The params of a request with these fields, the model's own recommendations for others.
@@ -243,6 +223,7 @@ class Answers:
         self._client, self._request_id = client, request_id
         self.deadline_s = asyncio.get_running_loop().time() + model.config.max_request_s
         self._outputs: list[list[Output]] = [[] for _ in wanted]  # that nobody has taken yet
+        self._ends: dict[int, RequestStats] = {}
         self._ready = asyncio.Event()
         self._engine_ids: dict[int, int] = {}  # the engine's ids of those that run, by number
         self._slots: dict[int, Slot] = {}
@@ -254,6 +235,11 @@ class Answers:
             error.retry_after_s = model.retry_after_s()
             raise
         model.unfinished.add(self)
+
+    @property
+    def stats(self) -> list[RequestStats]:
+        """The figures of the answers whose last outputs have been taken, in the order of the answers."""
+        return [self._ends[number] for number in sorted(self._ends)]
 
     def new_id(self) -> str:
         """32 hexadecimal digits for an item or a call of the answers."""
@@ -280,7 +266,9 @@ class Answers:
                     raise RequestError(output.error)
                 if output.finish_reason == "aborted":
                     raise EngineFailedError("the engine failed while it computed this answer; try again")
-                num_left -= output.finish_reason is not None
+                if output.finish_reason is not None:
+                    num_left -= 1
+                    self._ends |= {number: output.stats} if output.stats else {}
                 yield number, output
 
     def fail(self, error: CpuspecError) -> None:
@@ -367,53 +355,26 @@ def _seeded(one: RequestedAnswer, rng: Random) -> RequestedAnswer:
 
 def _by_token(output: Output) -> list[Output]:
     """The output in parts of one token each. The first has its rounds, the last its end."""
-    parts: list[Output] = []
+    parts = []
     for number, (token, text, source) in enumerate(zip(output.token_ids, output.token_texts, output.token_sources, strict=True)):
-        is_last = number == len(output.token_ids) - 1
-        parts.append(
-            Output(
-                output.request_id,
-                text,
-                [token],
-                output.logprobs[number : number + 1],
-                output.finish_reason if is_last else None,
-                output.stats if is_last else None,
-                output.num_cached_tokens,
-                [text],
-                [source],
-                [] if number else output.cycles,
-                error=output.error if is_last else None,
-            )
+        part = replace(
+            output,
+            text=text,
+            token_ids=[token],
+            logprobs=output.logprobs[number : number + 1],
+            token_texts=[text],
+            token_sources=[source],
+            cycles=[] if number else output.cycles,
         )
+        is_last = number == len(output.token_ids) - 1
+        parts.append(part if is_last else replace(part, finish_reason=None, stats=None, error=None))
     return parts or [output]
 
 
 def _merged(outputs: list[Output]) -> Output:
-    last = outputs[-1]
+    """One output with the text and the tokens of all of these, and everything else from the last."""
     if len(outputs) == 1:
-        return last
-    return Output(
-        last.request_id,
-        "".join(one.text for one in outputs),
-        [token for one in outputs for token in one.token_ids],
-        [one for output in outputs for one in output.logprobs],
-        last.finish_reason,
-        last.stats,
-        last.num_cached_tokens,
-        [text for one in outputs for text in one.token_texts],
-        [source for one in outputs for source in one.token_sources],
-        [cycles for one in outputs for cycles in one.cycles],
-        last.num_read_tokens,
-        last.error,
-    )
-
-
-def _fill_tokens(llm: LLM) -> FillTokens | None:
-    find = llm.tokenizer.token_id
-    for names in _FILL:
-        prefix, suffix, middle = map(find, names)
-        if prefix is not None and suffix is not None and middle is not None:
-            ends = tuple(found for text in _FILL_ENDS if (found := find(text)) is not None)
-            others = (next((text for text in texts if find(text) is not None), "") for texts in (_REPOSITORIES, _FILES))
-            return FillTokens(prefix, suffix, middle, ends, *map(find, others))
-    return None
+        return outputs[0]
+    lists = ("token_ids", "logprobs", "token_texts", "token_sources", "cycles")
+    joined: dict[str, Any] = {name: [item for output in outputs for item in getattr(output, name)] for name in lists}
+    return replace(outputs[-1], text="".join(output.text for output in outputs), **joined)

@@ -12,14 +12,14 @@ from cpuspec import __version__
 from cpuspec.errors import CacheError
 from cpuspec.metrics import now_s
 from cpuspec.server.bodies import BodyRoute
-from cpuspec.server.chat import ChatPrompt, chat_prompt
+from cpuspec.server.chat import chat_prompt
 from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.figures import token_text
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.observe import METRICS_TYPE, metrics_text
 from cpuspec.server.replies import json_response
 from cpuspec.server.runner import beside
-from cpuspec.server.schema import Body, EndingBody
+from cpuspec.server.schema import Body, Ending
 from cpuspec.server.server import Server, server_of
 
 router = APIRouter(route_class=BodyRoute)
@@ -27,7 +27,7 @@ router = APIRouter(route_class=BodyRoute)
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
-class TokenizeBody(EndingBody):
+class TokenizeBody(Ending):
     content: str | None = None
     prompt: str | None = None  # vLLM's name for it
     messages: list[dict[str, Any]] | None = None
@@ -43,7 +43,7 @@ class DetokenizeBody(Body):
     model: str | None = None
 
 
-class TemplateBody(EndingBody):
+class TemplateBody(Ending):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -113,11 +113,11 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     found = await model_of(request, body.model)
     tokenizer = found.llm.tokenizer
     if body.messages is not None:
-        ids = (await found.in_worker(partial(chat_prompt, found, body.messages, body.tools or (), ending=body.ending))).ids
+        ids = (await found.in_worker(chat_prompt, found, body.messages, body.tools or (), ending=body)).ids
     else:
         text = body.content if body.content is not None else body.prompt or ""
         found.check_text(len(text))
-        ids = await found.in_worker(partial(tokenizer.encode, text, body.add_special, body.parse_special))
+        ids = await found.in_worker(tokenizer.encode, text, body.add_special, body.parse_special)
     tokens = [{"id": one, "piece": token_text(tokenizer, one)[0]} for one in ids] if body.with_pieces else ids
     return json_response({"tokens": tokens, "count": len(ids), "max_model_len": found.llm.context_length})
 
@@ -126,7 +126,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     found = await model_of(request, body.model)
-    text = await found.in_worker(partial(found.llm.tokenizer.decode, body.tokens, skip_special=False))
+    text = await found.in_worker(found.llm.tokenizer.decode, body.tokens, skip_special=False)
     return json_response({"content": text, "prompt": text})
 
 
@@ -134,10 +134,9 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 async def apply_template(body: TemplateBody, request: Request) -> Response:
     """The text that the model gets for a conversation."""
     found = await model_of(request, body.model)
-    work = partial(
-        chat_prompt, found, body.messages, body.tools or (), body.tool_choice, body.chat_template_kwargs, ending=body.ending
+    prompt = await found.in_worker(
+        chat_prompt, found, body.messages, body.tools or (), body.tool_choice, body.chat_template_kwargs, ending=body
     )
-    prompt: ChatPrompt = await found.in_worker(work)
     return json_response({"prompt": found.llm.tokenizer.decode(prompt.ids, skip_special=False)})
 
 

@@ -5,7 +5,6 @@ Sources: OpenAI's API reference for bodies, and for the order of stream events; 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,15 +14,16 @@ from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
 from cpuspec.server.answering import respond
 from cpuspec.server.bodies import BodyRoute
-from cpuspec.server.chat import ChatPrompt, Ending, chat_prompt
+from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.errors import ContextExceededError, RequestError
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import event
-from cpuspec.server.schema import SamplingFields, UnusedBody, ignoring, sampling_params
+from cpuspec.server.schema import Ending, SamplingFields, UnusedBody, ignoring, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
+from cpuspec.server.writer import Writer
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -108,20 +108,24 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     }
     numbered = _Numbered()
     try:
-        prompt = await model.in_worker(partial(_prompt, model, body, tools))
+        prompt = await model.in_worker(_prompt, model, body, tools)
         context.notes |= prompt.notes
-        answers = await model.answers(context.client, context.id, prompt.wanted(params), context.rng)
+        wanted = prompt.wanted(params)
+        # Signs of life take no number of a stream that may be repeated, where others come at other times.
+        counts_signs = context.rng is None
+        return await respond(
+            request,
+            model,
+            wanted,
+            lambda answers: _ResponseWriter(prompt, answers.new_id, owners, head, numbered, counts_signs),
+            body.stream,
+        )
     except ContextExceededError as error:
         if not body.stream:
             raise
         # Codex shortens its conversation where a stream says so, and at no status.
         events = [event(numbered({"type": "response.created", "response": head})), event(numbered(_failed(head, error)))]
         return Response("".join(events), media_type="text/event-stream")
-    writer = _ResponseWriter(prompt, answers.new_id, owners, head, numbered)
-    # Codex counts events alone, and no comments, when it waits for a long prompt to be read.
-    # It takes no number of a stream that may be repeated, where others come at other times.
-    sign = partial(numbered, {"type": "keepalive"}, counts=context.rng is None)
-    return await respond(request, answers, writer, body.stream, lambda: event(sign()), writer.failed)
 
 
 # Items about tools that OpenAI runs itself. They hold nothing that this model could read.
@@ -242,14 +246,11 @@ def _failed(head: Mapping[str, Any], error: RequestError) -> dict[str, Any]:
     return {"type": "response.failed", "response": {**head, "status": "failed", "error": told}}
 
 
-class _ResponseWriter:
-    """Writes a response (`answering.Writer`). One output item is open at a time, and each piece belongs to one.
+class _ResponseWriter(Writer):
+    """Writes a response. One output item is open at a time, and each piece belongs to one.
 
     owners: of tools in a namespace, how the client names them.
     """
-
-    closing = ""
-    is_done = False
 
     def __init__(
         self,
@@ -258,8 +259,10 @@ class _ResponseWriter:
         owners: Mapping[str, dict[str, Any]],
         head: Mapping[str, Any],
         numbered: _Numbered,
+        counts_signs: bool,
     ) -> None:
         self._prompt, self._new_id, self._owners, self._head, self._numbered = prompt, new_id, owners, head, numbered
+        self._counts_signs = counts_signs
         self._parser = prompt.parser()
         self._done: list[dict[str, Any]] = []  # items that are complete
         self._open: tuple[str, int] | None = None  # kind of its pieces, and call
@@ -302,6 +305,10 @@ class _ResponseWriter:
         """The response of the last event."""
         response: dict[str, Any] = events[-1]["response"]
         return response
+
+    def sign_of_life(self) -> str:
+        """An event: while Codex waits for a long prompt to be read, it counts no comments."""
+        return event(self._numbered({"type": "keepalive"}, self._counts_signs))
 
     def failed(self, error: RequestError) -> dict[str, Any]:
         """The event of a response that ends with an error."""

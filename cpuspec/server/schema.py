@@ -4,14 +4,13 @@ Fields that change no answer here are listed as ignored; other names and unknown
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, Optional, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from cpuspec.config import SamplingParams, SpecConfig
-from cpuspec.server.chat import Ending
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.fields import Declared
@@ -162,19 +161,29 @@ UnusedBody: Any = ignoring(
 )
 
 
-class EndingBody(Body):
-    """How a conversation ends, as vLLM spells it."""
+class Ending(Body):
+    """How a conversation ends, as vLLM spells it: the answer continues the last message, or a generation prompt begins it.
+
+    continue_final_message None: where the last message is an assistant's without tool calls, as llama-server does, unless a
+    generation prompt is asked for.
+    """
 
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
-    @property
-    def ending(self) -> Ending:
-        """The same for `chat_prompt`."""
-        return Ending(self.continue_final_message, self.add_generation_prompt)
+    def continues(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the answer continues the last message. Raises RequestError where it cannot."""
+        name, last = "continue_final_message", messages[-1] if messages else {}
+        if self.continue_final_message is None:
+            return last.get("role") == "assistant" and not last.get("tool_calls") and self.add_generation_prompt is not True
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(f"{name} and add_generation_prompt exclude each other; leave one out", name)
+        if self.continue_final_message and (not last or last.get("tool_calls")):
+            raise RequestError(f"{name} needs a last message with a text and without tool calls", name)
+        return self.continue_final_message
 
 
-class ChatBody(SamplingBody, UnusedBody, EndingBody):
+class ChatBody(SamplingBody, UnusedBody, Ending):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | int | None = None  # a number is llama-server's: of likely tokens

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from cpuspec.engine.engine import Output
-from cpuspec.server import replies
+from cpuspec.server import answering
 from cpuspec.server.model import Answers
 from tests.server.agents import (
     CALLS,
@@ -209,7 +209,7 @@ def test_a_stream_that_is_silent_shows_that_it_lives(
             yield number, replace(output, finish_reason="stop" if output.finish_reason else None)
 
     monkeypatch.setattr(Answers, "outputs", outputs)
-    monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(answering, "KEEP_ALIVE_S", 0.01)
     lines = []
     with running.client() as client, client.stream("POST", path, json=body) as reply:
         for line in reply.iter_lines():

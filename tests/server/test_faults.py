@@ -23,7 +23,7 @@ import pytest
 from cpuspec import LLM, SamplingParams
 from cpuspec.config import ServerConfig
 from cpuspec.errors import BackendError, ConfigError
-from cpuspec.server import connections, gate, replies
+from cpuspec.server import answering, connections, gate
 from cpuspec.server.app import listen, serve
 from cpuspec.server.errors import EngineFailedError
 from cpuspec.server.server import Server
@@ -219,7 +219,7 @@ def test_a_client_that_reads_nothing_is_gone(path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_client_that_reads_too_slowly_is_gone_when_its_time_is_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "_LAST_S", 0.1)
+    monkeypatch.setattr(answering, "_LAST_S", 0.1)
     with serving(lambda: load(path), max_request_s=1.0) as running, stuck_reader(running):
         running.eventually(lambda: running.server.num_unfinished == 1)
         running.eventually(lambda: is_idle(running))

@@ -14,7 +14,7 @@ import pytest
 import cpuspec
 from cpuspec import SamplingParams
 from cpuspec.engine.engine import Output
-from cpuspec.server import page, replies
+from cpuspec.server import answering, page
 from cpuspec.server.model import Answers
 from tests.server.browser import CHROMIUM, Browser, browsing
 from tests.server.running import Running, load, serving, tiny_model
@@ -201,7 +201,7 @@ def test_signs_of_life_disturb_no_answer(browser: Browser, running: Running, mon
             yield one
 
     monkeypatch.setattr(Answers, "outputs", outputs)
-    monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(answering, "KEEP_ALIVE_S", 0.05)
     opened(browser, running, {"settings": {"max_tokens": "5"}})
     browser.type("hello")
     browser.press("Enter")
