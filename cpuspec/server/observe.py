@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Counted
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import Metric
 
 from cpuspec.metrics import LevelCounters, LevelReads, PrefixStats, now_s
 from cpuspec.server.meter import AnswerMeter
@@ -25,6 +27,39 @@ _GAP = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _RECENT = 1024  # requests that the percentiles are of
+
+# Metrics with a value for each level: kind, name, help, and the value; None where a level has none.
+Row = tuple[type[Gauge] | type[Counted], str, str, Callable[[Any], float | None]]
+_OF_READS: Sequence[Row] = (
+    (Counted, "model_forwards", "Forwards of a model.", lambda one: one.num_forwards),
+    (Counted, "weight_bytes_read", "Bytes of weights that they read.", lambda one: one.weight_bytes),
+    (Counted, "disk_bytes_read", "Bytes of experts read from the disk.", lambda one: one.disk and one.disk.num_bytes),
+    (Counted, "disk_wait_seconds", "Time that forwards waited for these.", lambda one: one.disk and one.disk.wait_s),
+)
+_OF_PREFIXES: Sequence[Row] = (
+    (Gauge, "kept_bytes", "Keys and values in memory that finished requests have left.", lambda one: one.kept_bytes),
+    (Gauge, "limit_bytes", "The most that they may take.", lambda one: inf if one.limit_bytes is None else one.limit_bytes),
+    (Gauge, "disk_bytes", "Files of the cache's directory, of all models.", lambda one: one.disk_bytes),
+    (Counted, "evictions", "Blocks that left the memory to make room.", lambda one: one.num_evictions),
+    (Counted, "blocks_read", "Blocks that were read from the disk.", lambda one: one.num_blocks_read),
+    (Counted, "blocks_written", "Blocks that were written to the disk.", lambda one: one.num_blocks_written),
+    (Counted, "blocks_refused", "Blocks of the disk that were damaged.", lambda one: one.num_blocks_refused),
+    (Counted, "blocks_dropped", "Blocks that a slow disk had no time to write.", lambda one: one.num_blocks_dropped),
+)
+_OF_ROUNDS: Sequence[Row] = (
+    (Counted, "num_rounds", 'Verifications, without a draft, too: "auto" counts those.', lambda one: one.num_cycles),
+)
+_OF_DRAFTS: Sequence[Row] = (
+    (Counted, "num_drafts", "Drafts that were verified.", lambda one: one.num_drafts),
+    (Counted, "num_draft_tokens", "Tokens that were drafted.", lambda one: one.num_draft_tokens),
+    (Counted, "num_accepted_tokens", "Drafted tokens that were accepted.", lambda one: one.num_accepted_tokens),
+)
+_OF_LENGTHS: Sequence[Row] = (
+    (
+        *(Gauge, "mean_acceptance_length", "Tokens of a draft that was verified, its bonus included."),
+        lambda one: 1 + one.num_accepted_tokens / one.num_drafts,
+    ),
+)
 
 
 class Metrics:
@@ -70,7 +105,7 @@ class Metrics:
             "cpuspec:request_success", "Ended answers.", ["model_name", "finished_reason"], registry=self.registry
         )
         self._refused = Counter("cpuspec:request_refused", "Refused requests.", ["model_name", "status"], registry=self.registry)
-        self.registry.register(_Now(self))
+        self.registry.register(self)
 
     def output(self, meter: AnswerMeter, num_tokens: int) -> None:
         """Count tokens that have just arrived."""
@@ -116,106 +151,47 @@ class Metrics:
         recent = self._recent["e2e"]
         return float(np.mean(recent)) if recent else 1.0
 
-    def now(self) -> Iterator[Metric]:
-        """The metrics that are computed when they are asked for."""
-        names = ["model_name"]
+    def collect(self) -> Iterator[Metric]:
+        """The metrics that are computed when they are asked for, as a registry wants them of a collector."""
         running, waiting, share = self._state()
-        gauges = (
-            ("num_requests_running", "Answers that are computed.", running),
-            ("num_requests_waiting", "Answers that wait for their turn.", waiting),
-            ("kv_cache_usage_perc", "Share of the cache's tokens that running answers hold; 1 is all.", share),
-        )
-        for name, help, value in gauges:
-            gauge = GaugeMetricFamily(f"cpuspec:{name}", help, labels=names)
-            gauge.add_metric([self._model], value)
-            yield gauge
+        yield self._family(Gauge, "num_requests_running", "Answers that are computed.", [(running,)])
+        yield self._family(Gauge, "num_requests_waiting", "Answers that wait for their turn.", [(waiting,)])
+        help = "Share of the cache's tokens that running answers hold; 1 is all."
+        yield self._family(Gauge, "kv_cache_usage_perc", help, [(share,)])
         for name, values in self._recent.items():
-            quantiles = GaugeMetricFamily(
-                f"cpuspec:recent_{name}_seconds", f"{name} of the last {_RECENT} at most.", labels=[*names, "quantile"]
-            )
-            for share in (0.5, 0.95, 0.99) if values else ():
-                quantiles.add_metric([self._model, str(share)], float(np.quantile(values, share)))
-            yield quantiles
-        forwards = CounterMetricFamily("cpuspec:model_forwards", "Forwards of a model.", labels=[*names, "level"])
-        read = CounterMetricFamily("cpuspec:weight_bytes_read", "Bytes of weights that they read.", labels=[*names, "level"])
-        disk = CounterMetricFamily("cpuspec:disk_bytes_read", "Bytes of experts read from the disk.", labels=[*names, "level"])
-        wait = CounterMetricFamily("cpuspec:disk_wait_seconds", "Time that forwards waited for these.", labels=[*names, "level"])
-        for one in self._reads():
-            forwards.add_metric([self._model, one.name], one.num_forwards)
-            read.add_metric([self._model, one.name], one.weight_bytes)
-            if one.disk:
-                disk.add_metric([self._model, one.name], one.disk.num_bytes)
-                wait.add_metric([self._model, one.name], one.disk.wait_s)
-        yield from (forwards, read, disk, wait)
-        yield from self._prefix_cache()
-        yield from self._speculation()
+            rows = [(str(rank), float(np.quantile(values, rank))) for rank in (0.5, 0.95, 0.99) if values]
+            yield self._family(Gauge, f"recent_{name}_seconds", f"{name} of the last {_RECENT} at most.", rows, "quantile")
+        yield from self._of_levels("", _OF_READS, [(one.name, one) for one in self._reads()])
+        yield from self._of_levels("prefix_cache_", _OF_PREFIXES, [(one.name, one) for one in self.prefixes])
+        levels = list(self._levels().items())
+        drafting = [(name, level) for name, level in levels if level.num_drafts]
+        yield from self._of_levels("spec_decode_", _OF_ROUNDS, levels)
+        yield from self._of_levels("spec_decode_", _OF_DRAFTS, drafting)
+        help = "Requests that went on without drafts because their drafter failed."
+        yield self._family(Counted, "spec_decode_num_draft_failures", help, [(self._draft_failures(),)])
+        by_position = [
+            (name, str(position), number)
+            for name, level in drafting
+            for position, number in enumerate(level.num_accepted_tokens_per_pos)
+        ]
+        help = "The same by their position in the draft."
+        yield self._family(Counted, "spec_decode_num_accepted_tokens_per_pos", help, by_position, "level", "position")
+        yield from self._of_levels("spec_decode_", _OF_LENGTHS, drafting)
 
-    def _prefix_cache(self) -> Iterator[Metric]:
-        labels = ["model_name", "level"]
-        gauges: tuple[tuple[str, str, Callable[[PrefixStats], float]], ...] = (
-            ("kept_bytes", "Keys and values in memory that finished requests have left.", lambda one: one.kept_bytes),
-            ("limit_bytes", "The most that they may take.", lambda one: inf if one.limit_bytes is None else one.limit_bytes),
-            ("disk_bytes", "Files of the cache's directory, of all models.", lambda one: one.disk_bytes),
-        )
-        counts: tuple[tuple[str, str, Callable[[PrefixStats], int]], ...] = (
-            ("evictions", "Blocks that left the memory to make room.", lambda one: one.num_evictions),
-            ("blocks_read", "Blocks that were read from the disk.", lambda one: one.num_blocks_read),
-            ("blocks_written", "Blocks that were written to the disk.", lambda one: one.num_blocks_written),
-            ("blocks_refused", "Blocks of the disk that were damaged.", lambda one: one.num_blocks_refused),
-            ("blocks_dropped", "Blocks that a slow disk had no time to write.", lambda one: one.num_blocks_dropped),
-        )
-        for name, help, value in gauges:
-            gauge = GaugeMetricFamily(f"cpuspec:prefix_cache_{name}", help, labels=labels)
-            for one in self.prefixes:
-                gauge.add_metric([self._model, one.name], value(one))
-            yield gauge
-        for name, help, count in counts:
-            counter = CounterMetricFamily(f"cpuspec:prefix_cache_{name}", help, labels=labels)
-            for one in self.prefixes:
-                counter.add_metric([self._model, one.name], count(one))
-            yield counter
+    def _of_levels(self, prefix: str, table: Iterable[Row], levels: Sequence[tuple[str, Any]]) -> Iterator[Metric]:
+        """A family for each row of a table, with a value for each level that has one."""
+        for kind, name, help, value in table:
+            found = [(level, value(one)) for level, one in levels]
+            yield self._family(kind, prefix + name, help, [row for row in found if row[1] is not None], "level")
 
-    def _speculation(self) -> Iterator[Metric]:
-        labels = ["model_name", "level"]
-        counts: tuple[tuple[str, str, Callable[[LevelCounters], int]], ...] = (
-            ("num_drafts", "Drafts that were verified.", lambda level: level.num_drafts),
-            ("num_draft_tokens", "Tokens that were drafted.", lambda level: level.num_draft_tokens),
-            ("num_accepted_tokens", "Drafted tokens that were accepted.", lambda level: level.num_accepted_tokens),
-        )
-        rounds = CounterMetricFamily(
-            "cpuspec:spec_decode_num_rounds", 'Verifications, without a draft, too: "auto" counts those.', labels=labels
-        )
-        levels = dict(self._levels())
-        for level, found in levels.items():
-            rounds.add_metric([self._model, level], found.num_cycles)
-        yield rounds
-        levels = {name: level for name, level in levels.items() if level.num_drafts}
-        for name, help, value in counts:
-            counter = CounterMetricFamily(f"cpuspec:spec_decode_{name}", help, labels=labels)
-            for level, found in levels.items():
-                counter.add_metric([self._model, level], value(found))
-            yield counter
-        per_pos = CounterMetricFamily(
-            "cpuspec:spec_decode_num_accepted_tokens_per_pos",
-            "The same by their position in the draft.",
-            labels=[*labels, "position"],
-        )
-        length = GaugeMetricFamily(
-            "cpuspec:spec_decode_mean_acceptance_length", "Tokens of a draft that was verified, its bonus included.", labels=labels
-        )
-        for level, found in levels.items():
-            for position, number in enumerate(found.num_accepted_tokens_per_pos):
-                per_pos.add_metric([self._model, level, str(position)], number)
-            length.add_metric([self._model, level], 1 + found.num_accepted_tokens / found.num_drafts)
-        failures = CounterMetricFamily(
-            "cpuspec:spec_decode_num_draft_failures",
-            "Requests that went on without drafts because their drafter failed.",
-            labels=labels[:1],
-        )
-        failures.add_metric([self._model], self._draft_failures())
-        yield failures
-        yield per_pos
-        yield length
+    def _family(
+        self, kind: type[Gauge] | type[Counted], name: str, help: str, rows: Sequence[tuple[Any, ...]], *labels: str
+    ) -> Metric:
+        """A family of this model's metrics. rows: the labels' values, and the number."""
+        family = kind(f"cpuspec:{name}", help, labels=["model_name", *labels])
+        for *values, number in rows:
+            family.add_metric([self._model, *values], number)
+        return family
 
 
 def metrics_text(found: Iterable[Metric]) -> bytes:
@@ -234,16 +210,6 @@ class _Families:
 
     def collect(self) -> Iterator[Metric]:
         return iter(self._families)
-
-
-class _Now:
-    """A collector of `Metrics.now`, as prometheus_client wants it."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        return self._metrics.now()
 
 
 def log_event(event: str, fields: Mapping[str, Any]) -> None:
