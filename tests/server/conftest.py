@@ -1,4 +1,4 @@
-"""A server and the same model offline, for tests of a module that has a fixture `path`: the model's file or directory."""
+"""A model, a server of it, and the same model offline. A module with a fixture `path` of its own has another model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 
 from cpuspec import LLM
-from tests.server.running import Running, load, serving
+from tests.server.running import Running, load, serving, tiny_model
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,23 @@
 """A server over a small random model, on a free port of this machine, for tests."""
 
 import asyncio
+import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 
 from cpuspec import LLM
 from cpuspec.config import EngineConfig, ServerConfig
 from cpuspec.server.app import listen, serve
+from cpuspec.server.model import ServedModel
 from cpuspec.server.server import Loader, Server
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -37,8 +43,41 @@ class Running:
         self.server = server
         self.url = url
 
+    @property
+    def model(self) -> ServedModel:
+        """The model that was used last."""
+        assert self.server.loaded is not None
+        return self.server.loaded
+
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=PATIENCE_S, **options)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """The reply to one request on a connection of its own."""
+        with self.client() as client:
+            return client.request(method, path, **options)
+
+    get = partialmethod(request, "GET")
+    post = partialmethod(request, "POST")
+    head = partialmethod(request, "HEAD")
+    options = partialmethod(request, "OPTIONS")
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        """OpenAI's client of this server."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+
+    @property
+    def anthropic(self) -> anthropic.Anthropic:
+        """Anthropic's client of this server."""
+        return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
+
+    def connect(self, sent: bytes) -> socket.socket:
+        """A connection over which these bytes have been sent."""
+        address = httpx.URL(self.url)
+        made = socket.create_connection((address.host, address.port), timeout=PATIENCE_S)
+        made.sendall(sent)
+        return made
 
     def eventually(self, holds: Callable[[], bool]) -> None:
         """Wait until something holds."""
@@ -48,6 +87,19 @@ class Running:
                 return
             waited.wait(0.01)
         raise AssertionError("it never came to hold")
+
+
+def request_bytes(body: dict[str, Any] | None, *headers: str, path: str = "/v1/completions") -> bytes:
+    """A request as it goes over a connection; without a body, its beginning, for one that the headers tell the length of."""
+    content = b"" if body is None else json.dumps(body).encode()
+    length = () if body is None else (f"content-length: {len(content)}",)
+    head = (f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *length, *headers, "", "")
+    return "\r\n".join(head).encode() + content
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The events of a stream that are JSON objects."""
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
 @contextmanager

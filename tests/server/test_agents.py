@@ -78,8 +78,7 @@ def stream(running: Running, path: str, body: dict[str, Any]) -> list[str]:
 
 def prompt_of(running: Running) -> str:
     """The text of the last request's prompt."""
-    assert running.server.loaded is not None
-    return running.server.loaded.llm.tokenizer.decode(running.server.loaded.slots[0].tokens, skip_special=False)
+    return running.model.llm.tokenizer.decode(running.model.slots[0].tokens, skip_special=False)
 
 
 def assert_in_order(text: str, *wanted: str) -> None:
@@ -128,9 +127,8 @@ def test_claude_code_over_two_turns(running: Running, scripted: None) -> None:
     assert "tokens left" not in prompt
     usage = end["usage"]
     assert usage["cache_read_input_tokens"] > usage["input_tokens"]
-    with running.client() as client:
-        counted = {name: body[name] for name in ("model", "messages", "system", "tools", "thinking", "context_management")}
-        reply = client.post("/v1/messages/count_tokens?beta=true", json=counted)
+    counted = {name: body[name] for name in ("model", "messages", "system", "tools", "thinking", "context_management")}
+    reply = running.post("/v1/messages/count_tokens?beta=true", json=counted)
     assert reply.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
@@ -180,12 +178,11 @@ def test_the_official_clients_accumulate_the_same(running: Running, scripted: No
 
 
 def test_agents_find_the_server_and_its_models(running: Running) -> None:
-    with running.client() as client:
-        for path in ("/", "/health", "/ready", "/livez"):  # Claude Code looks first whether somebody answers
-            reply = client.head(path)
-            assert (reply.status_code, reply.content) == (200, b"")
-        assert client.get("/v1/models").json()["models"][0]["slug"] == "tiny"  # as Codex reads them
-    theirs = anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
+    for path in ("/", "/health", "/ready", "/livez"):  # Claude Code looks first whether somebody answers
+        reply = running.head(path)
+        assert (reply.status_code, reply.content) == (200, b"")
+    assert running.get("/v1/models").json()["models"][0]["slug"] == "tiny"  # as Codex reads them
+    theirs = running.anthropic
     assert [one.id for one in theirs.models.list(limit=1000)] == ["tiny"]
 
 
@@ -232,7 +229,6 @@ def test_conversations_are_put_into_turns_for_templates_that_want_them(tmp_path:
         assert_in_order(
             prompt_of(strict), "[system] You are", "[user] <system", RESULTS[0], "A file changed.", "[assistant] Found it."
         )
-        with strict.client() as client:
-            reply = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}] * 2, "max_tokens": 1})
-            assert reply.status_code == 200, reply.text
-            assert prompt_of(strict).startswith("[user] a\n\na\n")
+        reply = strict.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}] * 2, "max_tokens": 1})
+        assert reply.status_code == 200, reply.text
+        assert prompt_of(strict).startswith("[user] a\n\na\n")

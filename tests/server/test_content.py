@@ -115,9 +115,7 @@ def test_an_image_in_the_result_of_a_tool_ends_no_conversation(
     plain: Running, route: str, body: dict[str, Any], stream: bool
 ) -> None:
     limit = "max_output_tokens" if "responses" in route else "max_tokens"
-    assert plain.server.loaded is not None
-    with plain.client() as client:
-        reply = client.post(route, json={**body, limit: 1, "stream": stream})
-        assert (reply.status_code, reply.headers["x-cpuspec-left-out"]) == (200, "image"), reply.text
-    prompt = next(slot.tokens for slot in plain.server.loaded.slots if slot.tokens)
-    assert SEES in plain.server.loaded.llm.tokenizer.decode(prompt, skip_special=False)
+    reply = plain.post(route, json={**body, limit: 1, "stream": stream})
+    assert (reply.status_code, reply.headers["x-cpuspec-left-out"]) == (200, "image"), reply.text
+    prompt = next(slot.tokens for slot in plain.model.slots if slot.tokens)
+    assert SEES in plain.model.llm.tokenizer.decode(prompt, skip_special=False)

@@ -5,18 +5,12 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 
 from cpuspec import LLM
-from tests.server.running import PATIENCE_S, Running, load, serving, tiny_model
+from tests.server.running import Running, load, serving
 
 TEXTS = ["the cat", "the cat sat on the mat and looked at the dog", "x"]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +25,12 @@ def vectors(llm: LLM) -> Any:
 
 
 def post(running: Running, **body: Any) -> httpx.Response:
-    with running.client() as client:
-        return client.post("/v1/embeddings", json=body)
+    return running.post("/v1/embeddings", json=body)
 
 
 @pytest.mark.parametrize("encoding", ["default", "float", "base64"])
 def test_the_official_client_gets_the_offline_vectors(embedding: Running, vectors: Any, llm: LLM, encoding: str) -> None:
-    client = openai.OpenAI(base_url=f"{embedding.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    client = embedding.openai
     chosen: Any = {} if encoding == "default" else {"encoding_format": encoding}
     answer = client.embeddings.create(model="tiny", input=TEXTS, **chosen)
     assert (answer.object, answer.model, [row.index for row in answer.data]) == ("list", "tiny", [0, 1, 2])

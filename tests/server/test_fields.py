@@ -13,7 +13,7 @@ from cpuspec import LLM, SamplingParams
 from cpuspec.server import completions, embeddings, infill, messages, native, responses, schema
 from cpuspec.server.bodies import Body
 from cpuspec.server.fields import _BECOME, _NEUTRAL, _SAME, UNLIMITED, read
-from tests.server.running import Running, load, serving, tiny_model
+from tests.server.running import Running, load, serving
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cat sat on the mat"}], "max_tokens": 3}
 BODIES: dict[str, dict[str, Any]] = {
@@ -75,11 +75,6 @@ IGNORED = (
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def running(path: Any) -> Iterator[Running]:
     with serving(lambda: load(path), pooling="mean") as found:
         yield found
@@ -92,8 +87,7 @@ def strict(path: Any) -> Iterator[Running]:
 
 
 def post(running: Running, endpoint: str, **fields: Any) -> httpx.Response:
-    with running.client() as client:
-        return client.post(endpoint, content=json.dumps(BODIES[endpoint] | fields), headers={"content-type": "application/json"})
+    return running.post(endpoint, content=json.dumps(BODIES[endpoint] | fields), headers={"content-type": "application/json"})
 
 
 @pytest.mark.parametrize("endpoint", BODIES)
@@ -132,12 +126,11 @@ def test_what_other_servers_clients_send_is_answered(running: Running, endpoint:
 
 @pytest.mark.parametrize("endpoint", [path for path in BODIES if path.startswith("/v1/")])
 def test_a_path_without_v1_or_with_two_is_the_same(running: Running, endpoint: str) -> None:
-    with running.client() as client:
-        for path in (endpoint.removeprefix("/v1"), f"/v1{endpoint}"):
-            assert client.post(path, json=BODIES[endpoint]).status_code == 200
-            wrong = client.post(path, json={}).json()  # in the shape of its protocol
-            assert (wrong.get("type") == "error") == ("messages" in endpoint)
-        assert client.get("/models").json() == client.get("/v1/models").json()
+    for path in (endpoint.removeprefix("/v1"), f"/v1{endpoint}"):
+        assert running.post(path, json=BODIES[endpoint]).status_code == 200
+        wrong = running.post(path, json={}).json()  # in the shape of its protocol
+        assert (wrong.get("type") == "error") == ("messages" in endpoint)
+    assert running.get("/models").json() == running.get("/v1/models").json()
 
 
 def _bodies() -> list[type[Body]]:
@@ -219,8 +212,7 @@ def test_numbers_as_clients_write_them_give_the_offline_answer(
     running: Running, llm: LLM, endpoint: str, fields: dict[str, Any], settings: dict[str, Any] | None
 ) -> None:
     own = {name: value for name, value in BODIES[endpoint].items() if name != "max_tokens"}
-    with running.client() as client:
-        choice = client.post(endpoint, json=own | {"ignore_eos": True} | fields).json()["choices"][0]
+    choice = running.post(endpoint, json=own | {"ignore_eos": True} | fields).json()["choices"][0]
     if settings is None:
         bias = dict.fromkeys(llm.tokenizer.encode("a", add_special=False), float("-inf"))
         settings = {"max_tokens": 4, "logit_bias": bias}

@@ -74,9 +74,8 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def ask(running: Running, **body: Any) -> dict[str, Any]:
-    with running.client() as client:
-        body = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 40, **body}
-        reply = client.post("/v1/chat/completions", json=body)
+    body = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 40, **body}
+    reply = running.post("/v1/chat/completions", json=body)
     assert reply.status_code == 200, reply.text
     found: dict[str, Any] = reply.json()["choices"][0]
     return found
@@ -119,8 +118,7 @@ def test_reasoning_before_a_call_is_told_again_with_its_result(calling: Running)
             {"role": "assistant", "content": content, "reasoning_content": "Hm.", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "1", "content": "42"},
         ]
-        with calling.client() as client:
-            prompt = client.post("/apply-template", json={"messages": history, "tools": TOOLS}).json()["prompt"]
+        prompt = calling.post("/apply-template", json={"messages": history, "tools": TOOLS}).json()["prompt"]
         assert f"<|start|>assistant<|channel|>analysis<|message|>{thought}<|end|>" in prompt
         assert '<|channel|>commentary json<|message|>{"a": 1}<|call|>' in prompt
         assert prompt.endswith('commentary<|message|>"42"<|end|><|start|>assistant')

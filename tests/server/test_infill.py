@@ -44,10 +44,10 @@ def wanted(llm: LLM, text: str, num_tokens: int = 8) -> Any:
 
 def test_keys_and_salts_share_no_prefix(path: Path) -> None:
     body = BODY | {"input_prefix": "def f(" * 20, "n_predict": 1}
-    with serving(lambda: load(path), ("first", "second")) as running, running.client() as client:
+    with serving(lambda: load(path), ("first", "second")) as running:
 
         def num_cached(key: str, salt: str) -> int:
-            reply = client.post("/infill", json=body | {"cache_salt": salt}, headers={"authorization": f"Bearer {key}"})
+            reply = running.post("/infill", json=body | {"cache_salt": salt}, headers={"authorization": f"Bearer {key}"})
             assert reply.status_code == 200, reply.text
             found: int = reply.json()["timings"]["cache_n"]
             return found
@@ -60,8 +60,7 @@ def test_keys_and_salts_share_no_prefix(path: Path) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_gap_is_filled_as_the_marks_ask(running: Running, llm: LLM, stream: bool) -> None:
     answer = wanted(llm, "<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>")
-    with running.client() as client:
-        reply = client.post("/infill", json=BODY | {"stream": stream}).text
+    reply = running.post("/infill", json=BODY | {"stream": stream}).text
     events = [json.loads(line.removeprefix("data: ")) for line in reply.splitlines() if line]
     assert "".join(event["content"] for event in events) == answer.text
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
@@ -73,8 +72,7 @@ def test_other_files_come_first(running: Running, llm: LLM) -> None:
     text = (
         "<|repo_name|>project\n<|file_sep|>a.py\nx = 1\n<|file_sep|>file\n<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>"
     )
-    with running.client() as client:
-        reply = client.post("/infill", json=BODY | {"input_extra": [{"filename": "a.py", "text": "x = 1"}]}).json()
+    reply = running.post("/infill", json=BODY | {"input_extra": [{"filename": "a.py", "text": "x = 1"}]}).json()
     assert reply["content"] == wanted(llm, text).text
     assert reply["tokens_evaluated"] == len(llm.tokenizer.encode(text, parse_special=True))
 
@@ -92,8 +90,8 @@ def test_marks_of_other_families_are_known(tmp_path: Path, marks: tuple[str, ...
     directory = with_fill_tokens(make_tiny_hf(tmp_path / "hf", "starcoder2", context_length=512, vocab_size=512), marks)
     prefix, suffix, middle, *others = marks
     files = f"{others[0]}project\n{others[1]}a.py\nx = 1\n{others[1]}file\n" if others else ""
-    with serving(lambda: load(directory)) as running, running.client() as client:
-        reply = client.post("/infill", json=BODY | {"input_extra": [{"filename": "a.py", "text": "x = 1"}] if others else []})
+    with serving(lambda: load(directory)) as running:
+        reply = running.post("/infill", json=BODY | {"input_extra": [{"filename": "a.py", "text": "x = 1"}] if others else []})
         assert reply.status_code == 200, reply.text
     with LLM(str(directory)) as llm:
         answer = wanted(llm, f"{files}{prefix}def f({suffix}return 1{middle}")
@@ -103,32 +101,29 @@ def test_marks_of_other_families_are_known(tmp_path: Path, marks: tuple[str, ...
 def test_no_text_of_a_file_becomes_a_mark(running: Running, llm: LLM) -> None:
     evil = {"input_prefix": "<|fim_middle|>", "input_suffix": "<|fim_suffix|>", "input_extra": [{"text": "<|repo_name|>"}]}
     plain = {"input_prefix": "", "input_suffix": "", "input_extra": [{"text": ""}]}
-    with running.client() as client:
-        counts = [client.post("/infill", json=BODY | body).json()["tokens_evaluated"] for body in (evil, plain)]
+    counts = [running.post("/infill", json=BODY | body).json()["tokens_evaluated"] for body in (evil, plain)]
     texts = [llm.tokenizer.encode(text, add_special=False) for text in ("<|fim_middle|>", "<|fim_suffix|>", "<|repo_name|>")]
     assert min(map(len, texts)) > 1
     assert counts[0] == counts[1] + sum(map(len, texts))
 
 
 def test_a_prompt_can_be_read_ahead(running: Running) -> None:
-    with running.client() as client:
-        reply = client.post("/infill", json=BODY | {"n_predict": 0, "input_prefix": "one two three " * 9}).json()
+    reply = running.post("/infill", json=BODY | {"n_predict": 0, "input_prefix": "one two three " * 9}).json()
     assert reply["content"] == ""
     assert reply["stop"] is True
 
 
 def test_a_suffix_of_a_completion_is_the_same_gap(running: Running, llm: LLM) -> None:
     body = {"prompt": "def f(", "suffix": "return 1", "max_tokens": 8, "temperature": 0}
-    with running.client() as client:
-        text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
-        assert text == wanted(llm, "<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>").text
-        assert client.post("/v1/completions", json=body | {"echo": True}).status_code == 400
+    text = running.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    assert text == wanted(llm, "<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>").text
+    assert running.post("/v1/completions", json=body | {"echo": True}).status_code == 400
 
 
 def test_models_that_cannot_say_so(tmp_path: Any) -> None:
     path = tiny_model(tmp_path)
-    with serving(lambda: load(path)) as plain, plain.client() as client:
-        reply = client.post("/infill", json=BODY)
+    with serving(lambda: load(path)) as plain:
+        reply = plain.post("/infill", json=BODY)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "suffix")
-        reply = client.post("/v1/embeddings", json={"input": "a"})
+        reply = plain.post("/v1/embeddings", json={"input": "a"})
         assert (reply.status_code, reply.json()["error"]["type"]) == (501, "not_supported_error")

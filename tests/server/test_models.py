@@ -49,9 +49,8 @@ class Loads:
 
 
 def ask(running: Running, name: str | None, **changes: Any) -> Any:
-    with running.client() as client:
-        given = {} if name is None else {"model": name}
-        return client.post("/v1/completions", json=BODY | given | changes)
+    given = {} if name is None else {"model": name}
+    return running.post("/v1/completions", json=BODY | given | changes)
 
 
 def text(running: Running, name: str | None) -> str:
@@ -63,8 +62,7 @@ def text(running: Running, name: str | None) -> str:
 
 
 def listed(running: Running) -> dict[str, str]:
-    with running.client() as client:
-        return {row["id"]: row["status"]["value"] for row in client.get("/v1/models").json()["data"]}
+    return {row["id"]: row["status"]["value"] for row in running.get("/v1/models").json()["data"]}
 
 
 def test_each_model_is_loaded_once_when_it_is_asked_for(paths: dict[str, Path], expected: dict[str, str]) -> None:
@@ -83,9 +81,8 @@ def test_each_model_is_loaded_once_when_it_is_asked_for(paths: dict[str, Path], 
         assert text(running, None) == expected["third"]  # the one that was asked for last
         assert set(listed(running).values()) == {"loaded"}
         assert ask(running, "fourth").status_code == 404
-        with running.client() as client:
-            metrics = client.get("/metrics").text
-            assert client.get("/props?model=second").json()["model"] == "second"
+        metrics = running.get("/metrics").text
+        assert running.get("/props?model=second").json()["model"] == "second"
         assert all(f'generation_tokens_total{{model_name="{name}"}}' in metrics for name in NAMES)
         assert metrics.count("# TYPE cpuspec:generation_tokens_total") == 1
         assert len(loads.loaded) == 3
@@ -133,13 +130,13 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_and_no_other(paths: di
 
 def test_a_star_among_the_aliases_forgives_every_name(paths: dict[str, Path], expected: dict[str, str]) -> None:
     loads = Loads(paths)
-    with serving(lambda: loads.load("tiny"), aliases=("*",), loaders=loads.loaders) as running, running.client() as client:
+    with serving(lambda: loads.load("tiny"), aliases=("*",), loaders=loads.loaders) as running:
         for name, wanted in ((None, "tiny"), ("gpt-4o", "tiny"), ("second", "second"), ("claude", "second"), ("tiny", "tiny")):
             assert ask(running, name).json()["choices"][0]["text"] == expected[wanted], name
-        assert [one["id"] for one in client.get("/v1/models").json()["data"]] == list(NAMES)
-        assert client.get("/v1/models/gpt-4o").json()["status"]["value"] == "loaded"
-    with serving(lambda: load(paths["tiny"]), aliases=("small", "*")) as running, running.client() as client:
-        assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["small"]
+        assert [one["id"] for one in running.get("/v1/models").json()["data"]] == list(NAMES)
+        assert running.get("/v1/models/gpt-4o").json()["status"]["value"] == "loaded"
+    with serving(lambda: load(paths["tiny"]), aliases=("small", "*")) as running:
+        assert [one["id"] for one in running.get("/v1/models").json()["data"]] == ["small"]
         assert ask(running, "gpt-4o").json()["model"] == "small"
     with serving(lambda: load(paths["tiny"]), aliases=("small",)) as running:
         assert ask(running, "gpt-4o").status_code == 404

@@ -1,6 +1,5 @@
 """OpenAI's protocol through its official client, against the answers that the Python interface gives."""
 
-import json
 import re
 import threading
 from typing import Any
@@ -9,7 +8,7 @@ import openai
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from tests.server.running import PATIENCE_S, Running, tiny_model
+from tests.server.running import PATIENCE_S, Running
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the cat sat on the mat"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
@@ -17,13 +16,8 @@ IGNORE = {"extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def client(running: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    return running.openai
 
 
 def expected(llm: LLM, **settings: Any) -> Any:
@@ -172,46 +166,6 @@ def test_speculation_is_the_requests_choice_and_changes_no_answer(client: openai
             )
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "message"),
-    [
-        ({"model": "gpt-5"}, 404, "does not exist"),
-        ({"temperature": -1}, 400, "temperature must be"),
-        ({"temperature": "hot"}, 400, "temperature"),
-        ({"max_tokens": 0}, 400, "max_tokens must be"),
-        ({"n": 10**6}, 400, "asks for 1000000 answers"),
-        ({"top_logprobs": 3}, 400, "needs logprobs"),
-        ({"logprobs": True, "top_logprobs": 99}, 400, "from 0 to 20"),
-        ({"messages": []}, 400, "no messages"),
-        ({"messages": [{"role": "king", "content": "x"}]}, 400, "role"),
-        ({"messages": [{"role": "user", "content": [{"type": "smell", "smell": {"url": "x"}}]}]}, 400, "texts only"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode"),
-        ({"logit_bias": {"cat": 1}}, 400, "token ids"),
-        ({"logit_bias": {"999999": 1}}, 400, "logit_bias ids"),
-        ({"functions": [{"name": "f"}]}, 400, "Unrecognized request argument supplied: functions; send tools instead"),
-        ({"response_format": {"type": "xml"}}, 400, "response_format.type is text, json_object or json_schema"),
-        ({"tools": [{"type": "web_search"}]}, 400, "is no function"),
-        ({"tool_choice": "required"}, 400, "there are no tools"),
-        ({"messages": [{"role": "user", "content": "7" * 40000}]}, 400, "the prompt has"),
-    ],
-)
-def test_what_cannot_be_answered_is_an_error_in_openais_shape(
-    running: Running, change: dict[str, Any], status: int, message: str
-) -> None:
-    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 3} | change
-    with running.client() as client:
-        reply = client.post("/v1/chat/completions", content=json.dumps(body), headers={"content-type": "application/json"})
-    assert reply.status_code == status, reply.text
-    error = reply.json()["error"]
-    assert message in error["message"]
-    assert set(error) == {"message", "type", "param", "code"}
-
-
-def test_a_suffix_needs_a_model_that_can_fill_in(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="filling in the middle"):
-        client.completions.create(prompt="a", suffix="b", **GREEDY)
-
-
 def test_models_are_listed(client: openai.OpenAI) -> None:
     assert [one.id for one in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
@@ -220,24 +174,22 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
 
 
 def test_text_and_tokens_convert(running: Running, llm: LLM) -> None:
-    with running.client() as client:
-        found = client.post("/tokenize", json={"content": "the cat", "with_pieces": True}).json()["tokens"]
-        ids = [one["id"] for one in found]
-        assert ids == llm.tokenizer.encode("the cat", add_special=False)
-        assert "".join(one["piece"] for one in found) == "the cat"
-        assert client.post("/detokenize", json={"tokens": ids}).json()["content"] == "the cat"
-        assert client.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
-        shown = client.post("/apply-template", json={"messages": MESSAGES}).json()["prompt"]
-        assert shown == llm.tokenizer.apply_chat_template(MESSAGES)
+    found = running.post("/tokenize", json={"content": "the cat", "with_pieces": True}).json()["tokens"]
+    ids = [one["id"] for one in found]
+    assert ids == llm.tokenizer.encode("the cat", add_special=False)
+    assert "".join(one["piece"] for one in found) == "the cat"
+    assert running.post("/detokenize", json={"tokens": ids}).json()["content"] == "the cat"
+    assert running.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+    shown = running.post("/apply-template", json={"messages": MESSAGES}).json()["prompt"]
+    assert shown == llm.tokenizer.apply_chat_template(MESSAGES)
 
 
 def test_state_and_metrics_tell_what_happened(running: Running, client: openai.OpenAI, llm: LLM) -> None:
     client.completions.create(prompt="one two " * 30, max_tokens=20, **GREEDY, **IGNORE)  # type: ignore[call-overload]
-    with running.client() as http:
-        assert http.get("/health").json() == {"status": "ok"}
-        assert http.get("/props").json()["draft"] == "ngram"
-        assert [slot["is_processing"] for slot in http.get("/slots").json()] == [False] * 4
-        text = http.get("/metrics").text
+    assert running.get("/health").json() == {"status": "ok"}
+    assert running.get("/props").json()["draft"] == "ngram"
+    assert [slot["is_processing"] for slot in running.get("/slots").json()] == [False] * 4
+    text = running.get("/metrics").text
     for name in (
         *("time_to_first_token_seconds_count", "inter_token_latency_seconds_count", "generation_tokens_total"),
         *("request_time_per_output_token_seconds_count", "prefix_cache_hits_total", "num_requests_running"),
@@ -264,13 +216,3 @@ def test_a_predicted_output_changes_no_answer_and_saves_steps(client: openai.Ope
         assert answer.choices[0].message.content == wanted.text
         accepted.append(answer.usage.completion_tokens_details.accepted_prediction_tokens)
     assert min(accepted[1:3]) > accepted[0]
-
-
-@pytest.mark.parametrize(
-    "prediction", [{"type": "other", "content": "a"}, {"type": "content"}, {"type": "content", "content": [{}]}, "a"]
-)
-def test_what_is_no_prediction_is_refused(running: Running, prediction: Any) -> None:
-    with running.client() as client:
-        reply = client.post("/v1/chat/completions", json={"messages": MESSAGES, "prediction": prediction})
-    assert reply.status_code == 400
-    assert "prediction" in reply.json()["error"]["message"]

@@ -17,18 +17,13 @@ from cpuspec.engine.engine import Output
 from cpuspec.server import answering, page
 from cpuspec.server.model import Answers
 from tests.server.browser import CHROMIUM, Browser, browsing
-from tests.server.running import Running, load, serving, tiny_model
+from tests.server.running import Running, load, serving
 
 PACKAGE = Path(cpuspec.__file__).parent
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat and the cat sat on the hat"}]
 GREEDY: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True, "stream": True}
 
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +34,7 @@ def running(path: Path) -> Iterator[Running]:
 
 def chunks(running: Running, **settings: Any) -> list[dict[str, Any]]:
     """The chunks of a streamed answer."""
-    with running.client() as client:
-        lines = client.post("/v1/chat/completions", json=GREEDY | settings).text.split("\n\n")
+    lines = running.post("/v1/chat/completions", json=GREEDY | settings).text.split("\n\n")
     return [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
 
 
@@ -49,9 +43,8 @@ def test_the_pages_files_come_without_a_key_and_may_reach_nothing_but_this_serve
     server = running.server
     server._keys = [b"secret"]
     try:
-        with running.client() as client:
-            answer = client.get(where)
-            assert client.get("/props").status_code == 401
+        answer = running.get(where)
+        assert running.get("/props").status_code == 401
     finally:
         server._keys = []
     name, media_type = page.FILES[where]
@@ -110,14 +103,13 @@ def test_a_token_a_chunk_carries_its_own_logprobs(running: Running) -> None:
 
 
 def test_a_stream_tells_how_much_of_the_prompt_has_been_read_if_asked(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert running.server.loaded is not None
-    whole = running.server.loaded.llm._backend.forward
+    whole = running.model.llm._backend.forward
 
     def forward(batch: Any, cache: Any) -> Any:
         threading.Event().wait(0.05)  # what comes faster than it is sent is one output
         return whole(batch, cache)
 
-    monkeypatch.setattr(running.server.loaded.llm._backend, "forward", forward)
+    monkeypatch.setattr(running.model.llm._backend, "forward", forward)
     messages = [{"role": "user", "content": "one two three four five six seven eight nine ten " * 40}]
     options = {"messages": messages, "max_tokens": 2, "return_progress": True}
     found = chunks(running, **options)
@@ -174,8 +166,7 @@ def test_a_message_is_sent_answered_tinted_and_kept(browser: Browser, running: R
     asked, answered = kept["messages"]
     assert asked["text"] == "the cat sat on the mat\nand the cat sat on the hat"
     body = {"messages": [{"role": "user", "content": asked["text"]}], "max_tokens": 40, "temperature": 0}
-    with running.client() as client:
-        wanted = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    wanted = running.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
     assert "".join(text for _, text in answered["runs"]) == wanted
     shown = browser.value("document.querySelector('.assistant .body').textContent")
     assert "".join(shown.split()) == "".join(wanted.split()), "the tiny model writes no code blocks"

@@ -13,15 +13,10 @@ import pytest
 from cpuspec.engine.changing_lines import RULES
 from cpuspec.server import model as served_model
 from tests.processes import started, wait_for
-from tests.server.running import PATIENCE_S, Running, load, serving, tiny_model
+from tests.server.running import PATIENCE_S, Running, load, serving
 
 PROMPT = list(range(3, 203)) * 2
 BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -40,8 +35,7 @@ def ask(url: str, **changes: Any) -> tuple[str, int]:
 
 
 def value(running: Running, name: str) -> float:
-    with running.client() as client:
-        found = re.search(rf'cpuspec:{name}{{level="target",.*}} (\S+)', client.get("/metrics").text)
+    found = re.search(rf'cpuspec:{name}{{level="target",.*}} (\S+)', running.get("/metrics").text)
     assert found, name
     return float(found[1])
 
@@ -86,21 +80,20 @@ def test_lines_that_agents_change_are_dropped_unless_that_is_refused(path: Path)
 
 def test_a_slot_is_saved_erased_and_restored(saving: Running, tmp_path: Path) -> None:
     answer, _ = ask(saving.url)
-    with saving.client() as client:
 
-        def post(action: str, name: str = "agent.prefix") -> dict[str, Any]:
-            reply = client.post(f"/slots/0?action={action}", json={"filename": name})
-            assert reply.status_code == 200, reply.text
-            found: dict[str, Any] = reply.json()
-            return found
+    def post(action: str, name: str = "agent.prefix") -> dict[str, Any]:
+        reply = saving.post(f"/slots/0?action={action}", json={"filename": name})
+        assert reply.status_code == 200, reply.text
+        found: dict[str, Any] = reply.json()
+        return found
 
-        saved = post("save")
-        assert saved["n_saved"] >= len(PROMPT)
-        assert saved["n_written"] == (tmp_path / "slots" / "agent.prefix").stat().st_size
-        assert post("erase")["n_erased"] >= len(PROMPT)
-        assert ask(saving.url, max_tokens=1, prompt=PROMPT[:40])[1] == 0
-        post("erase")
-        assert post("restore")["n_restored"] == saved["n_saved"]
+    saved = post("save")
+    assert saved["n_saved"] >= len(PROMPT)
+    assert saved["n_written"] == (tmp_path / "slots" / "agent.prefix").stat().st_size
+    assert post("erase")["n_erased"] >= len(PROMPT)
+    assert ask(saving.url, max_tokens=1, prompt=PROMPT[:40])[1] == 0
+    post("erase")
+    assert post("restore")["n_restored"] == saved["n_saved"]
     assert ask(saving.url) == (answer, len(PROMPT) - 1)
 
 
@@ -126,13 +119,12 @@ def test_keys_and_salts_share_nothing_and_a_key_finds_its_own(keyed: Running) ->
 def test_a_slot_is_saved_by_the_key_alone_whose_prompt_it_had(keyed: Running) -> None:
     first, second = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
     body = {"filename": "saved"}
-    with keyed.client() as client:
-        assert client.post("/v1/completions", json=BODY, headers=first).status_code == 200
-        assert client.post("/slots/0?action=save", json=body, headers=second).status_code == 400
-        assert client.post("/slots/0?action=save", json=body, headers=first).status_code == 200
-        assert client.post("/slots/0?action=erase", headers=first).status_code == 200
-        assert client.post("/slots/0?action=restore", json=body, headers=first).status_code == 200
-        replies = [client.post("/v1/completions", json=BODY, headers=headers).json() for headers in (second, first)]
+    assert keyed.post("/v1/completions", json=BODY, headers=first).status_code == 200
+    assert keyed.post("/slots/0?action=save", json=body, headers=second).status_code == 400
+    assert keyed.post("/slots/0?action=save", json=body, headers=first).status_code == 200
+    assert keyed.post("/slots/0?action=erase", headers=first).status_code == 200
+    assert keyed.post("/slots/0?action=restore", json=body, headers=first).status_code == 200
+    replies = [keyed.post("/v1/completions", json=BODY, headers=headers).json() for headers in (second, first)]
     assert [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies] == [0, len(PROMPT) - 1]
 
 
@@ -140,12 +132,12 @@ def test_a_slot_is_saved_by_the_key_alone_whose_prompt_it_had(keyed: Running) ->
 def test_every_protocol_takes_a_salt(path: Path, path_: str) -> None:
     text, limits = "the cat " * 40, {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
     asked = {"input": text} if path_ == "/v1/responses" else {"messages": [{"role": "user", "content": text}]}
-    with serving(lambda: load(path)) as running, running.client() as client:
+    with serving(lambda: load(path)) as running:
 
         def num_cached(salt: str) -> float:
-            reply = client.post(path_, json=asked | limits | {"cache_salt": salt})
+            reply = running.post(path_, json=asked | limits | {"cache_salt": salt})
             assert reply.status_code == 200, reply.text
-            found = re.search(r"cpuspec:prefix_cache_hits_total{.*} (\S+)", client.get("/metrics").text)
+            found = re.search(r"cpuspec:prefix_cache_hits_total{.*} (\S+)", running.get("/metrics").text)
             assert found
             return float(found[1])
 
@@ -156,21 +148,19 @@ def test_every_protocol_takes_a_salt(path: Path, path_: str) -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\\b", ".hidden", "a\0b", "a\n", "x" * 101, "é"])
 @pytest.mark.parametrize("action", ["save", "restore"])
 def test_only_plain_names_inside_the_directory_are_files(saving: Running, action: str, name: str) -> None:
-    with saving.client() as client:
-        reply = client.post(f"/slots/0?action={action}", json={"filename": name})
+    reply = saving.post(f"/slots/0?action={action}", json={"filename": name})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "filename")
 
 
 def test_what_cannot_be_saved_or_restored_is_a_clear_error(saving: Running, tmp_path: Path, path: Path) -> None:
     (tmp_path / "slots" / "junk").write_bytes(b"junk")
-    with saving.client() as client:
-        for target, name in (("0?action=restore", "absent"), ("0?action=restore", "junk"), ("0?action=save", "new"), ("9", "new")):
-            reply = client.post(f"/slots/{target}", json={"filename": name})
-            assert reply.status_code == 400
-            assert str(tmp_path) not in reply.text
-        assert client.post("/slots/0?action=dance", json={"filename": "a"}).status_code == 400
-    with serving(lambda: load(path)) as running, running.client() as client:
-        assert client.post("/slots/0?action=save", json={"filename": "a"}).status_code == 501
+    for target, name in (("0?action=restore", "absent"), ("0?action=restore", "junk"), ("0?action=save", "new"), ("9", "new")):
+        reply = saving.post(f"/slots/{target}", json={"filename": name})
+        assert reply.status_code == 400
+        assert str(tmp_path) not in reply.text
+    assert saving.post("/slots/0?action=dance", json={"filename": "a"}).status_code == 400
+    with serving(lambda: load(path)) as running:
+        assert running.post("/slots/0?action=save", json={"filename": "a"}).status_code == 501
 
 
 def test_metrics_tell_what_the_cache_holds_and_wait_for_no_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

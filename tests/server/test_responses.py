@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from tests.server.running import PATIENCE_S, Running
+from tests.server.running import Running
 from tests.server.test_tools import TEMPLATE
 from tools.make_tiny_model import make_tiny_hf
 
@@ -47,7 +47,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def client(running: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    return running.openai
 
 
 def test_a_greedy_response_is_the_offline_answer(client: openai.OpenAI, llm: LLM) -> None:
@@ -89,8 +89,7 @@ def test_a_turn_of_codex_is_answered(running: Running, llm: LLM) -> None:
     function = {"name": "get_time", "description": "the time", "parameters": {"type": "object"}}
     tools = [{"type": "function", "function": {"parameters": {"type": "object"}, **function}}]
     num_tokens = len(llm.tokenizer.encode_chat(spelled, variables={"tools": tools}))
-    with running.client() as http:
-        text = http.post("/v1/responses", json=CODEX).text
+    text = running.post("/v1/responses", json=CODEX).text
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
     assert events[-1]["type"] in ("response.completed", "response.incomplete")
     assert events[-1]["response"]["usage"]["input_tokens"] == num_tokens
@@ -101,8 +100,7 @@ def test_a_turn_of_codex_is_answered(running: Running, llm: LLM) -> None:
 def test_a_demanded_function_is_called(
     client: openai.OpenAI, running: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = running.server.loaded
-    assert model is not None
+    model = running.model
     (brace,) = model.llm.tokenizer.encode("{", add_special=False)
     made = SamplingParams(max_tokens=1, logit_bias={brace: 100.0})  # a random model is made to begin some arguments
     monkeypatch.setattr(model, "params", lambda given: made)
@@ -128,8 +126,7 @@ def test_a_demanded_function_is_called(
 
 
 def test_reasoning_is_an_item_of_its_own(client: openai.OpenAI, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = running.server.loaded
-    assert model is not None
+    model = running.model
     # The template opens the reasoning, as those of models do that always reason.
     monkeypatch.setattr(model.llm.tokenizer, "decode", lambda ids, skip_special=True: "<think>")
     events = list(client.responses.create(**ASK, stream=True))
@@ -138,20 +135,3 @@ def test_reasoning_is_an_item_of_its_own(client: openai.OpenAI, running: Running
         *("output_item.added", "content_part.added", "reasoning_text.done", "content_part.done", "output_item.done")
     ]
     assert [item.type for item in events[-1].response.output] == ["reasoning"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"previous_response_id": "resp_1"}, "keeps no responses"),
-        ({"background": True}, "background is not supported"),
-        ({"input": [{"type": "computer_call"}]}, "cannot read"),
-        ({"input": [{"role": "user", "content": [{"type": "input_smell", "image_url": "x"}]}]}, "texts only"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
-    ],
-)
-def test_what_cannot_be_answered_is_a_clear_error(running: Running, change: dict[str, Any], message: str) -> None:
-    with running.client() as http:
-        reply = http.post("/v1/responses", json={**ASK, **change})
-    assert reply.status_code == 400, reply.text
-    assert message in reply.json()["error"]["message"]

@@ -84,17 +84,16 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(running: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    return running.openai
 
 
 @pytest.fixture(scope="module")
 def theirs(running: Running) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
+    return running.anthropic
 
 
 def token_of(running: Running, text: str) -> int:
-    assert running.server.loaded is not None
-    token = running.server.loaded.llm.tokenizer.token_id(text)
+    token = running.model.llm.tokenizer.token_id(text)
     assert token is not None
     return token
 
@@ -264,7 +263,7 @@ def test_an_answer_with_tools_and_a_format_is_a_call_or_keeps_to_the_format(clie
 
 
 def test_reasoning_is_free_and_the_answer_behind_it_is_not(thinking: Running) -> None:
-    client = openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    client = thinking.openai
     opens, closes = token_of(thinking, "<think>"), token_of(thinking, "</think>")
 
     def ask(max_tokens: int = 200, bias: dict[int, int] | None = None, **extra: Any) -> Any:
@@ -321,13 +320,11 @@ def test_grammars_that_cannot_be_used_are_refused_and_stop_no_stream(client: ope
     stream = client.chat.completions.create(stream=True, max_tokens=2000, extra_body={"ignore_eos": True}, **ASK)
     parts = iter(stream)
     next(parts)
-    with running.client() as http:
-        for name, (body, message) in HOSTILE.items():
-            reply = http.post("/v1/chat/completions", json={**ASK, **body, "max_tokens": 5})
-            assert reply.status_code == 400, (name, reply.text[:300])
-            assert message in reply.json()["error"]["message"], name
+    for name, (body, message) in HOSTILE.items():
+        reply = running.post("/v1/chat/completions", json={**ASK, **body, "max_tokens": 5})
+        assert reply.status_code == 400, (name, reply.text[:300])
+        assert message in reply.json()["error"]["message"], name
     assert sum(bool(part.choices[0].delta.content) for part in parts) > 10
-    assert running.server.loaded is not None
     assert not running.server.num_unfinished
 
 
@@ -382,18 +379,17 @@ def test_the_rest_of_a_schema_is_kept_and_a_header_names_what_is_not(running: Ru
     form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     ask = {**ASK, "max_tokens": 60, "logit_bias": {"92": 20, "93": 10}}
-    with running.client() as http:
-        chat = http.post("/v1/chat/completions", json=ask | {"response_format": form})
-        plain = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 60, "guided_json": json.dumps(schema)})
-        call = http.post("/v1/chat/completions", json=ask | {"tools": [tool], "tool_choice": "required"})
-        theirs = http.post(
-            "/v1/messages",
-            json={"messages": MESSAGES, "max_tokens": 3, "output_config": {"format": {"type": "json_schema", "schema": schema}}},
-        )
-        form["json_schema"]["strict"] = True
-        refused = http.post("/v1/chat/completions", json=ask | {"response_format": form})
-        tool["function"]["strict"] = True
-        no_tool = http.post("/v1/chat/completions", json=ask | {"tools": [tool]})
+    chat = running.post("/v1/chat/completions", json=ask | {"response_format": form})
+    plain = running.post("/v1/completions", json={"prompt": "a", "max_tokens": 60, "guided_json": json.dumps(schema)})
+    call = running.post("/v1/chat/completions", json=ask | {"tools": [tool], "tool_choice": "required"})
+    theirs = running.post(
+        "/v1/messages",
+        json={"messages": MESSAGES, "max_tokens": 3, "output_config": {"format": {"type": "json_schema", "schema": schema}}},
+    )
+    form["json_schema"]["strict"] = True
+    refused = running.post("/v1/chat/completions", json=ask | {"response_format": form})
+    tool["function"]["strict"] = True
+    no_tool = running.post("/v1/chat/completions", json=ask | {"tools": [tool]})
     for reply in (chat, plain, call, theirs):
         assert (reply.status_code, reply.headers.get("x-cpuspec-loosened")) == (200, lost), reply.text
     choice = chat.json()["choices"][0]
@@ -406,8 +402,7 @@ def test_the_rest_of_a_schema_is_kept_and_a_header_names_what_is_not(running: Ru
 @pytest.mark.parametrize("schema", KEPT.values(), ids=KEPT)
 def test_a_schema_that_can_be_kept_is_kept_strictly(running: Running, schema: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
-    with running.client() as http:
-        reply = http.post("/v1/chat/completions", json=ASK | {"max_tokens": 60, "response_format": form})
+    reply = running.post("/v1/chat/completions", json=ASK | {"max_tokens": 60, "response_format": form})
     assert reply.status_code == 200, reply.text
     assert "x-cpuspec-loosened" not in reply.headers
 
@@ -454,8 +449,7 @@ def test_a_grammar_that_leads_nowhere_is_the_clients_error(stream: bool, running
     right = GrammarConstraint.legal
     monkeypatch.setattr(GrammarConstraint, "legal", lambda self, path: None if len(path) >= 3 else right(self, path))
     body = {**ASK, "regex": "the cat sat on the mat", "stream": stream}
-    with running.client() as http:
-        reply = http.post("/v1/chat/completions", json=body)
+    reply = running.post("/v1/chat/completions", json=body)
     assert "the grammar leads nowhere here" in reply.text
     assert reply.status_code == (200 if stream else 400)
 
