@@ -6,6 +6,7 @@ grammar forbids go first: all that follows sees the legal ones only.
 
 import math
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -96,28 +97,31 @@ class TokenHistory:
             self._ids[place] = token
             self._counts[place] += 1
 
-    def retract(self, tokens: Iterable[int]) -> None:
-        """Take back generated tokens that were counted."""
-        for token in tokens:
-            self._counts[self._places[int(token)]] -= 1
+    def copy(self) -> "TokenHistory":
+        """The same counts, to be counted on apart from these."""
+        other = copy(self)
+        other._places, other._ids, other._counts = self._places.copy(), self._ids.copy(), self._counts.copy()
+        return other
 
     def counts(self, ahead: Sequence[int]) -> tuple[I64, I64, I64]:
         """Ids seen anywhere, some of them twice, ids generated, and how often each of those; `ahead` counts as generated."""
-        self.extend(ahead)
-        places = np.flatnonzero(self._counts)
-        ids, counts = self._ids[places], self._counts[places]
-        self.retract(ahead)
+        known = self
+        if ahead:
+            known = self.copy()
+            known.extend(ahead)
+        places = np.flatnonzero(known._counts)
+        ids, counts = known._ids[places], known._counts[places]
         return np.concatenate([self._prompt_ids, ids]), ids, counts
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def processed(
-    logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int] = (), legal: Legal | None = None
+    logits: F32, params: SamplingParams, history: TokenHistory | None, ahead: Sequence[int] = (), legal: Legal | None = None
 ) -> NDArray[Any]:
     """Logits [V] after bias and penalties: in float64, or as they are where nothing changes them.
 
-    history: the sequence's tokens; ahead: drafted tokens between them and this row. legal: the tokens to choose from, None for all;
-    a draft model that knows none of them chooses from all. Repetition divides positive and
+    history: the sequence's tokens; None where `params.keeps_order`. ahead: drafted tokens between them and this row. legal: the
+    tokens to choose from, None for all; a draft model that knows none of them chooses from all. Repetition divides positive and
     multiplies negative logits of every token seen (arXiv 1909.05858, section 4.1); frequency and presence subtract for
     generated tokens only. Raises BackendError for NaN or infinite logits and ConfigError where bias and penalties leave no token.
     """
@@ -125,7 +129,7 @@ def processed(
 
 
 def _processed(
-    logits: NDArray[Any], params: SamplingParams, history: TokenHistory, ahead: Sequence[int], legal: Legal | None
+    logits: NDArray[Any], params: SamplingParams, history: TokenHistory | None, ahead: Sequence[int], legal: Legal | None
 ) -> tuple[NDArray[Any], Any]:
     """The same, and its largest."""
     best = logits.max()
@@ -138,6 +142,7 @@ def _processed(
     x, bias, penalty = logits.astype(np.float64), params.logit_bias, params.repetition_penalty
     if bias:
         x[np.fromiter(bias.keys(), np.int64, len(bias))] += np.fromiter(bias.values(), np.float64, len(bias))
+    assert history, "penalties need the tokens that they are for"
     seen, generated, counts = history.counts(ahead)
     if penalty != 1:
         had = x[seen]
@@ -152,7 +157,7 @@ def _processed(
 
 @np.errstate(over="ignore", invalid="ignore")
 def distribution(
-    logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int] = (), legal: Legal | None = None
+    logits: F32, params: SamplingParams, history: TokenHistory | None, ahead: Sequence[int] = (), legal: Legal | None = None
 ) -> Row:
     """Probabilities [V] of the next token; greedy is a point mass on the argmax. Arguments and errors as in `processed`.
 

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cpuspec.config import SamplingParams
@@ -26,19 +26,11 @@ class Constraint(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Mark:
-    """A state of a sequence; `Sequence.unchanged` tells later how much of it still stands."""
-
-    length: int = 0
-    num_rewinds: int = 0
-
-
 @dataclass
 class Sequence:
     """Prompt and output tokens of one request, with its own random numbers, so that no draw depends on the batch or on drafts.
 
-    `seed` is the request's, or the fresh entropy that stands in for it. Tokens change through the methods alone.
+    `seed` is the request's, or fresh entropy where it names none. Committed tokens are never taken back, except by `finish`.
     constraint: asked for drafts, too. answer_constraint: the same, asked along the answer alone, step by step: a grammar has
     limits, and questions about paths that the answer does not take must not bring them nearer.
     """
@@ -54,7 +46,7 @@ class Sequence:
     prediction: Seq[int] = ()  # tokens that the answer may repeat, which lookups draft from
     finish_reason: str | None = None  # "stop", "length", "error", "aborted"
     error: str | None = None  # why it cannot go on
-    rewinds: list[int] = field(default_factory=list)  # the lengths that were rewound to
+    _num_committed: int | None = None  # of the tokens, where others follow them; see `ahead`
     _history: TokenHistory | None = None
     _num_counted: int = 0  # of the tokens, in the history
 
@@ -93,8 +85,10 @@ class Sequence:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
-    def history(self) -> TokenHistory:
-        """The tokens that penalties count. Brought up to date when it is asked for: most requests have no penalties."""
+    def history(self) -> TokenHistory | None:
+        """The tokens that penalties and biases count, brought up to date; None where nothing changes the order of logits."""
+        if self.params.keeps_order:
+            return None
         if self._history is None:
             self._history, self._num_counted = TokenHistory(self.tokens[: self.num_prompt_tokens]), self.num_prompt_tokens
         self._history.extend(self.tokens[self._num_counted :])
@@ -122,32 +116,23 @@ class Sequence:
         """How many tokens the request may still generate."""
         return self.params.max_tokens - self.num_output_tokens
 
+    @property
+    def num_committed(self) -> int:
+        """How many leading tokens stay as they are; those behind them are drafted, and another call may see others."""
+        return len(self.tokens) if self._num_committed is None else self._num_committed
+
     def extend(self, tokens: Iterable[int]) -> None:
-        """Commit generated tokens."""
+        """Add generated tokens."""
         self.tokens.extend(tokens)
 
-    def rewind(self, length: int) -> None:
-        """Take generated tokens back, so that `length` tokens remain."""
-        assert self.num_prompt_tokens <= length <= len(self.tokens), "a rewind takes back generated tokens only"
-        self.rewinds.append(length)
-        if self._history and length < self._num_counted:
-            self._history.retract(self.tokens[length : self._num_counted])
-            self._num_counted = length
-        del self.tokens[length:]
-
-    def mark(self) -> Mark:
-        """The present state."""
-        return Mark(len(self.tokens), len(self.rewinds))
-
-    def unchanged(self, since: Mark) -> int:
-        """How many leading tokens are still those of an earlier state, whatever was committed since. Looks at no token."""
-        if len(self.rewinds) == since.num_rewinds:
-            return since.length
-        return min(since.length, *self.rewinds[since.num_rewinds :])
+    def ahead(self, tokens: Iterable[int] = ()) -> "Sequence":
+        """A sequence of its own that has drafted tokens behind this one's, and may be extended; this one stays as it is."""
+        history = self.history.copy() if self.history else None
+        return replace(self, tokens=[*self.tokens, *tokens], _num_committed=self.num_committed, _history=history)
 
     def finish(self, num_output_tokens: int, reason: str) -> None:
         """End the sequence after that many output tokens; a round may have committed more."""
-        self.rewind(self.num_prompt_tokens + num_output_tokens)
+        del self.tokens[self.num_prompt_tokens + num_output_tokens :]
         self.finish_reason = reason
 
 

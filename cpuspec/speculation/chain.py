@@ -1,12 +1,11 @@
 """A verified pair is a proposer: inner drafts, the context's model verifies, and its tokens are those of that model alone.
 
 Nesting makes chains of any depth, after ML-SpecQD (arXiv 2503.13565); over `NullProposer` it is a plain draft model. The pair
-runs the same `speculate()` as the engine, on the sequences themselves, and rewinds them before it hands its draft up.
+runs the same `speculate()` as the engine, on sequences of its own that run ahead of the verifier's.
 """
 
 from math import prod
 
-from cpuspec.model.batch import F32
 from cpuspec.sampling import confidence
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
@@ -14,12 +13,11 @@ from cpuspec.speculation.draft import Cycle, Draft
 from cpuspec.speculation.proposer import Floors, Proposer, goes_on
 from cpuspec.speculation.reading import Reading
 from cpuspec.speculation.round import Round, speculate
-from cpuspec.speculation.verify import Verdict
 
 DEFAULT_NUM_TOKENS = 4
 
 
-class ChainProposer:
+class ChainProposer(Proposer):
     """Drafts up to `num_tokens` tokens of the context's model, sped up by `inner`.
 
     Tokens are drawn with the request's random numbers of their places, as the verifier draws, so both often draw the same.
@@ -36,7 +34,6 @@ class ChainProposer:
         min_confidence: float = 0.0,
     ) -> None:
         self.name = name
-        self.hidden_layers: tuple[int, ...] = ()
         self.inner = inner
         self.context = context
         self.levels = (*inner.levels, self)
@@ -44,9 +41,6 @@ class ChainProposer:
         self.in_one_pass = False
         self.min_confidence = min_confidence
         self._reading = Reading(context)
-
-    def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Do nothing yet: by the first draft another sequence may have read what both begin with."""
 
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """The tokens that the pair generates for each sequence. All advance together; those that have enough drop out."""
@@ -74,10 +68,7 @@ class ChainProposer:
                 else:  # the model gives no token here: its draft ends, and the answer goes on
                     path.stop()
             drafting, chunks = [path for path in drafting if path.num_missing > 0], []
-        return [path.retracted(self.name) for path in paths]
-
-    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Nothing to do: context and inner follow the sequence's tokens at the next draft."""
+        return [path.draft(self.name) for path in paths]
 
     def end(self, seq: Sequence) -> None:
         """Free the slot, also where `inner` raises."""
@@ -86,10 +77,10 @@ class ChainProposer:
 
 
 class _Path:
-    """A sequence while it runs ahead, and how it got there."""
+    """A sequence that runs ahead of the verifier's, and how it got there."""
 
     def __init__(self, seq: Sequence, limit: int, min_confidence: float, floors: Floors | None) -> None:
-        self.seq = seq
+        self.seq = seq.ahead()
         self._min_confidence, self._floors = min_confidence, floors
         self._confidence: list[float] = []
         self.cycles: list[Cycle] = []
@@ -127,9 +118,8 @@ class _Path:
                 self._end = first + i + 1
                 return
 
-    def retracted(self, name: str) -> Draft:
-        """Take the tokens back and hand them up as a draft."""
+    def draft(self, name: str) -> Draft:
+        """What it ran ahead."""
         tokens = self.seq.tokens[self._start : self._end]
-        self.seq.rewind(self._start)
         sure = None if self._floors is None else self._confidence[: len(tokens)]
         return Draft.chain(tokens, name, tuple(self.cycles), tuple(self.sources[: len(tokens)]), sure)

@@ -9,7 +9,7 @@ from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict
 
 
-class ChosenDrafts:
+class ChosenDrafts(Proposer):
     """Asks for each sequence the proposer that its request names in `SamplingParams.draft`, and `usual` without a name.
 
     Requests with the same name share a proposer, which is forgotten with the last of them.

@@ -16,7 +16,7 @@ from cpuspec.speculation.verify import Verdict
 Rule = Callable[[tuple[Proposer, ...], list[Sequence], list[int]], list[Draft]]
 
 
-class Combined:
+class Combined(Proposer):
     """Proposers that work for the same verifier. `rule` makes their one draft."""
 
     def __init__(self, proposers: tuple[Proposer, ...], rule: Rule, name: str) -> None:
@@ -60,17 +60,15 @@ def first_hit(proposers: tuple[Proposer, ...], seqs: list[Sequence], limits: lis
 
 
 def one_after_another(proposers: tuple[Proposer, ...], seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-    """Each proposer continues what those before drafted, as if it were committed. Nothing continues a tree."""
+    """Each proposer continues what those before it drafted. Nothing continues a tree."""
     drafts = list(map(legal_part, seqs, proposers[0].propose(seqs, limits)))
     for proposer in proposers[1:]:
         unfinished = [i for i, draft in enumerate(drafts) if draft.is_chain and len(draft) < limits[i]]
         if not unfinished:
             break
-        for i in unfinished:
-            seqs[i].extend(drafts[i].tokens.tolist())
-        more = proposer.propose([seqs[i] for i in unfinished], [limits[i] - len(drafts[i]) for i in unfinished])
-        for i, draft in zip(unfinished, map(legal_part, [seqs[i] for i in unfinished], more), strict=True):
-            seqs[i].rewind(len(seqs[i].tokens) - len(drafts[i]))
+        ahead = [seqs[i].ahead(drafts[i].tokens.tolist()) for i in unfinished]
+        more = proposer.propose(ahead, [limits[i] - len(drafts[i]) for i in unfinished])
+        for i, draft in zip(unfinished, map(legal_part, ahead, more), strict=True):
             drafts[i] = joined(drafts[i], draft)
     return drafts
 

@@ -26,7 +26,7 @@ from cpuspec.config import EngineConfig
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.metrics import PrefixStats
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
-from cpuspec.sequence import Mark, Sequence, shared_prefix
+from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.prefix_files import PrefixPart
 from cpuspec.speculation.prefix_queue import PrefixQueue
@@ -53,13 +53,13 @@ class PromptChunk(NamedTuple):
 class _Assignment:
     """The slot that a sequence has.
 
-    agreed: a state of the sequence; every token that the slot holds was a token of it then.
+    seq: in its latest state. agreed: how many of the tokens that the slot holds are the sequence's for good.
     hidden: the asked layers of the chunks that were fed since the last score.
     """
 
     seq: Sequence
     slot: int
-    agreed: Mark
+    agreed: int
     hidden: list[tuple[F32, ...]] = field(default_factory=list)
 
 
@@ -170,7 +170,7 @@ class Context:
         if self._salts[slot] != seq.salt:
             self._held[slot], self._salts[slot] = [], seq.salt
         # Before the slot leaves the free list: an interrupt between the two loses no slot.
-        self._assignments[seq.id] = assigned = _Assignment(seq, slot, Mark(shared[slot], len(seq.rewinds)))
+        self._assignments[seq.id] = _Assignment(seq, slot, min(shared[slot], seq.num_committed))
         self._free.remove(slot)
         if longest > shared[slot] and longest >= useful:
             self._held[slot] = []
@@ -180,11 +180,11 @@ class Context:
                 assert self._store, "only a store supplies more than the slots"
                 self.cache.truncate(slot, 0)
                 length = self._store.load(slot, self._reusable(seq), self._clock, seq.salt, seq.id)
-            self._held[slot], assigned.agreed = seq.tokens[:length], seq.mark()
+            self._held[slot] = seq.tokens[:length]
         if self._store:
             self._store.forget(seq.id)
         self._tidy()
-        num_cached = len(self._align(assigned))
+        num_cached = len(self._align(seq))
         self.num_acquired_tokens += len(seq.tokens)
         self.num_cached_tokens += num_cached
         return num_cached
@@ -216,7 +216,7 @@ class Context:
             self._store.forget(seq.id)
         assigned = self._assignments.get(seq.id)
         if assigned is not None and assigned.slot not in self._free:
-            held = self._align(assigned, but=0)  # drafts that were rejected are no part of it
+            held = self._align(seq, but=0)  # drafts that were rejected are no part of it
             del held[self.cache.truncate(assigned.slot, len(self._kept(seq, held))) :]
             if not self._shares:
                 self._held[assigned.slot] = []
@@ -270,7 +270,7 @@ class Context:
 
     def num_unfed(self, seq: Sequence) -> int:
         """How many tokens a score would feed before the sequence's last one."""
-        return len(seq.tokens) - 1 - len(self._align(self._assignments[seq.id]))
+        return len(seq.tokens) - 1 - len(self._align(seq))
 
     def score(
         self,
@@ -415,20 +415,21 @@ class Context:
             else:
                 return
 
-    def _align(self, assigned: _Assignment, but: int = 1) -> list[int]:
-        """Truncate the slot to what it shares with its sequence's tokens, all `but` the last of them; returns what it then holds.
+    def _align(self, seq: Sequence, but: int = 1) -> list[int]:
+        """Truncate a sequence's slot to what it shares with its tokens, all `but` the last of them; returns what it then holds.
 
         The last committed token is always fed: its row is asked for even where a slot already holds it.
         """
-        seq, slot = assigned.seq, assigned.slot
+        assigned = self._assignments[seq.id]
+        slot, assigned.seq = assigned.slot, seq
         held, most = self._held[slot], len(seq.tokens) - but
         # Only tokens that are new since the last score are compared: comparing all of a long context takes longer than the rest.
-        agreed = min(seq.unchanged(assigned.agreed), len(held), most)
+        agreed = min(assigned.agreed, len(held), most)
         # The cache may have more rows than are held: those of a tree, or of a forward that was interrupted.
         if agreed < self.cache.lengths[slot]:
             agreed += shared_prefix(held[agreed:], seq.tokens[agreed:most])
             del held[self.cache.truncate(slot, agreed) :]
-        assigned.agreed = seq.mark()
+        assigned.agreed = min(len(held), seq.num_committed)
         return held
 
     def _feed(self, seq: Sequence, draft: Draft) -> _Feed:
@@ -443,7 +444,7 @@ class Context:
             raise CacheError(
                 f"{num_committed + num_drafted} tokens do not fit a context of {self.capacity}; raise context_length or send fewer"
             )
-        num_held = len(self._align(assigned))
+        num_held = len(self._align(seq))
         tokens = seq.tokens[num_held:] + draft.tokens.tolist()
         num_straight = len(tokens) - num_drafted if tree else len(tokens)
         return _Feed(assigned.slot, tokens, num_committed - 1 - num_held, self._num_prompt(seq, num_held), num_straight, tree, [])
@@ -451,7 +452,7 @@ class Context:
     def _read(self, chunk: PromptChunk) -> _Feed:
         """The rows of a chunk, as far as they come before the sequence's last token."""
         assigned = self._assignments[chunk.seq.id]
-        num_held = len(self._align(assigned))
+        num_held = len(self._align(chunk.seq))
         tokens = chunk.seq.tokens[num_held:-1][: chunk.num_tokens]
         assert tokens, "a chunk has tokens"
         return _Feed(assigned.slot, tokens, len(tokens), self._num_prompt(chunk.seq, num_held), len(tokens), None, [])

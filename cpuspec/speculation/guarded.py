@@ -15,7 +15,7 @@ from cpuspec.speculation.verify import Verdict
 _log = logging.getLogger(__name__)
 
 
-class GuardedProposer:
+class GuardedProposer(Proposer):
     """Stands between the engine and a proposer that may raise or break the contract of drafts.
 
     Where a call for several sequences fails, each is asked for alone: one request costs no other its drafts. A sequence whose own
@@ -84,8 +84,7 @@ class GuardedProposer:
             raise
         except BaseException as error:  # a panic of a Rust library is no Exception
             for seq, length in zip(seqs, before, strict=True):
-                if len(seq.tokens) > length:
-                    seq.rewind(length)
+                del seq.tokens[length:]
             if len(seqs) == 1:
                 self._fall_back(seqs[0], error)
             return False

@@ -18,7 +18,7 @@ from cpuspec.config import EngineConfig
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.metrics import PrefixStats
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
-from cpuspec.sequence import Mark, Sequence, shared_prefix
+from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.speculation.context import PromptChunk, shortest_first
 from cpuspec.speculation.prefix_queue import PrefixQueue
 
@@ -64,7 +64,7 @@ class _Followed:
     """A sequence that the head drafts for.
 
     known: hidden states [*, C] of the tokens from `first` on. raw: those of the following ones as they came, [*, feature_size].
-    agreed: a state of the sequence; every token of its slot was a token of it then.
+    agreed: how many tokens of its slot are the sequence's for good.
     """
 
     seq: Sequence
@@ -72,7 +72,7 @@ class _Followed:
     known: F32
     raw: list[F32] = field(default_factory=list)
     slot: int = -1
-    agreed: Mark = field(default_factory=Mark)
+    agreed: int = 0
 
     @property
     def end(self) -> int:
@@ -176,7 +176,7 @@ class HeadContext:
 
         Raises CacheError when no slot is free.
         """
-        one = self._followed[seq.id]
+        one = self._at(seq)
         if one.slot < 0:
             self._acquire(one)
         return len(self._unfed(one)) - 1
@@ -228,6 +228,12 @@ class HeadContext:
     def spill(self) -> None:
         """Write nothing: a head reads a prompt again sooner than a disk."""
 
+    def _at(self, seq: Sequence) -> _Followed:
+        """A followed sequence in its present state."""
+        one = self._followed[seq.id]
+        one.seq = seq
+        return one
+
     def _acquire(self, one: _Followed) -> None:
         """Give a sequence the free slot that shares most rows with it, or copy those of a running sequence that shares more."""
         if not self._free:
@@ -246,7 +252,7 @@ class HeadContext:
             self.cache.copy(source, slot, shared[source])
         elif self._slots[slot].salt != salt:
             self._slots[slot] = _Slot(salt=salt)
-        one.agreed = Mark(shared_prefix(self._slots[slot].tokens, tokens), len(one.seq.rewinds))
+        one.agreed = min(shared_prefix(self._slots[slot].tokens, tokens), one.seq.num_committed)
         self._num_rows += len(tokens) - 1
         self._num_shared_rows += shared[source]
 
@@ -286,9 +292,9 @@ class HeadContext:
         The last row of the verifier's hidden states is always fed: what follows needs its output.
         """
         seq, slot = one.seq, self._slots[one.slot]
-        agreed = min(seq.unchanged(one.agreed), len(slot.tokens))
+        agreed = min(one.agreed, len(slot.tokens), len(seq.tokens))
         agreed += shared_prefix(slot.tokens[agreed:], seq.tokens[agreed:])
-        one.agreed = seq.mark()
+        one.agreed = seq.num_committed
         kept = bisect_right(slot.positions, min(agreed, len(seq.tokens) - 1, one.end) - 2)
         slot.tokens = seq.tokens[:]
         del slot.positions[kept:]
@@ -297,7 +303,7 @@ class HeadContext:
         return range(max(slot.positions[-1] + 1 if kept else 0, one.first), len(seq.tokens) - 1)
 
     def _feed(self, seq: Sequence, drafted: DraftedRows | None) -> _Feed:
-        one = self._followed[seq.id]
+        one = self._at(seq)
         num_drafted = len(drafted.tokens) if drafted else 0
         if num_drafted > self.backend.max_rows:
             raise ConfigError(f"a forward takes {self.backend.max_rows} rows, and {num_drafted} were drafted at once")
@@ -310,7 +316,7 @@ class HeadContext:
         return _Feed(one, list(unfed), one.known[unfed.start - one.first : unfed.stop - one.first], drafted, True)
 
     def _read(self, chunk: PromptChunk) -> _Feed:
-        one = self._followed[chunk.seq.id]
+        one = self._at(chunk.seq)
         unfed = self._unfed(one)
         unfed = range(unfed.start, min(unfed.start + chunk.num_tokens, one.end))
         return _Feed(one, list(unfed), one.known[unfed.start - one.first : unfed.stop - one.first], None, False)

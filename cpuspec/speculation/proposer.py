@@ -13,7 +13,7 @@ from cpuspec.speculation.verify import Verdict
 
 
 class LevelContext(Protocol):
-    """What an LLM asks of a drafting model with its cache: a `Context`, or a `HeadContext`.
+    """What an LLM asks of a drafting model with its cache: a `Context`, a `HeadContext` or a `StageContext`.
 
     num_running: sequences that the engine runs, told before each round: beside others, prompts are read in small parts.
     """
@@ -77,31 +77,27 @@ class Level(Protocol):
 
 
 class Proposer(Protocol):
-    """Drafts continuations. Verifier and engine never learn how.
+    """Drafts continuations. Verifier and engine never learn how. No draft changes the answer.
 
-    A user's own object with these members works wherever one of ours does. No proposal changes the output. One that has rows of
-    probabilities draws with `Sequence.draw`: the more they resemble the verifier's rows, the more often that draws its token.
+    A subclass has a name and `propose`, and of the other methods those that it needs. A proposer that has rows of probabilities
+    draws with `Sequence.draw`: the more they resemble the verifier's rows, the more often that draws the same token.
 
-    Inside a chain sequences run ahead and are taken back. Between two calls the last tokens of one may have been
-    retracted (`Sequence.rewind`, never into the prompt), and others committed without an `accept`. So everything that a
-    proposer keeps about a sequence follows `seq.tokens`: undo what has changed (`Sequence.unchanged`), then add the
-    rest. Learning that cannot be undone belongs into `end`, when `seq` holds its prompt and its whole answer.
+    `seq.id` names a request. Two calls about one may see different `Sequence` objects: within a chain their last tokens are
+    drafted, and the next call may see others. The first `seq.num_committed` tokens stay. So whatever a proposer keeps about a
+    sequence must follow `seq.tokens`. Learning that cannot be undone belongs into `end`, when `seq` holds its whole answer.
     """
 
     name: str
-    hidden_layers: tuple[int, ...]  # layers of the verifying model whose outputs `accept` wants
-
-    @property
-    def levels(self) -> tuple[Level, ...]:
-        """The models that draft in it, the cheapest first; a proposer with weights of its own is one of its levels."""
-        ...
+    hidden_layers: tuple[int, ...] = ()  # layers of the verifying model whose outputs `accept` wants
+    # The models that draft in it, the cheapest first; a proposer with weights of its own is one of its levels.
+    levels: "tuple[Level, ...]" = ()
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Prepare for a sequence that holds its prompt, and the tokens generated so far if a level above did not draft at once.
 
         num_cached: how many of its first tokens the verifying model's cache held already; `accept` never has hidden states of them.
         """
-        ...
+        return
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """One draft for each sequence, of at most `limits[i]` tokens; it may be empty."""
@@ -113,11 +109,11 @@ class Proposer(Protocol):
         hidden: [rows, C] for each layer asked for, of consecutive positions up to the last accepted token's. The first call has one
         row for each token of the prompt behind the cached ones, in however many chunks the prompt was read.
         """
-        ...
+        return
 
     def end(self, seq: Sequence) -> None:
         """Forget a sequence; one that was aborted early may never have begun."""
-        ...
+        return
 
 
 Floors = list[float]  # for each number of drafted tokens, from 0 on; behind the last one 0
@@ -154,25 +150,14 @@ def goes_on(floors: Floors, num_tokens: int, likely: float) -> bool:
     return num_tokens >= len(floors) or likely >= floors[num_tokens]
 
 
-class NullProposer:
+class NullProposer(Proposer):
     """Proposes nothing: plain decoding is speculation with empty drafts."""
 
     name = "none"
-    hidden_layers: tuple[int, ...] = ()
-    levels: tuple[Level, ...] = ()
-
-    def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Nothing to prepare."""
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """An empty draft for each sequence."""
         return [_NOTHING] * len(seqs)
-
-    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Nothing to learn."""
-
-    def end(self, seq: Sequence) -> None:
-        """Nothing to forget."""
 
 
 _NOTHING = Draft.chain([], NullProposer.name)

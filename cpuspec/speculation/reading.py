@@ -1,7 +1,8 @@
 """How a draft model gets to know sequences: their slots, and their prompts in chunks beside sequences that generate.
 
-A model reads a prompt from the first round after the first token on: `Context.prompt_rows` rows a round beside other sequences of
-the engine, as many as a forward takes where a sequence is alone. Until the prompt is read, drafts are empty.
+A model reads a prompt from the first draft on: by then another sequence may have read what both begin with. It reads
+`Context.prompt_rows` rows a round beside other sequences of the engine, as many as a forward takes where a sequence is alone. Until
+the prompt is read, drafts are empty.
 """
 
 from collections.abc import Callable

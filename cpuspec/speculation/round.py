@@ -58,13 +58,12 @@ def speculate(
     most = context.backend.max_rows - 1  # a draft that takes two forwards gains nothing
     limits = [min(limit, most) for limit in limits]
     forced = list(map(forced_tokens, seqs, limits))
-    for seq, tokens in zip(seqs, forced, strict=True):
-        seq.extend(tokens)
+    ahead = [seq.ahead(tokens) if tokens else seq for seq, tokens in zip(seqs, forced, strict=True)]
     left = [limit - len(tokens) for limit, tokens in zip(limits, forced, strict=True)]
-    drafts = proposer.propose(seqs, left) if seqs else []
+    drafts = proposer.propose(ahead, left) if seqs else []
     check_drafts(proposer, drafts, left, context)
-    parts = list(map(legal_part, seqs, drafts))
-    drafts = list(map(_with_forced, seqs, forced, parts, left))
+    parts = list(map(legal_part, ahead, drafts))
+    drafts = list(map(_with_forced, ahead, forced, parts, left))
     rounds = []
     outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks)
     for seq, draft, scored, before, part in zip(seqs, drafts, outputs, forced, parts, strict=True):
@@ -97,10 +96,10 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
     best: the rows' argmax, as `ForwardOutput` has it. Where a row gives no token, as its logits are not finite, the verdict ends
     before it; raises CpuspecError where that is the first row. is_answer: as in `speculate`.
     """
-    params, history = seq.params, seq.history if not seq.is_plain_greedy else None
+    params, history = seq.params, seq.history
 
     def target_token(row: int) -> int:
-        if history is None:
+        if seq.is_plain_greedy:
             # One by one: a row that the path does not lead to may be anything.
             return int(argmax(logits[row : row + 1], best and best[row : row + 1])[0])
         ahead = draft.tokens_to(row - 1)
@@ -122,11 +121,9 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
 
 
 def _with_forced(seq: Sequence, forced: list[int], own: Draft, limit: int) -> Draft:
-    """A draft with the forced tokens before it, which the sequence holds and gives back, and with those behind it."""
+    """A draft with the forced tokens before it, which are the sequence's last ones, and with those that are forced behind it."""
     behind = forced_tokens(seq, limit - len(own), own.tokens.tolist()) if len(own) and own.is_chain else []
-    if forced:
-        seq.rewind(len(seq.tokens) - len(forced))
-        own = joined(Draft.chain(forced, SOURCE), own)
+    own = joined(Draft.chain(forced, SOURCE), own) if forced else own
     return joined(own, Draft.chain(behind, SOURCE)) if behind else own
 
 

@@ -39,16 +39,16 @@ def test_drafts_equal_a_full_rescan_after_every_round(prompt: list[int], rounds:
 
 
 @settings(max_examples=150, deadline=None)
-@given(TOKENS, st.lists(st.tuples(st.integers(0, 12), TOKENS), max_size=6))
-def test_drafts_equal_a_full_rescan_after_a_rewind(prompt: list[int], rounds: list[tuple[int, list[int]]]) -> None:
-    """A shadow's last tokens are taken back and replaced between two calls, sometimes by the same ones."""
+@given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS), max_size=6))
+def test_drafts_equal_a_full_rescan_behind_drafted_tokens(prompt: list[int], rounds: list[tuple[list[int], list[int]]]) -> None:
+    """Other tokens, or the same ones, are committed between two calls."""
     proposer, seq = NgramProposer(min_prob=0.0), Sequence.new(7, prompt, SamplingParams())
     proposer.begin(seq, 0)
-    for num_back, new in rounds:
-        seq.rewind(max(seq.num_prompt_tokens, len(seq.tokens) - num_back))
+    for drafted, new in rounds:
+        for one in (seq, seq.ahead(drafted)):
+            (draft,) = proposer.propose([one], [6])
+            assert draft.tokens.tolist() == rescanned(one.tokens, 6)
         seq.extend(new)
-        (draft,) = proposer.propose([seq], [6])
-        assert draft.tokens.tolist() == rescanned(seq.tokens, 6)
 
 
 def test_a_repetition_is_carried_on_beyond_its_end() -> None:

@@ -39,14 +39,14 @@ def drafted(proposer: SuffixProposer, prompt: list[int], limit: int = 64) -> lis
 
 
 @settings(max_examples=100, deadline=None)
-@given(TOKENS, st.lists(st.tuples(st.integers(0, 12), TOKENS), max_size=6), st.lists(TOKENS, max_size=3), st.booleans())
-def test_a_sequence_that_was_rewound_and_extended_is_drafted_for_like_a_fresh_one(
-    prompt: list[int], rounds: list[tuple[int, list[int]]], past: list[list[int]], tree: bool
+@given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS), max_size=6), st.lists(TOKENS, max_size=3), st.booleans())
+def test_a_sequence_with_drafted_tokens_between_is_drafted_for_like_a_fresh_one(
+    prompt: list[int], rounds: list[tuple[list[int], list[int]]], past: list[list[int]], tree: bool
 ) -> None:
     proposer, seq = remembering(past, tree=tree), request(7, prompt)
     proposer.begin(seq, 0)
-    for num_back, new in rounds:
-        seq.rewind(max(seq.num_prompt_tokens, len(seq.tokens) - num_back))
+    for between, new in rounds:
+        proposer.propose([seq.ahead(between)], [6])
         seq.extend(new)
         fresh = remembering(past, tree=tree)
         fresh.begin(request(7, seq.tokens), 0)
@@ -66,10 +66,8 @@ def test_past_answers_are_drafted_from_and_end_where_they_ended() -> None:
 def test_only_an_answer_is_remembered_and_only_once_it_ended() -> None:
     proposer, seq = SuffixProposer(min_prob=0.0), request(1, [4, 5, 6])
     proposer.begin(seq, 0)
-    seq.extend([7, 8])
-    proposer.propose([seq], [4])
-    seq.rewind(4)
-    seq.extend([3])
+    proposer.propose([seq.ahead([7, 8])], [4])
+    seq.extend([7, 3])
     assert drafted(proposer, [7]) == []
     proposer.begin(seq, 0)
     proposer.end(seq)

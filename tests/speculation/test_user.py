@@ -15,7 +15,12 @@ from cpuspec.speculation.drafters.user import UserProposer, is_import_path
 from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
 
 README = (Path(cpuspec.__file__).parent / "speculation" / "README.md").read_text("utf-8")
-(GOOD,) = (code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class Echo" in code)
+(EXAMPLE,) = (code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class Echo" in code)
+GOOD = f"""{EXAMPLE}
+    def begin(self, seq, num_cached): ...
+    def accept(self, seq, verdict, hidden): ...
+    def end(self, seq): ...
+"""
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
@@ -47,7 +52,9 @@ def test_an_import_path_is_a_module_or_a_file_and_a_class(text: str, wanted: boo
     assert is_import_path(text) == wanted
 
 
-@pytest.mark.parametrize("text", [GOOD, GOOD.replace("begin(self, seq, num_cached)", "begin(self, seq)")], ids=["", "short begin"])
+@pytest.mark.parametrize(
+    "text", [EXAMPLE, GOOD, GOOD.replace("begin(self, seq, num_cached)", "begin(self, seq)")], ids=["bare", "", "short begin"]
+)
 def test_a_class_of_a_file_or_of_a_module_drafts_and_changes_no_answer(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +81,7 @@ def toy_stats(spec: str) -> dict[str, Any]:
         ("class Echo", "cannot be imported: SyntaxError"),
         ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
         (GOOD.replace("def propose", "def __init__(self, n): ...\n    def propose"), "making it of .*Echo failed with TypeError"),
-        (GOOD.replace("def accept", "def learn"), "has no method accept"),
+        (GOOD.replace("def propose", "def draft"), "has no method propose"),
         (GOOD.replace("begin(self, seq, num_cached)", "begin(self)"), "begin of .*Echo must take a sequence and the number of its"),
         (GOOD.replace('"echo", ()', "None, ()"), "must be a text that is not empty, got None"),
         (GOOD.replace('"echo", ()', '"echo", 3'), "must be a tuple of layer numbers, as .., got 3"),

@@ -18,7 +18,7 @@ from cpuspec.speculation.drafters.head_path import HeadPath
 from cpuspec.speculation.drafters.parallel import draft_at_once
 from cpuspec.speculation.drafters.stages import draft_stage_chains, draft_stage_trees
 from cpuspec.speculation.head_context import HeadContext
-from cpuspec.speculation.proposer import Floors
+from cpuspec.speculation.proposer import Floors, Proposer
 from cpuspec.speculation.stage_context import StageContext
 from cpuspec.speculation.verify import Verdict
 
@@ -40,7 +40,7 @@ _FED_WITH_A_DRAFT = 16  # the most rows that are fed together with a draft; more
 _ROWS_FOR_ONE = 8  # of a head are read in the time of one of its target, or less
 
 
-class HeadProposer:
+class HeadProposer(Proposer):
     """Drafts up to `num_tokens` tokens with a head. min_confidence, draws: as in `HeadPath`."""
 
     def __init__(

@@ -16,7 +16,7 @@ import numpy as np
 
 from cpuspec.config import LevelSpec
 from cpuspec.errors import ConfigError
-from cpuspec.sequence import Mark, Sequence
+from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.speculation.draft import Draft
 
 MAX_MATCH = 24  # tokens that a match looks back
@@ -82,21 +82,22 @@ class Text:
         self._num_before = len(self.tokens)
         self._num_forgotten = 0  # of them, the first ones
         self._runs = [_Runs(size, self.tokens) for size in RUNS]
-        self._mark = Mark()  # state of the sequence that it follows
+        self._num_committed = 0  # tokens of the sequence that it follows which stay as they are
 
     def __len__(self) -> int:
         return len(self.tokens) - self._num_forgotten
 
     def follow(self, seq: Sequence) -> None:
-        """Hold exactly the sequence's tokens, behind those that come first. Looks at changed ones alone."""
-        unchanged = seq.unchanged(self._mark)
-        length = self._num_before + unchanged
+        """Hold exactly the sequence's tokens, behind those that come first. Looks at new ones alone."""
+        same = min(self._num_committed, len(seq.tokens))
+        same += shared_prefix(self.tokens[self._num_before + same :], seq.tokens[same:])
+        length = self._num_before + same
         if length < len(self.tokens):
             for runs in self._runs:
                 runs.retract(self.tokens, length)
             del self.tokens[length:]
-        self.extend(seq.tokens[unchanged:])
-        self._mark = seq.mark()
+        self.extend(seq.tokens[same:])
+        self._num_committed = seq.num_committed
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Add tokens."""

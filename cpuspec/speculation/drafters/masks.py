@@ -1,18 +1,16 @@
 """Drafts of PARD (arXiv 2504.18583): a causal model that was trained to fill rows of a mask token, all in one forward."""
 
-from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.head_path import HeadPath
-from cpuspec.speculation.proposer import Floors
+from cpuspec.speculation.proposer import Floors, Proposer
 from cpuspec.speculation.reading import Reading
-from cpuspec.speculation.verify import Verdict
 
 DEFAULT_NUM_TOKENS = 7
 
 
-class MaskProposer:
+class MaskProposer(Proposer):
     """Drafts up to `num_tokens` tokens: the first from the row of the last committed token, the others from rows of `mask_id`.
 
     A row does not depend on the tokens chosen before it, so tokens may be drawn from it (`draws`); else each is the likeliest.
@@ -29,16 +27,12 @@ class MaskProposer:
         draws: bool = False,
     ) -> None:
         self.name = name
-        self.hidden_layers: tuple[int, ...] = ()
         self.context = context
         self.levels = (self,)
         self.num_tokens = min(num_tokens, context.backend.max_rows)
         self.in_one_pass = True
         self._mask_id, self._min_confidence, self._draws = mask_id, min_confidence, draws
         self._reading = Reading(context)
-
-    def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Do nothing yet: by the first draft another sequence may have read what both begin with."""
 
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """The drafts, made in one forward; empty ones for sequences whose prompt has not been read yet."""
@@ -61,9 +55,6 @@ class MaskProposer:
                     path.choose(row)
             drafts[i] = path.draft(self.name)
         return drafts
-
-    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Nothing to do: the context follows the sequence's tokens at the next draft."""
 
     def end(self, seq: Sequence) -> None:
         """Free the slot."""

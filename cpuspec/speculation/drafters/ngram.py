@@ -1,17 +1,15 @@
 """Prompt lookup: what followed the last occurrence of the latest tokens (github.com/apoorvumang/prompt-lookup-decoding)."""
 
 from cpuspec.config import LevelSpec
-from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.lookup import MIN_PROB, NUM_MATCHES, STRENGTH, Text, draft_likely, text_of, wants_tree
-from cpuspec.speculation.proposer import Level
-from cpuspec.speculation.verify import Verdict
+from cpuspec.speculation.proposer import Proposer
 
 DEFAULT_NUM_TOKENS = 7
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Drafts what followed the longest suffix of prompt and output that occurred before, where it occurred last.
 
     As a tree: what followed the longest ones, merged, the likeliest paths. Each token that agrees makes the next one likelier
@@ -20,8 +18,6 @@ class NgramProposer:
     """
 
     name = "ngram"
-    hidden_layers: tuple[int, ...] = ()
-    levels: tuple[Level, ...] = ()
 
     def __init__(self, num_tokens: int = DEFAULT_NUM_TOKENS, min_prob: float = MIN_PROB, *, tree: bool = False) -> None:
         self.num_tokens = num_tokens
@@ -42,9 +38,6 @@ class NgramProposer:
             matches = text.matches(text.latest, NUM_MATCHES if self.tree else 1, num_tokens)
             drafts.append(draft_likely([(matches, STRENGTH)], num_tokens, self.min_prob, self.name, self.tree))
         return drafts
-
-    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Do nothing: `propose` follows the sequence."""
 
     def end(self, seq: Sequence) -> None:
         """Forget the sequence."""

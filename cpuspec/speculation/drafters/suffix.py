@@ -1,12 +1,10 @@
 """Suffix decoding drafts the tokens that most often followed the latest ones (arXiv 2411.04975)."""
 
 from cpuspec.config import LevelSpec
-from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.lookup import END, MIN_PROB, NUM_MATCHES, STRENGTH, Text, draft_likely, text_of, wants_tree
-from cpuspec.speculation.proposer import Level
-from cpuspec.speculation.verify import Verdict
+from cpuspec.speculation.proposer import Proposer
 
 DEFAULT_NUM_TOKENS = 15
 PAST_STRENGTH = 2 * STRENGTH  # another request's text says less
@@ -14,7 +12,7 @@ MAX_PAST_TOKENS = 1 << 16
 SHORT_MATCH = 2  # tokens; where the request has none longer, one before a change is looked for
 
 
-class SuffixProposer:
+class SuffixProposer(Proposer):
     """Drafts what most often followed the latest tokens: in the request first, in past answers where that leaves doubt.
 
     Where the latest token is a change to what the request has elsewhere, it goes on behind that, as if nothing were changed.
@@ -25,8 +23,6 @@ class SuffixProposer:
     """
 
     name = "suffix"
-    hidden_layers: tuple[int, ...] = ()
-    levels: tuple[Level, ...] = ()
 
     def __init__(
         self,
@@ -61,9 +57,6 @@ class SuffixProposer:
                 evidence.append((text.matches_before_a_change(NUM_MATCHES, num_tokens), STRENGTH))
             drafts.append(draft_likely(evidence, num_tokens, self.min_prob, self.name, self.tree))
         return drafts
-
-    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Do nothing: `propose` follows the sequence."""
 
     def end(self, seq: Sequence) -> None:
         """Remember the answer and forget the sequence."""

@@ -10,34 +10,31 @@ from itertools import accumulate
 
 import numpy as np
 
-from cpuspec.model.batch import F32
 from cpuspec.sampling import Draws, Row
-from cpuspec.sequence import Mark, Sequence, shared_prefix
+from cpuspec.sequence import Sequence
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.vocab import SharedTokens
-from cpuspec.speculation.proposer import Floors
-from cpuspec.speculation.verify import Verdict
+from cpuspec.speculation.proposer import Floors, Proposer
 
-# The text behind the last cut is encoded anew for each draft: more words of context for the tokens at the end than any
-# pre-tokenizer looks at, and few enough to take no time worth counting.
+# The last 8 to 32 tokens are encoded anew for each draft. That is more text than any pre-tokenizer looks back on, and takes next to
+# no time.
 _MOST_UNCUT, _LEAST_UNCUT = 32, 8
 
 
-class TranslatedProposer:
+class TranslatedProposer(Proposer):
     """Translates the drafts of a chain over another vocabulary into the verifier's tokens.
 
-    The chain runs on sequences of its own, and so do the levels below it. They hold the text of the verifier's tokens as the
-    draft's tokenizer splits it, kept up by truncate and feed: a draft that was accepted is there already, unless its text splits
-    otherwise. by_text: the tokens come back through their text, and are those that the chain chooses greedily: a mode is what
-    matches most often. So it is for requests with a grammar, which the chain does not know.
+    The chain and the levels below it run on sequences of their own, which hold the text of the verifier's tokens as the draft's
+    tokenizer splits it. A draft that was accepted is in the chain's cache already, unless its text splits otherwise.
+    by_text: tokens come back through their text, and the chain chooses them greedily, because the likeliest token matches most
+    often. Requests with a grammar, which the chain does not know, are always drafted for like that.
     """
 
     def __init__(self, chain: ChainProposer, shared: SharedTokens, by_text: bool) -> None:
         """The chain's context gives other tokens than `shared.drafted` no probability, unless by_text."""
         self.name = chain.name
-        self.hidden_layers: tuple[int, ...] = ()
         self.levels = chain.levels
         self._chain = chain
         self._shared = shared
@@ -59,34 +56,26 @@ class TranslatedProposer:
         """The model that drafts."""
         return self._chain.context
 
-    def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Do nothing yet: a request that never asks for a draft needs no translation."""
-
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """The chain's drafts for the same texts, translated. Floors count the chain's tokens."""
-        others = [self._follow(seq) for seq in seqs]
-        limits = [limit if other.can_draft else 0 for other, limit in zip(others, limits, strict=True)]
-        drafts = self._chain.propose([other.seq for other in others], limits, floors)
+        others = list(map(self._follow, seqs))
+        limits = [limit if self._others[seq.id].can_draft else 0 for seq, limit in zip(seqs, limits, strict=True)]
+        drafts = self._chain.propose(others, limits, floors)
         by_text = [self._by_text or seq.constraint is not None for seq in seqs]
         return list(map(self._translated, drafts, limits, by_text))
-
-    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Do nothing: the next draft follows the text."""
 
     def end(self, seq: Sequence) -> None:
         """Let the levels below see the whole answer, then forget it."""
         if seq.id in self._others:
-            self._chain.end(self._follow(seq).seq)
+            self._chain.end(self._follow(seq))
             del self._others[seq.id]
 
-    def _follow(self, seq: Sequence) -> "_Other":
-        """The sequence in the chain's tokens, up to date."""
+    def _follow(self, seq: Sequence) -> Sequence:
+        """The sequence in the chain's tokens."""
         if seq.id not in self._others:
             self._others[seq.id] = other = _Other.begin(seq, self._shared, self._by_text or seq.constraint is not None)
             self._chain.begin(other.seq, 0)
-        other = self._others[seq.id]
-        other.follow(seq, self._shared)
-        return other
+        return self._others[seq.id].follow(seq, self._shared)
 
     def _translated(self, draft: Draft, limit: int, by_text: bool) -> Draft:
         """A chain's draft in the verifier's tokens, at most `limit` of them."""
@@ -136,14 +125,12 @@ class _VerifiersDraws:
 class _Other:
     """A sequence in the tokens of another vocabulary.
 
-    cuts: places at which the text is cut, so that what stands before them stays encoded as it is: (tokens of the original, tokens
-    here) up to there. The first is the end of the prompt.
+    seq: the prompt, and the text of the answer up to verifier's token number `end`, which stays encoded as it is.
     """
 
     seq: Sequence
+    end: int
     can_draft: bool
-    cuts: list[tuple[int, int]]
-    followed: Mark
 
     @staticmethod
     def begin(seq: Sequence, shared: SharedTokens, greedy: bool) -> "_Other":
@@ -153,28 +140,20 @@ class _Other:
         params = replace(seq.params, logit_bias=bias, temperature=0 if greedy else seq.params.temperature)
         # A request may forbid every token that could be drafted, and a text of control tokens alone may become no token.
         can_draft = list(bias.values()).count(-np.inf) < len(shared) and bool(ids)
-        other = Sequence(seq.id, ids, len(ids), params, seq.seed, seq.draws)
-        return _Other(other, can_draft, [(seq.num_prompt_tokens, len(ids))], Mark(seq.num_prompt_tokens, len(seq.rewinds)))
+        return _Other(Sequence(seq.id, ids, len(ids), params, seq.seed, seq.draws), seq.num_prompt_tokens, can_draft)
 
-    def follow(self, seq: Sequence, shared: SharedTokens) -> None:
-        """Hold the text of all the sequence's tokens. Encodes what is new, and what stands behind the last cut before it."""
-        unchanged = seq.unchanged(self.followed)
-        while self.cuts[-1][0] > unchanged:
-            self.cuts.pop()
-        start, first = self.cuts[-1]
-        ids: list[int] = []
-        while len(seq.tokens) - start > _MOST_UNCUT:
-            end = start + _cut(seq.tokens[start : start + _MOST_UNCUT], shared)
-            ids += shared.text_for_draft(seq.tokens[start:end])
-            self.cuts.append((end, first + len(ids)))
-            start = end
-        ids += shared.text_for_draft(seq.tokens[start:])
-        agreed = first + shared_prefix(self.seq.tokens[first:], ids)
-        if agreed < len(self.seq.tokens):
-            self.seq.rewind(agreed)
-        self.seq.extend(ids[agreed - first :])
-        self.seq.draws = _VerifiersDraws(seq.draws, shared, seq.num_output_tokens - self.seq.num_output_tokens)
-        self.followed = seq.mark()
+    def follow(self, seq: Sequence, shared: SharedTokens) -> Sequence:
+        """The text of all the sequence's tokens. Only the end of the text is encoded anew."""
+        if self.end > len(seq.tokens):  # the request has ended within a round's tokens
+            self.end = seq.num_prompt_tokens
+            del self.seq.tokens[self.seq.num_prompt_tokens :]
+        while seq.num_committed - self.end > _MOST_UNCUT:
+            end = self.end + _cut(seq.tokens[self.end : self.end + _MOST_UNCUT], shared)
+            self.seq.extend(shared.text_for_draft(seq.tokens[self.end : end]))
+            self.end = end
+        other = self.seq.ahead(shared.text_for_draft(seq.tokens[self.end :]))
+        other.draws = _VerifiersDraws(seq.draws, shared, seq.num_output_tokens - other.num_output_tokens)
+        return other
 
 
 def _cut(tokens: list[int], shared: SharedTokens) -> int:

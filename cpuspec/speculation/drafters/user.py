@@ -18,7 +18,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.proposer import Level
+from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict
 
 _IMPORT_PATH = re.compile(r"(?P<home>.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)", re.DOTALL)
@@ -30,13 +30,11 @@ def is_import_path(drafter: str) -> bool:
     return _IMPORT_PATH.fullmatch(drafter) is not None
 
 
-class UserProposer:
+class UserProposer(Proposer):
     """Stands between the engine and an object of the user's class, which is made without arguments.
 
     The class may leave out the second argument of `begin`, the number of cached tokens.
     """
-
-    levels: tuple[Level, ...] = ()
 
     def __init__(self, level: LevelSpec) -> None:
         if level.min_confidence:
@@ -45,23 +43,23 @@ class UserProposer:
         self._failed = False
         self.name = level.drafter
         proposer = self._call("making it", _find(level.drafter))
-        missing = [name for name in ("begin", "propose", "accept", "end") if not callable(getattr(proposer, name, None))]
-        if missing:
-            raise ConfigError(f"{level.drafter} has no method {missing[0]}; a proposer has begin, propose, accept and end")
-        name, layers = getattr(proposer, "name", None), getattr(proposer, "hidden_layers", None)
+        if not callable(getattr(proposer, "propose", None)):
+            raise ConfigError(f"{level.drafter} has no method propose; a proposer has one, and may have begin, accept and end")
+        name, layers = getattr(proposer, "name", None), getattr(proposer, "hidden_layers", ())
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name of {level.drafter} must be a text that is not empty, got {name!r}")
         if not isinstance(layers, tuple) or not all(isinstance(layer, int) for layer in layers):
             raise ConfigError(f"hidden_layers of {level.drafter} must be a tuple of layer numbers, as (), got {layers!r}")
         self.name, self.hidden_layers = name, layers
         self._proposer = proposer
-        self._num_begin_arguments = next((n for n in (2, 1) if _takes(proposer.begin, n)), 0)
+        begin = getattr(proposer, "begin", lambda seq: None)
+        self._num_begin_arguments = next((n for n in (2, 1) if _takes(begin, n)), 0)
         if not self._num_begin_arguments:
             raise ConfigError(f"begin of {level.drafter} must take a sequence and the number of its cached tokens")
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Call the user's `begin`, and turn its exceptions into ConfigError."""
-        self._call("begin", self._proposer.begin, *(seq, num_cached)[: self._num_begin_arguments])
+        """Call the user's `begin`, if there is one, and turn its exceptions into ConfigError."""
+        self._hook("begin", *(seq, num_cached)[: self._num_begin_arguments])
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """Call the user's `propose`, and check its drafts."""
@@ -78,13 +76,17 @@ class UserProposer:
         return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Call the user's `accept`."""
-        self._call("accept", self._proposer.accept, seq, verdict, hidden)
+        """Call the user's `accept`, if there is one."""
+        self._hook("accept", seq, verdict, hidden)
 
     def end(self, seq: Sequence) -> None:
         """Call the user's `end`, unless the object has failed: the aborted requests then end without it."""
         if not self._failed:
-            self._call("end", self._proposer.end, seq)
+            self._hook("end", seq)
+
+    def _hook(self, name: str, *arguments: Any) -> None:
+        if method := getattr(self._proposer, name, None):
+            self._call(name, method, *arguments)
 
     def _call(self, what: str, function: Callable[..., _T], *arguments: Any) -> _T:
         self._failed = True

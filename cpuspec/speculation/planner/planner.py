@@ -66,7 +66,7 @@ class PlannedDrafter:
     read_share: float | None = None
 
 
-class Planner:
+class Planner(Proposer):
     """A proposer that asks others, and drafts for each sequence by the best option of the round.
 
     costs: of the verifier's forwards, corrected by the time from a draft to its verdict. serves: whether this planner begins and
