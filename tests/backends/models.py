@@ -16,6 +16,9 @@ from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
 from tools.make_tiny_model import make_tiny_gguf
 
+# The shape of most tests' models.
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+
 # Of a model in each format: some take microseconds a value to encode.
 SMALLEST = {"num_layers": 1, "intermediate_size": 256}
 

@@ -1,31 +1,27 @@
 """The benchmark of drafts compares every arm with plain decoding on every prompt, and says when an id differs."""
 
-import json
-
 import chains
 import numpy as np
 import pytest
-import record
-from typer import Typer
-from typer.testing import CliRunner
 
 from cpuspec import LLM
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.formats import FORMATS, get_format
+from tests.backends.models import SMALL
 from tools.make_tiny_model import make_tiny_gguf
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+BRIEF = ("--max-tokens", "12", "--threads", "1")
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Memory whose speed is known without measuring it, and the backend that needs no compiling."""
-    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
+def use(monkeypatch):
+    """Makes the benchmark use a class of engines, on the backend that needs no compiling; at first LLM."""
 
-    def plain_numpy(checkpoint, spec, **settings):
-        return LLM(checkpoint, spec, "numpy", **settings)
+    def use(engine):
+        monkeypatch.setattr(chains, "LLM", lambda checkpoint, spec, **settings: engine(checkpoint, spec, "numpy", **settings))
 
-    monkeypatch.setattr(chains, "LLM", plain_numpy)
+    use(LLM)
+    return use
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +36,9 @@ def prompts(tmp_path):
     return path
 
 
-def run(*arguments):
-    app = Typer()
-    app.command()(chains.main)
-    return CliRunner().invoke(app, list(map(str, arguments)))
-
-
-def measured(path, *arguments):
-    result = run(*arguments, "--max-tokens", "12", "--threads", "1", "--json", path)
-    assert result.exit_code == 0, result.output
-    return json.loads(path.read_text("utf-8")), result.output
-
-
-def test_every_arm_answers_every_prompt_as_plain_decoding_does(model, prompts, tmp_path):
+def test_every_arm_answers_every_prompt_as_plain_decoding_does(measured, model, prompts):
     options = ("--arm", "ngram", "--arm", "ngram,self:q4_0", "--no-auto", "--random-words", "1")
-    saved, shown = measured(tmp_path / "chains.json", model, f"{prompts}:text:2", f"{prompts}:text:1:chat", *options)
+    saved, result = measured(chains.main, model, f"{prompts}:text:2", f"{prompts}:text:1:chat", *options, *BRIEF)
     specs = ["none", "ngram", "ngram,self:q4_0"]
     assert {name: list(arms) for name, arms in saved["sets"].items()} == dict.fromkeys(
         ["tasks", "tasks:chat", "random words"], specs
@@ -74,10 +58,10 @@ def test_every_arm_answers_every_prompt_as_plain_decoding_does(model, prompts, t
         low, high = arms["ngram"]["over_plain_interval"]
         assert low <= arms["ngram"]["over_plain"] * 1.000001
         assert high >= arms["ngram"]["over_plain"] * 0.999999
-    assert "| ngram,self:q4_0 |" in shown
+    assert "| ngram,self:q4_0 |" in result.output
 
 
-def test_an_answer_without_repeats_has_no_token_of_its_prompt_none_twice_and_no_end(model, tmp_path, monkeypatch):
+def test_an_answer_without_repeats_has_no_token_of_its_prompt_none_twice_and_no_end(measured, model, use):
     asked = []
 
     class Noted(LLM):
@@ -86,8 +70,8 @@ def test_an_answer_without_repeats_has_no_token_of_its_prompt_none_twice_and_no_
             asked.append((prompts, answers[0].token_ids))
             return answers
 
-    monkeypatch.setattr(chains, "LLM", lambda checkpoint, spec, **settings: Noted(checkpoint, spec, "numpy", **settings))
-    saved, _ = measured(tmp_path / "chains.json", model, "--no-repeats", "2", "--random-words", "1", "--arm", "ngram", "--no-auto")
+    use(Noted)
+    saved, _ = measured(chains.main, model, "--no-repeats", "2", "--random-words", "1", "--arm", "ngram", "--no-auto", *BRIEF)
     assert [(name, arms["ngram"]["num_identical"]) for name, arms in saved["sets"].items()] == [
         ("random words", 1),
         ("no repeats", 2),
@@ -97,16 +81,16 @@ def test_an_answer_without_repeats_has_no_token_of_its_prompt_none_twice_and_no_
     assert all(len(ids) == 12 for _, ids in asked[4:])
 
 
-def test_sampled_answers_are_those_of_plain_decoding_too(model, prompts, tmp_path):
-    options = ("--arm", "ngram", "--no-auto", "--temperature", "1")
-    saved, _ = measured(tmp_path / "chains.json", model, f"{prompts}:text:2", *options)
-    greedy, _ = measured(tmp_path / "greedy.json", model, f"{prompts}:text:2", *options[:-2])
+def test_sampled_answers_are_those_of_plain_decoding_too(run, measured, model, prompts, tmp_path):
+    options = (model, f"{prompts}:text:2", "--arm", "ngram", "--no-auto", *BRIEF)
+    greedy, _ = measured(chains.main, *options)
+    saved, _ = measured(chains.main, *options, "--temperature", "1")
     assert (saved["temperature"], greedy["temperature"]) == (1, 0)
     assert saved["sets"]["tasks"]["ngram"]["num_identical"] == 2
-    assert run(model, f"{prompts}:text:1", *options, "--llama-cpp", tmp_path).exit_code == 2
+    assert run(chains.main, *options, "--temperature", "1", "--llama-cpp", tmp_path)[0].exit_code == 2
 
 
-def test_an_arm_with_another_id_fails(model, prompts, monkeypatch):
+def test_an_arm_with_another_id_fails(run, model, prompts, use):
     class Wrong(LLM):
         def generate(self, prompts, params=None):
             answers = super().generate(prompts, params)
@@ -114,8 +98,8 @@ def test_an_arm_with_another_id_fails(model, prompts, monkeypatch):
                 answers[0].token_ids[-1] += 1
             return answers
 
-    monkeypatch.setattr(chains, "LLM", lambda checkpoint, spec, **settings: Wrong(checkpoint, spec, "numpy", **settings))
-    result = run(model, f"{prompts}:text:1", "--arm", "ngram", "--no-auto", "--max-tokens", "6", "--threads", "1")
+    use(Wrong)
+    result, _ = run(chains.main, model, f"{prompts}:text:1", "--arm", "ngram", "--no-auto", *BRIEF)
     assert result.exit_code == 1
     assert "0 of 1" in result.output
 
@@ -141,7 +125,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("arguments", WRONG.values(), ids=WRONG)
-def test_what_cannot_be_measured_is_refused(model, arguments):
-    result = run(model, *arguments)
+def test_what_cannot_be_measured_is_refused(run, model, arguments):
+    result, _ = run(chains.main, model, *arguments)
     assert result.exit_code == 2
     assert "Invalid value" in result.output

@@ -12,9 +12,8 @@ from peers_engines import PeerError
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.checkpoints import open_checkpoint
+from tests.backends.models import SMALL
 from tools.make_tiny_model import make_tiny_gguf
-
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
 
 # What llama-server b11434 replied to a request with --spec-type ngram-cache, cut to the fields that tell something.
 COMPLETION = b"""{"index":0,"content":" assistant. They","tokens":[11173,30,1069],"id_slot":0,"stop":true,"tokens_predicted":3,

@@ -4,9 +4,6 @@ import json
 
 import identity
 import pytest
-import record
-from typer import Typer
-from typer.testing import CliRunner
 
 from cpuspec.config import SpecConfig
 from cpuspec.engine.assemble import BY_TEXT, LOOKUPS, OWN_WEIGHTS, check_spec
@@ -15,23 +12,18 @@ from tools.make_tiny_model import make_tiny_gguf
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def compared(run, tmp_path, monkeypatch):
     """Compares answers of a tiny model, with few drafts; returns the result and what was saved."""
-    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
     monkeypatch.setattr(identity, "DRAFTS", ("ngram", "OTHER@2,self:q8_0@3", "text:OTHER"))
     models = [make_tiny_gguf(tmp_path / f"{size}.gguf", vocab_size=size) for size in (384, 300)]
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"the cat {n} the cat"}) + "\n" for n in range(3)), "utf-8")
-    app = Typer()
-    app.command()(identity.main)
 
-    def run(*more, draft_model=models[1]):
-        path = tmp_path / "identity.json"
-        arguments = [str(models[0]), f"{texts}:text:3", "--draft-model", str(draft_model), "--max-tokens", "6", *more]
-        result = CliRunner().invoke(app, [*arguments, "--json", str(path)])
-        return result, json.loads(path.read_text("utf-8")) if path.exists() else None
+    def compared(*more, draft_model=models[1]):
+        arguments = (f"{texts}:text:3", "--draft-model", draft_model, "--max-tokens", "6", *more)
+        return run(identity.main, models[0], *arguments)
 
-    return run
+    return compared
 
 
 def test_every_kind_of_drafter_has_its_turn_with_one_thread_and_with_two():
@@ -51,8 +43,8 @@ def test_every_kind_of_drafter_has_its_turn_with_one_thread_and_with_two():
     assert set(alone) == {arm for arm in arms if "smollm2" not in arm.draft}
 
 
-def test_every_arm_is_compared_and_saved(run):
-    result, saved = run()
+def test_every_arm_is_compared_and_saved(compared):
+    result, saved = compared()
     assert result.exit_code == 0, result.output
     assert len({arm["arm"] for arm in saved["arms"]}) == len(saved["arms"]) == 3 + 3 * 2
     assert all(arm["identical_prompts"] == saved["prompts"] == 3 for arm in saved["arms"])
@@ -60,7 +52,7 @@ def test_every_arm_is_compared_and_saved(run):
     assert saved["tokens"] == 18
 
 
-def test_a_token_that_differs_is_seen(run, monkeypatch):
+def test_a_token_that_differs_is_seen(compared, monkeypatch):
     class Wrong(LLM):
         def generate(self, prompts, params=None):
             answers = super().generate(prompts, params)
@@ -69,12 +61,12 @@ def test_a_token_that_differs_is_seen(run, monkeypatch):
             return answers
 
     monkeypatch.setattr(identity, "LLM", Wrong)
-    result, saved = run("--in-turn")
+    result, saved = compared("--in-turn")
     assert result.exit_code == 1
     assert [arm["identical_prompts"] for arm in saved["arms"]] == [3, 3, 3, 3, 3, 2]
 
 
-def test_a_draft_model_of_the_same_vocabulary_is_refused(run, tmp_path):
-    result, _ = run(draft_model=tmp_path / "384.gguf")
+def test_a_draft_model_of_the_same_vocabulary_is_refused(compared, tmp_path):
+    result, _ = compared(draft_model=tmp_path / "384.gguf")
     assert result.exit_code == 2
     assert "--draft-model" in result.output

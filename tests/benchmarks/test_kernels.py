@@ -1,35 +1,20 @@
 """The benchmark of kernels measures every case it is asked for, in figures that belong together."""
 
-import json
-
 import kernels
 import pytest
-import record
-from typer import Typer
-from typer.testing import CliRunner
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Memory whose speed is known without measuring it, small matrices, short peaks."""
-    for module in (record, kernels):
-        monkeypatch.setattr(module, "read_bandwidth", lambda threads: 1e9 * threads)
+    """Small matrices, short peaks."""
+    monkeypatch.setattr(kernels, "read_bandwidth", lambda threads: 1e9 * threads)
     monkeypatch.setattr(kernels, "OUT_FEATURES", 64)
     monkeypatch.setattr(kernels, "_PEAK_WORK", 10**6)
 
 
-def run(*arguments):
-    app = Typer()
-    app.command()(kernels.main)
-    return CliRunner().invoke(app, arguments)
-
-
-def test_every_format_number_of_rows_and_threads_is_measured(tmp_path):
-    path = tmp_path / "kernels.json"
+def test_every_format_number_of_rows_and_threads_is_measured(measured):
     options = ("--rows", "1,3", "--threads", "1,2", "--rounds", "2", "--in-features", "256", "--megabytes", "1")
-    result = run("--formats", "q4_0,f16", *options, "--json", str(path))
-    assert result.exit_code == 0, result.output
-    saved = json.loads(path.read_text("utf-8"))
+    saved, result = measured(kernels.main, "--formats", "q4_0,f16", *options)
     cases = [(one["format"], one["activations"], one["threads"], one["rows"]) for one in saved["kernels"]]
     orders = {"q4_0": "int8", "f16": "f32"}
     assert cases == [(name, order, team, rows) for name, order in orders.items() for team in (1, 2) for rows in (1, 3)]
@@ -44,8 +29,8 @@ def test_every_format_number_of_rows_and_threads_is_measured(tmp_path):
 
 
 @pytest.mark.parametrize("option", [("--formats", "q9"), ("--rows", "0"), ("--threads", "two"), ("--in-features", "300")])
-def test_options_that_mean_nothing_are_refused(option):
-    result = run(*option)
+def test_options_that_mean_nothing_are_refused(run, option):
+    result, _ = run(kernels.main, *option)
     assert result.exit_code == 2
     assert "Invalid value" in result.output
 

@@ -1,12 +1,7 @@
 """The benchmark of overhead counts what is outside of the compiled forward, and nothing else."""
 
-import json
-
 import overhead
 import pytest
-import record
-from typer import Typer
-from typer.testing import CliRunner
 
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -58,21 +53,13 @@ def test_a_function_that_is_timed_does_as_before():
     assert watch.inside(lambda a, b: a - b)(5, 3) == 2
 
 
-def test_every_number_of_threads_and_draft_has_its_figure(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
-    counted = []
+def test_every_number_of_threads_and_draft_has_its_figure(tmp_path, measured, monkeypatch):
+    counted, original = [], overhead.overheads_s
     monkeypatch.setattr(overhead, "overheads_s", lambda llm, *rest: counted.append(rest[0]) or original(llm, *rest))
-    app = Typer()
-    app.command()(overhead.main)
-    model, path = make_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "overhead.json"
+    model = make_tiny_gguf(tmp_path / "tiny.gguf")
     options = ("--threads", "1", "--threads", "2", "--draft", "none", "--draft", "ngram", "--steps", "5", "--rounds", "3")
-    result = CliRunner().invoke(app, [str(model), *options, "--json", str(path)])
-    assert result.exit_code == 0, result.output
-    figures = json.loads(path.read_text("utf-8"))["us_per_step"]
+    figures = measured(overhead.main, model, *options)[0]["us_per_step"]
     assert list(figures) == ["none, 1 threads", "ngram, 1 threads", "none, 2 threads", "ngram, 2 threads"]
     assert all(len(one["rounds"]) == 3 and one["min"] > 0 for of in figures.values() for one in of.values())
     assert all(list(of) == list(overhead.CLOCKS) for of in figures.values())
     assert counted == [5] * 12 * len(overhead.CLOCKS)
-
-
-original = overhead.overheads_s

@@ -72,12 +72,6 @@ def make_worker(directory, *, remembers=True, timeout=900.0):
     return Worker(Path(sys.executable), script, [], [1, 3], timeout)
 
 
-@pytest.fixture(autouse=True)
-def bandwidth(monkeypatch):
-    """Memory whose speed is known without measuring it."""
-    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
-
-
 def compared(samples):
     """A summary in which nothing is known of bytes."""
     return summarize(samples, {}, [1e9] * 2)

@@ -1,12 +1,7 @@
 """Predictions are the closed form's, with the costs that were measured."""
 
-import json
-
 import predict
 import pytest
-import record
-from typer import Typer
-from typer.testing import CliRunner
 
 from cpuspec.speculation.planner.costs import Costs
 from tools.make_tiny_model import make_tiny_gguf
@@ -15,25 +10,16 @@ TARGET, DRAFT, CHEAPER = Costs([1, 2], [1.0, 1.1]), Costs([1, 2], [0.2, 0.3]), C
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def predicted(run, tmp_path, monkeypatch):
     """Predicts for tiny models that take the seconds above; returns the result and what was saved."""
     costs = iter([TARGET, DRAFT, CHEAPER])
-    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
     monkeypatch.setattr(predict, "measure_costs", lambda backend: next(costs))
-    names = [str(make_tiny_gguf(tmp_path / f"{name}.gguf")) for name in ("target", "draft", "cheaper")]
-    app = Typer()
-    app.command()(predict.main)
-
-    def run(count, *more):
-        path = tmp_path / "predict.json"
-        result = CliRunner().invoke(app, [*names[:count], *more, "--json", str(path)])
-        return result, json.loads(path.read_text("utf-8")) if path.exists() else None
-
-    return run
+    models = [make_tiny_gguf(tmp_path / f"{name}.gguf") for name in ("target", "draft", "cheaper")]
+    return lambda count, acceptance: run(predict.main, *models[:count], "--acceptance", acceptance)
 
 
-def test_the_best_length_is_the_closed_forms(run):
-    result, saved = run(2, "--acceptance", "0.75")
+def test_the_best_length_is_the_closed_forms(predicted):
+    result, saved = predicted(2, "0.75")
     assert result.exit_code == 0, result.output
     [one] = saved["predictions"]
     rates = {n: sum(0.75**k for k in range(n + 1)) / (n * 0.2 + 1 + 0.1 * n) for n in range(17)}
@@ -42,8 +28,8 @@ def test_the_best_length_is_the_closed_forms(run):
     assert "| 0.75 | 1 |" in result.output
 
 
-def test_a_draft_with_drafts_of_its_own_takes_less_for_a_token(run):
-    _, saved = run(3, "--acceptance", "0.8")
+def test_a_draft_with_drafts_of_its_own_takes_less_for_a_token(predicted):
+    _, saved = predicted(3, "0.8")
     one, two = saved["predictions"]
     assert [len(row["lengths"]) for row in (one, two)] == [1, 2]
     assert two["over_plain"] > one["over_plain"] > 1
@@ -51,8 +37,8 @@ def test_a_draft_with_drafts_of_its_own_takes_less_for_a_token(run):
 
 
 @pytest.mark.parametrize("acceptance", ["0", "1", "-0.5"])
-def test_an_acceptance_is_a_share(run, acceptance):
-    result, saved = run(2, "--acceptance", acceptance)
+def test_an_acceptance_is_a_share(predicted, acceptance):
+    result, saved = predicted(2, acceptance)
     assert result.exit_code != 0
     assert "between 0 and 1" in result.output
     assert saved is None

@@ -1,12 +1,7 @@
 """Machines that are not here: how well threads of unequal cores, or very many threads, share out real models' forwards."""
 
-import json
-
 import predict_threads
 import pytest
-import record
-from typer import Typer
-from typer.testing import CliRunner
 
 from cpuspec.config import ModelConfig
 from cpuspec.formats import get_format
@@ -49,7 +44,7 @@ def test_threads_end_together(config: ModelConfig, cores: str, matrices: float, 
     assert forward <= efficiency(config, cores) < 1
 
 
-def test_halves_of_what_is_left_would_make_quick_cores_wait(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_halves_of_what_is_left_would_make_quick_cores_wait(monkeypatch) -> None:
     class Halves:
         py_func = staticmethod(lambda tiles, number: tiles - (tiles >> number) if number < sharing.PIECES else tiles)
 
@@ -71,23 +66,17 @@ def test_pieces_of_shares_are_all_tiles_once(tiles: int, threads: int) -> None:
     assert found == list(range(tiles))
 
 
-def test_it_prints_a_line_for_each_machine(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(record, "read_bandwidth", lambda threads: RATE * threads)
-    app, path = Typer(), tmp_path / "threads.json"
-    app.command()(predict_threads.main)
-    model = str(make_tiny_gguf(tmp_path / "tiny.gguf"))
-    result = CliRunner().invoke(app, [model, "--cores", "2", "--cores", "1+1x0.5", "--bandwidth", "5", "--json", str(path)])
-    assert result.exit_code == 0, result.output
+def test_it_prints_a_line_for_each_machine(tmp_path, measured) -> None:
+    model = make_tiny_gguf(tmp_path / "tiny.gguf")
+    saved, result = measured(predict_threads.main, model, "--cores", "2", "--cores", "1+1x0.5", "--bandwidth", "5")
     assert "| 1+1x0.5 | " in result.output
-    first, second = json.loads(path.read_text("utf-8"))["predictions"]
+    first, second = saved["predictions"]
     assert first["cores"] == "2"
     assert 0 < second["efficiency"] < 1
 
 
 @pytest.mark.parametrize("cores", ["", "0", "8x0", "8y", "-1"])
-def test_cores_are_numbers_and_speeds(tmp_path, cores: str) -> None:  # type: ignore[no-untyped-def]
-    app = Typer()
-    app.command()(predict_threads.main)
-    result = CliRunner().invoke(app, ["model", f"--cores={cores}"])
+def test_cores_are_numbers_and_speeds(run, cores: str) -> None:
+    result, _ = run(predict_threads.main, "model", f"--cores={cores}")
     assert result.exit_code != 0
     assert "wanted numbers of cores" in result.output

@@ -8,12 +8,6 @@ import record
 from record import Rounds, save, spread
 
 
-@pytest.fixture(autouse=True)
-def bandwidth(monkeypatch):
-    """Memory whose speed is known without measuring it."""
-    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
-
-
 def test_every_round_is_noted():
     rounds = Rounds(3, 2)
     assert list(rounds) == [0, 1, 2]

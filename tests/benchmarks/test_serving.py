@@ -3,22 +3,12 @@
 import json
 
 import pytest
-import record
 import serving
 from llama_cpp_build import Build
 from peers_errors import PeerError
-from typer import Typer
-from typer.testing import CliRunner
 
+from tests.backends.models import SMALL
 from tools.make_tiny_model import make_tiny_gguf
-
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
-
-
-def run(*arguments):
-    app = Typer()
-    app.command()(serving.main)
-    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 def prompt_file(directory, count):
@@ -27,13 +17,10 @@ def prompt_file(directory, count):
     return f"{path}:text:{count}"
 
 
-def test_our_servers_give_the_same_answers_under_load(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
+def test_our_servers_give_the_same_answers_under_load(tmp_path, measured):
     model = make_tiny_gguf(tmp_path / "tiny.gguf", context_length=256, **SMALL)
     options = ("--clients", "1,2", "--per-client", "2", "--rounds", "1", "--threads", "1", "--max-tokens", "6", "--context", "128")
-    result = run(model, prompt_file(tmp_path, 8), *options, "--draft", "ngram", "--json", tmp_path / "out.json")
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "out.json").read_text("utf-8"))
+    found, _ = measured(serving.main, model, prompt_file(tmp_path, 8), *options, "--draft", "ngram")
     assert list(found["instructions"]) == ["cpuspec none", "cpuspec ngram"]
     for count in (1, 2):
         assert all(one["median"] > 0 for one in found["figures"][f"{count} clients, output tokens/s"].values())

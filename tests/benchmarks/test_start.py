@@ -1,25 +1,15 @@
 """The benchmark of starts runs what it is told to, in fresh processes, and says how a program failed."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
-import record
 import start
-from typer import Typer
-from typer.testing import CliRunner
 
 from tools.make_tiny_model import make_tiny_gguf
 
 # A program that answers with its arguments, after taking some memory.
 FAKE = [sys.executable, "-c", "import sys; room = b'x' * int(sys.argv[1]); print(sys.argv[2:])"]
-
-
-@pytest.fixture(autouse=True)
-def bandwidth(monkeypatch):
-    """Memory whose speed is known without measuring it."""
-    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +58,10 @@ def test_memory_is_measured_over_the_file_and_what_each_engine_keeps_of_the_cont
     assert cache_bytes["cpuspec"] > 0
 
 
-def test_every_engine_has_its_figures(model, tmp_path, monkeypatch):
+def test_every_engine_has_its_figures(model, measured, monkeypatch):
     monkeypatch.setattr(start, "own_command", lambda path, threads: [*FAKE, "20000000", "{new}"])
     monkeypatch.setattr(start, "peer_command", lambda program, path, threads: [*FAKE, "0", "{new}"])
-    app = Typer()
-    app.command()(start.main)
-    options = ("--llama-completion", sys.executable, "--rounds", "2", "--json", str(tmp_path / "start.json"))
-    result = CliRunner().invoke(app, [str(model), *options])
-    assert result.exit_code == 0, result.output
-    saved = json.loads((tmp_path / "start.json").read_text("utf-8"))
+    saved, result = measured(start.main, model, "--llama-completion", sys.executable, "--rounds", "2")
     assert (saved["benchmark"], saved["model"], saved["file_bytes"]) == ("start", "tiny.gguf", model.stat().st_size)
     figures = saved["figures"]
     assert {name: list(by_engine) for name, by_engine in figures.items()} == {
@@ -92,10 +77,8 @@ def test_every_engine_has_its_figures(model, tmp_path, monkeypatch):
     assert start.PEAK in result.output
 
 
-def test_an_engine_that_fails_ends_the_benchmark(model, monkeypatch):
+def test_an_engine_that_fails_ends_the_benchmark(model, run, monkeypatch):
     monkeypatch.setattr(start, "own_command", lambda path, threads: [sys.executable, "-c", "raise SystemExit('no luck')"])
-    app = Typer()
-    app.command()(start.main)
-    result = CliRunner().invoke(app, [str(model), "--rounds", "1"])
+    result, _ = run(start.main, model, "--rounds", "1")
     assert result.exit_code == 1
     assert "no luck" in result.output

@@ -1,27 +1,16 @@
 """The benchmark of structured outputs sends the same requests to each arm, and checks what comes back by another library."""
 
-import json
-
 import jsonschema_rs
 import pytest
-import record
 import structured
-from typer import Typer
-from typer.testing import CliRunner
 
+from tests.backends.models import SMALL
 from tools.make_tiny_model import make_tiny_gguf
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
 
-
-def test_every_arm_answers_the_same_and_what_ends_is_valid(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
-    app, model = Typer(), make_tiny_gguf(tmp_path / "tiny.gguf", context_length=2048, **SMALL)
-    app.command()(structured.main)
-    options = ("--requests", "5", "--clients", "2", "--rounds", "1", "--threads", "1", "--json", str(tmp_path / "out.json"))
-    result = CliRunner().invoke(app, [str(model), *options])
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "out.json").read_text("utf-8"))
+def test_every_arm_answers_the_same_and_what_ends_is_valid(tmp_path, measured):
+    model = make_tiny_gguf(tmp_path / "tiny.gguf", context_length=2048, **SMALL)
+    found, _ = measured(structured.main, model, "--requests", "5", "--clients", "2", "--rounds", "1", "--threads", "1")
     counts = found["counts"]
     assert counts["answers"] == counts["valid"] + counts["cut off"] == 15
     assert counts["valid"]
