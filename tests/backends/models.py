@@ -7,14 +7,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.backends import BACKENDS, Backend, check_backend
+from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
+from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
+from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
 from tools.make_tiny_model import make_tiny_gguf
+
+TOKENS = np.random.default_rng(0).integers(0, 300, 45).tolist()
+
+#            0
+#          / | \
+#         1  2  5
+#         |  |\   .
+#         3  4 6
+TREE, PARENTS, DEPTHS = [11, 22, 33, 44, 55, 66, 77], [-1, 0, 0, 1, 2, 0, 2], np.array([0, 1, 1, 2, 2, 1, 2])
+PATHS = ([0, 1, 3], [0, 2, 4], [0, 5], [0, 2, 6])
 
 # The shape of most tests' models.
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
@@ -70,7 +82,7 @@ def every_backend(names: Sequence[str] = BACKENDS) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", [pytest.param(name, marks=skipped.get(name, ())) for name in names])
 
 
-def tiny(tmp_path_factory, *, weight_format: str = "q4_0", **options) -> Checkpoint:  # type: ignore[no-untyped-def]
+def tiny(tmp_path_factory, *, weight_format: str = "q4_0", **options) -> Checkpoint:
     """A small random model, opened from a file of its own; where the file cannot hold the format, its f32 matrices are encoded."""
     in_file = weight_format if weight_format in GGUF_FORMATS else "f32"
     path = make_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", weight_format=in_file, **options)
@@ -92,7 +104,7 @@ def forward(
     positions: Sequence[int] | None = None,
     logit_rows: Sequence[int] | None = None,
     hidden_layers: tuple[int, ...] = (),
-):  # type: ignore[no-untyped-def]
+):
     """Append `rows` (slot -> tokens) and return the output."""
     starts = np.cumsum([0, *(len(tokens) for tokens in rows.values())]).astype(np.int32)
     if positions is None:
@@ -107,3 +119,25 @@ def forward(
         hidden_layers=hidden_layers,
     )
     return backend.forward(batch, cache)
+
+
+def in_chunks(backend: Backend, tokens: Sequence[int], size: int = 64, capacity: int = 0) -> np.ndarray:
+    """Logits of `tokens`, fed `size` at a time to a new cache."""
+    cache = backend.new_cache(1, capacity or max(64, len(tokens)))
+    return np.concatenate([forward(backend, cache, {0: tokens[i : i + size]}).logits for i in range(0, len(tokens), size)])
+
+
+def reference(checkpoint: Checkpoint, tokens: Sequence[int] = TOKENS, kv_format: str = "f32") -> np.ndarray:
+    """Logits of `tokens` in f64."""
+    engine = EngineConfig(max_rows=len(tokens), kv_format=kv_format)
+    return in_chunks(NumpyBackend(checkpoint, engine, np.float64), tokens, len(tokens))
+
+
+def computed(name: str, checkpoint: Checkpoint, tokens: Sequence[int] = TOKENS, size: int = 64, **settings) -> np.ndarray:
+    """Logits of `tokens`, fed `size` at a time, by a backend made for this; its KV format is f32 unless `settings` say another."""
+    engine = {"threads": 1, "max_rows": max(size, 64), "kv_format": "f32", "keep_packed": False} | settings
+    backend = make_backend(name, checkpoint, EngineConfig(**engine))
+    try:
+        return in_chunks(backend, tokens, size)
+    finally:
+        backend.close()

@@ -31,12 +31,12 @@ ROUTERS: dict[str, dict[str, object]] = {
 }
 
 
-def _mixture(tmp_path_factory: pytest.TempPathFactory, shared: int = 0, weight_format: str = "f32", **facts: object) -> Checkpoint:  # type: ignore[misc]
+def _mixture(tmp_path_factory: pytest.TempPathFactory, shared: int = 0, weight_format: str = "f32", **facts: object) -> Checkpoint:
     """A small random model with such a router, made of one with experts of the usual kind."""
     counts = {"num_experts": facts.get("count", 8), "num_used": facts.get("used", 3)}
     base = tiny(tmp_path_factory, architecture="qwen3moe", weight_format=weight_format, num_layers=2, **counts)
     assert base.config.experts
-    experts: Experts = replace(base.config.experts, **facts)  # type: ignore[arg-type]
+    experts: Experts = replace(base.config.experts, **facts)
     config = replace(base.config, experts=experts, shared_size=shared, shared_gate=bool(shared))
     rng, tensors, f32 = np.random.default_rng(1), dict(base.tensors), get_format("f32")
     for name, shape in tensor_shapes(config).items() if experts.bias else ():
@@ -54,8 +54,8 @@ def _mixture(tmp_path_factory: pytest.TempPathFactory, shared: int = 0, weight_f
 
 @pytest.mark.parametrize("router", ROUTERS)
 @every_backend(("numba", "torch"))
-def test_every_router_chooses_as_the_reference_does(tmp_path_factory, name: str, router: str) -> None:  # type: ignore[no-untyped-def]
-    checkpoint = _mixture(tmp_path_factory, **ROUTERS[router])  # type: ignore[arg-type]
+def test_every_router_chooses_as_the_reference_does(tmp_path_factory, name: str, router: str) -> None:
+    checkpoint = _mixture(tmp_path_factory, **ROUTERS[router])
     settings = EngineConfig(threads=2, max_rows=64, kv_format="f32")
     fast, slow = make_backend(name, checkpoint, settings), NumpyBackend(checkpoint, settings, np.float64)
     got, wanted = (forward(one, one.new_cache(1, 64), {0: TOKENS}).logits for one in (fast, slow))
@@ -64,9 +64,9 @@ def test_every_router_chooses_as_the_reference_does(tmp_path_factory, name: str,
 
 
 @pytest.mark.parametrize("facts", [{"used": 2}, {"scale": 1.01}, {"normalised": False}, {"score": "chosen"}], ids=str)
-def test_the_comparison_would_see_another_choice(tmp_path_factory, facts: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
+def test_the_comparison_would_see_another_choice(tmp_path_factory, facts: dict[str, object]) -> None:
     checkpoint = _mixture(tmp_path_factory, score="sigmoid")
-    experts = replace(checkpoint.config.experts, **facts)  # type: ignore[type-var, arg-type]
+    experts = replace(checkpoint.config.experts, **facts)
     other = replace(checkpoint, config=replace(checkpoint.config, experts=experts))
     logits = []
     for one in (checkpoint, other):
@@ -76,7 +76,7 @@ def test_the_comparison_would_see_another_choice(tmp_path_factory, facts: dict[s
 
 
 @every_backend(("numba", "torch"))
-def test_a_part_that_all_rows_go_through_is_weighed_and_added(tmp_path_factory, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_part_that_all_rows_go_through_is_weighed_and_added(tmp_path_factory, name: str) -> None:
     checkpoint = _mixture(tmp_path_factory, shared=96)
     settings = EngineConfig(threads=2, max_rows=64, kv_format="f32")
     fast, slow = make_backend(name, checkpoint, settings), NumpyBackend(checkpoint, settings, np.float64)
@@ -86,7 +86,7 @@ def test_a_part_that_all_rows_go_through_is_weighed_and_added(tmp_path_factory, 
 
 
 @pytest.fixture(scope="module", params=["q4_0", "q4_k", "q6_k", "f16", "bf16"])  # of each order of activations
-def of_format(request, tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+def of_format(request, tmp_path_factory) -> Checkpoint:
     sizes = {"num_layers": 1, "num_experts": 4, "num_used": 2, "expert_size": 256}
     return tiny(tmp_path_factory, architecture="qwen3moe", weight_format=request.param, **sizes)
 
@@ -104,7 +104,7 @@ def test_a_row_does_not_depend_on_which_rows_share_its_experts(of_format: Checkp
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_chunks_of_a_prompt_give_the_same_bits_and_every_backend_the_same_logits(tmp_path_factory, family: str) -> None:  # type: ignore[no-untyped-def]
+def test_chunks_of_a_prompt_give_the_same_bits_and_every_backend_the_same_logits(tmp_path_factory, family: str) -> None:
     checkpoint = tiny(tmp_path_factory, weight_format="f32", **in_gguf(family))
     settings, tokens = EngineConfig(threads=2, max_rows=96, kv_format="f32", keep_packed=False), TOKENS + TOKENS[::-1]
     reference = NumpyBackend(checkpoint, settings, np.float64)
@@ -127,7 +127,7 @@ def _bytes(checkpoint: Checkpoint, name: str) -> int:
     return num_tiles(tensor.shape) * tile_bytes(tensor.format, tensor.shape[-1])
 
 
-def test_a_forward_reads_each_expert_that_a_row_needs_once_and_no_other(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+def test_a_forward_reads_each_expert_that_a_row_needs_once_and_no_other(tmp_path_factory) -> None:
     """The rows of one token choose the same experts in the first layer: as many bytes as for one row."""
     sizes = {"num_layers": 1, "num_experts": 16, "num_used": 2}
     checkpoint = tiny(tmp_path_factory, architecture="qwen3moe", weight_format="q4_k", **sizes)
@@ -155,7 +155,7 @@ def _union_bytes(checkpoint: Checkpoint, backend: Backend, tokens: list[int], it
     numpy = NumpyBackend(checkpoint, EngineConfig(max_rows=64, kv_format="f32"), np.float64)
     batch = ForwardBatch(tokens, list(range(len(tokens))), [0], [0, len(tokens)])
     watched = Forward(numpy._model, batch, numpy.new_cache(1, 64))
-    watched.experts = partial(watched.experts, on_inputs=see)  # type: ignore[method-assign]
+    watched.experts = partial(watched.experts, on_inputs=see)
     decode(checkpoint.config, watched)
     size = {name: np.prod(t.shape[1:]) * itemsize for name, t in checkpoint.tensors.items() if len(t.shape) == 3}
     every = sum(np.prod(t.shape) * itemsize for t in checkpoint.tensors.values() if len(t.shape) == 3)
@@ -163,7 +163,7 @@ def _union_bytes(checkpoint: Checkpoint, backend: Backend, tokens: list[int], it
 
 
 @every_backend(("numba", "numpy", "torch"))
-def test_the_counter_is_the_bytes_of_the_union_of_the_chosen_experts(tmp_path_factory, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_the_counter_is_the_bytes_of_the_union_of_the_chosen_experts(tmp_path_factory, name: str) -> None:
     sizes = {"num_layers": 3, "num_experts": 16, "num_used": 3, "expert_size": 64}  # whole tiles: nothing is padded
     checkpoint = tiny(tmp_path_factory, architecture="qwen3moe", weight_format="f32", **sizes)
     backend = make_backend(name, checkpoint, EngineConfig(threads=2, max_rows=64, kv_format="f32", keep_packed=False))
@@ -181,7 +181,7 @@ def test_the_counter_is_the_bytes_of_the_union_of_the_chosen_experts(tmp_path_fa
 
 
 @every_backend()
-def test_a_model_without_experts_reads_all_its_weights_and_graphs_do_for_each_sequence(tmp_path_factory, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_without_experts_reads_all_its_weights_and_graphs_do_for_each_sequence(tmp_path_factory, name: str) -> None:
     checkpoint = tiny(tmp_path_factory, weight_format="f32", num_layers=1)
     backend = make_backend(name, checkpoint, EngineConfig(threads=1, max_rows=16, kv_format="f32", keep_packed=False))
     runs = 2 if name in ("onnxruntime", "openvino") else 1
@@ -194,7 +194,7 @@ def test_a_model_without_experts_reads_all_its_weights_and_graphs_do_for_each_se
     backend.close()
 
 
-def test_experts_that_lie_apart_are_those_that_lie_together(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+def test_experts_that_lie_apart_are_those_that_lie_together(tmp_path_factory) -> None:
     together = tiny(tmp_path_factory, architecture="qwen3moe", weight_format="q4_k", num_layers=1, expert_size=256)
     tensors = {name: QuantTensor.stack(t.matrices) if len(t.shape) == 3 else t for name, t in together.tensors.items()}
     logits = []

@@ -16,7 +16,6 @@ from cpuspec.backends.onnx_graph import KV_FORMATS
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, Rope, SamplingParams
 from cpuspec.errors import BackendError
-from cpuspec.formats import FORMATS
 from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.rope import rope_table
 from cpuspec.sequence import Sequence
@@ -24,8 +23,7 @@ from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.speculation.round import speculate
-from tests.backends.models import SMALLEST, every_backend, forward, tiny
-from tests.backends.test_forward import DEPTHS, FAMILIES, PARENTS, TOKENS, TREE, _kl
+from tests.backends.models import DEPTHS, PARENTS, TOKENS, TREE, every_backend, forward, in_chunks, reference, tiny
 
 GRAPHS = ("onnxruntime", "openvino")
 F32 = EngineConfig(threads=1, max_rows=64, kv_format="f32")
@@ -33,52 +31,15 @@ EXACT = replace(F32, activations="f32")
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+def checkpoint(tmp_path_factory) -> Checkpoint:
     return tiny(tmp_path_factory, weight_format="q4_k", embed_format="q6_k")
 
 
 @pytest.fixture(scope="module", params=every_backend(GRAPHS).args[1])
-def backend(request, checkpoint: Checkpoint):  # type: ignore[no-untyped-def]
+def backend(request, checkpoint: Checkpoint):
     made = make_backend(request.param, checkpoint, EXACT)
     yield made
     made.close()
-
-
-def _reference(checkpoint: Checkpoint, engine: EngineConfig = F32) -> NumpyBackend:
-    return NumpyBackend(checkpoint, engine, np.float64)
-
-
-def _logits(backend, chunks=(20, 1, 24)) -> np.ndarray:  # type: ignore[no-untyped-def]
-    cache = backend.new_cache(1, 64)
-    ends = np.cumsum(chunks)
-    return np.concatenate(
-        [forward(backend, cache, {0: TOKENS[end - size : end]}).logits for size, end in zip(chunks, ends, strict=True)]
-    )
-
-
-def _means_the_same(name: str, checkpoint: Checkpoint) -> None:
-    """With f32 activations to what the order of f32 sums makes of logits around 1; with int8 ones to what rounding costs."""
-    wanted = _logits(_reference(checkpoint))
-    exact = make_backend(name, checkpoint, EXACT)
-    assert np.abs(_logits(exact) - wanted).max() < 1e-4
-    fast = make_backend(name, checkpoint, F32)
-    got = _logits(fast)
-    assert _kl(wanted, got) < 2e-3
-    assert _kl(wanted, np.roll(got, 1, axis=0)) > 0.1
-    for made in (exact, fast):
-        made.close()
-
-
-@every_backend(GRAPHS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_means_what_the_reference_means(tmp_path_factory, family: str, name: str) -> None:  # type: ignore[no-untyped-def]
-    _means_the_same(name, tiny(tmp_path_factory, **FAMILIES[family]))
-
-
-@every_backend(GRAPHS)
-@pytest.mark.parametrize("weight_format", FORMATS)
-def test_every_format_has_the_values_of_the_file(tmp_path_factory, weight_format: str, name: str) -> None:  # type: ignore[no-untyped-def]
-    _means_the_same(name, tiny(tmp_path_factory, weight_format=weight_format, **SMALLEST))
 
 
 @every_backend(GRAPHS)
@@ -90,7 +51,7 @@ def test_keys_and_values_are_rounded_as_the_kv_format_rounds_them(checkpoint: Ch
     arrays = [array[:, : len(TOKENS)] for array in cache.storage(0).arrays]
     assert all(np.array_equal(array, rounded(get_kv_format(kv_format), array)) for array in arrays)
     assert all(np.ptp(array) > 0 for array in arrays)
-    got, wanted, unrounded = _logits(made), _logits(_reference(checkpoint, engine)), _logits(_reference(checkpoint))
+    got, wanted, unrounded = in_chunks(made, TOKENS, 20), reference(checkpoint, TOKENS, kv_format), reference(checkpoint)
     if name == "openvino":  # the rows of a run see each other's unrounded
         assert np.abs(got - wanted).max() < 3 * np.abs(unrounded - wanted).max() + 1e-4
     else:
@@ -113,14 +74,14 @@ def test_forgotten_tokens_leave_no_trace(backend: Backend) -> None:
         forward(backend, cache, {0: [7] * 60})
     cache.truncate(0, 20)
     got = np.concatenate([forward(backend, cache, {0: TOKENS[20:21]}).logits, forward(backend, cache, {0: TOKENS[21:]}).logits])
-    assert np.allclose(got, _logits(backend)[20:], atol=1e-5)
+    assert np.allclose(got, in_chunks(backend, TOKENS)[20:], atol=1e-5)
 
 
 def test_sequences_of_a_batch_do_not_see_each_other(backend: Backend) -> None:
     cache = backend.new_cache(3, 64)
     forward(backend, cache, {2: TOKENS[:20]})
     both = forward(backend, cache, {1: TOKENS[:9], 2: TOKENS[20:21]}, logit_rows=[9, 3, 0], hidden_layers=(1,))
-    alone = [forward(backend, backend.new_cache(1, 64), {0: TOKENS[:9]}, hidden_layers=(1,)), _logits(backend, (20, 1))]
+    alone = [forward(backend, backend.new_cache(1, 64), {0: TOKENS[:9]}, hidden_layers=(1,)), in_chunks(backend, TOKENS[:21], 20)]
     assert np.array_equal(both.logits[0], alone[1][20])
     assert np.array_equal(both.logits[1:], alone[0].logits[[3, 0]])
     assert np.array_equal(both.hidden[0][:9], alone[0].hidden[0])
@@ -129,7 +90,7 @@ def test_sequences_of_a_batch_do_not_see_each_other(backend: Backend) -> None:
 @pytest.mark.parametrize("prefix", [0, 3, 21])
 def test_a_tree_row_means_its_path(checkpoint: Checkpoint, backend: Backend, prefix: int) -> None:
     logits = []
-    for made in (backend, _reference(checkpoint)):
+    for made in (backend, NumpyBackend(checkpoint, F32, np.float64)):
         cache = made.new_cache(1, 64)
         if prefix:
             forward(made, cache, {0: TOKENS[:prefix]})
@@ -143,11 +104,11 @@ def test_a_tree_row_means_its_path(checkpoint: Checkpoint, backend: Backend, pre
 
 
 @every_backend(GRAPHS)
-def test_positions_far_out_are_turned_as_exactly_as_the_engine_can(tmp_path_factory, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_positions_far_out_are_turned_as_exactly_as_the_engine_can(tmp_path_factory, name: str) -> None:
     """OpenVINO computes the sines of doubles in f32, where a position of a million has steps of 1/16."""
     checkpoint = tiny(tmp_path_factory, weight_format="f32")
     logits = []
-    for made in (make_backend(name, checkpoint, F32), _reference(checkpoint)):
+    for made in (make_backend(name, checkpoint, F32), NumpyBackend(checkpoint, F32, np.float64)):
         cache = made.new_cache(1, 64)
         logits.append(
             forward(made, cache, {0: TOKENS[:8]}, positions=[0, 1, 99_991, 99_992, 99_995, 1_000_003, 1_000_004, 1 << 20])
@@ -158,7 +119,7 @@ def test_positions_far_out_are_turned_as_exactly_as_the_engine_can(tmp_path_fact
     )
 
 
-def _generate(target, proposer: Proposer, num_tokens: int = 24) -> list[int]:  # type: ignore[no-untyped-def]
+def _generate(target, proposer: Proposer, num_tokens: int = 24) -> list[int]:
     seq, context = Sequence.new(0, TOKENS[:6], SamplingParams()), Context(target, 1, 64)
     context.acquire(seq)
     proposer.begin(seq, 0)
@@ -209,7 +170,7 @@ def _run_file(path: Path, checkpoint: Checkpoint, tokens: list[int]) -> np.ndarr
 
 
 @pytest.mark.parametrize("weight_format", ["q4_k", "bf16", "int4_g64_asym"])
-def test_an_export_is_the_model_in_two_files(tmp_path_factory, tmp_path: Path, weight_format: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_export_is_the_model_in_two_files(tmp_path_factory, tmp_path: Path, weight_format: str) -> None:
     checkpoint = tiny(tmp_path_factory, weight_format=weight_format)
     num_bytes = export_onnx(checkpoint, tmp_path / "model.onnx", "f32", "f32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
@@ -217,10 +178,10 @@ def test_an_export_is_the_model_in_two_files(tmp_path_factory, tmp_path: Path, w
     assert (tmp_path / "model.onnx").stat().st_size < (tmp_path / "model.onnx.data").stat().st_size
     onnx.checker.check_model(tmp_path / "model.onnx")
     got = _run_file(tmp_path / "model.onnx", checkpoint, TOKENS)
-    assert np.abs(got - _logits(_reference(checkpoint))).max() < 1e-4
+    assert np.abs(got - reference(checkpoint)).max() < 1e-4
 
 
-def test_tied_matrices_are_written_once(tmp_path_factory, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_tied_matrices_are_written_once(tmp_path_factory, tmp_path: Path) -> None:
     sizes = [
         export_onnx(tiny(tmp_path_factory, weight_format="q8_0", tied=tied), tmp_path / f"{tied}.onnx") for tied in (True, False)
     ]

@@ -39,7 +39,7 @@ def head(target: Checkpoint) -> Checkpoint:
     return replace(target, config=replace(c, num_layers=1, head=HeadConfig()), tensors={**shared, **encoded})
 
 
-def _hidden(config) -> F32:  # type: ignore[no-untyped-def]
+def _hidden(config) -> F32:
     return np.random.default_rng(7).standard_normal((len(TOKENS), config.hidden_size)).astype(np.float32)
 
 
@@ -135,7 +135,7 @@ class HeadProposer:
         self._known.pop(seq.id, None)
 
 
-def _answers(backend: Backend, proposer: Proposer, tokenizer, max_rows: int) -> list[list[int]]:  # type: ignore[no-untyped-def]
+def _answers(backend: Backend, proposer: Proposer, tokenizer, max_rows: int) -> list[list[int]]:
     """Of two prompts that arrive one after the other and begin alike."""
     engine = Engine(Context(backend, 2, 128, prompt_rows=max_rows), proposer, tokenizer)
     params = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -74,7 +74,7 @@ class _TwoNodes:
         return replace(SYSTEM, may_place_pages=lambda: True, move_pages=self.move_pages)
 
 
-def test_pages_that_are_there_move_in_runs_once_and_what_cannot_move_is_told(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_pages_that_are_there_move_in_runs_once_and_what_cannot_move_is_told(monkeypatch) -> None:
     data = paged_bytes((64 << 20,))
     pages = np.arange(data.ctypes.data, data.ctypes.data + data.nbytes, mmap.PAGESIZE)
     system = _TwoNodes(pages)
@@ -121,7 +121,7 @@ def test_nothing_is_done_without_nodes() -> None:
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_backend_spreads_its_weights_and_tells_where_they_lie_unless_told_not_to(
     tmp_path_factory, monkeypatch, caplog, wanted: bool
-) -> None:  # type: ignore[no-untyped-def]
+) -> None:
     given = []
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("cpuspec.backends.numba_backend.SYSTEM", replace(SYSTEM, topology=lambda: TWO))

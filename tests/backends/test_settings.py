@@ -12,7 +12,7 @@ OTHERWISE = {"device": "cuda", "dtype": "bf16", "weights": "codes", "activations
 OTHERWISE["memory"] = "8GB"
 assert OTHERWISE.keys() == OWN_SETTINGS.keys()
 
-ALL = EngineConfig(threads=3, kv_format="f32", **OTHERWISE)  # type: ignore[arg-type]
+ALL = EngineConfig(threads=3, kv_format="f32", **OTHERWISE)
 
 
 @pytest.mark.parametrize("setting", OTHERWISE)
@@ -20,7 +20,7 @@ ALL = EngineConfig(threads=3, kv_format="f32", **OTHERWISE)  # type: ignore[arg-
 def test_a_setting_is_refused_by_backends_that_do_not_have_it(monkeypatch: pytest.MonkeyPatch, name: str, setting: str) -> None:
     monkeypatch.setattr("cpuspec.backends.find_spec", lambda module: module)  # whatever is installed here
     _, owners = OWN_SETTINGS[setting]
-    engine = EngineConfig(**{setting: OTHERWISE[setting]})  # type: ignore[arg-type]
+    engine = EngineConfig(**{setting: OTHERWISE[setting]})
     if name in owners:
         check_backend(name, engine)
         return
@@ -34,6 +34,6 @@ def test_settings_for_another_backend_are_those_that_it_has(monkeypatch: pytest.
     monkeypatch.setattr("cpuspec.backends.find_spec", lambda module: module)
     there = settings_on(name, ALL)
     check_backend(name, there)
-    assert replace(there, **OTHERWISE) == ALL  # type: ignore[arg-type]
+    assert replace(there, **OTHERWISE) == ALL
     for setting, (_, owners) in OWN_SETTINGS.items():
         assert getattr(there, setting) == (OTHERWISE[setting] if name in owners else "auto")

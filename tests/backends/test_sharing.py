@@ -20,7 +20,7 @@ TOKENS = np.random.default_rng(0).integers(0, 300, 12).tolist()
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+def target(tmp_path_factory) -> Checkpoint:
     return tiny(tmp_path_factory, weight_format="q4_k", embed_format="q6_k")
 
 
@@ -29,7 +29,7 @@ def draft(target: Checkpoint) -> Checkpoint:
     return cast_checkpoint(target, get_format("mxfp4"))
 
 
-def _decode(backend, cache, tokens):  # type: ignore[no-untyped-def]
+def _decode(backend, cache, tokens):
     return [forward(backend, cache, {0: [token]}).logits for token in tokens]
 
 
@@ -61,7 +61,7 @@ def test_what_both_checkpoints_hold_is_in_memory_once(name: str, target: Checkpo
 
 @every_backend()
 @pytest.mark.parametrize("output", ["q6_k", "bf16"])
-def test_matrices_cast_at_load_are_those_of_a_cast_checkpoint(tmp_path_factory, name: str, output: str) -> None:  # type: ignore[no-untyped-def]
+def test_matrices_cast_at_load_are_those_of_a_cast_checkpoint(tmp_path_factory, name: str, output: str) -> None:
     source, format = tiny(tmp_path_factory, weight_format="q4_k", embed_format=output), get_format("int3_g32_asym")
     first = make_backend(name, source, ENGINE)
     at_load = make_backend(name, source, ENGINE, first, casts(source, format))

@@ -32,12 +32,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module", params=["q4_0", "q4_k", "q6_k", "mxfp4", "f16", "bf16"])  # of each order of activations
-def of_format(request, tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+def of_format(request, tmp_path_factory) -> Checkpoint:
     return tiny(tmp_path_factory, architecture="qwen3moe", weight_format=request.param, **SIZES)
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+def mixture(tmp_path_factory) -> Checkpoint:
     return tiny(tmp_path_factory, architecture="qwen3moe", weight_format="q4_k", **SIZES)
 
 
@@ -52,7 +52,7 @@ def limit_for(checkpoint: Checkpoint, slots: float) -> str:
 
 
 def stored(checkpoint: Checkpoint, slots: float, **settings: int) -> NumbaBackend:
-    engine = EngineConfig(**{"threads": 2, "max_rows": 64, "memory": limit_for(checkpoint, slots), **settings})  # type: ignore[arg-type]
+    engine = EngineConfig(**{"threads": 2, "max_rows": 64, "memory": limit_for(checkpoint, slots), **settings})
     backend = make_backend("numba", checkpoint, engine)
     assert isinstance(backend, NumbaBackend)
     return backend
@@ -156,7 +156,7 @@ def test_a_limit_below_what_can_work_says_what_is_needed(mixture: Checkpoint) ->
         stored(mixture, 0.9)
 
 
-def test_a_dense_model_larger_than_its_limit_is_refused(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+def test_a_dense_model_larger_than_its_limit_is_refused(tmp_path_factory) -> None:
     with pytest.raises(
         BackendError, match=r"weights, of which every token reads all, take 0.001 GB; allow .* or leave memory at auto"
     ):
@@ -172,7 +172,7 @@ def test_a_disk_that_may_keep_nothing_is_a_clear_error(mixture: Checkpoint, monk
 @pytest.mark.parametrize("text", ["", "8", "0GB", "-1GB", "101%", "many", "8 PB", 8, None, "1e3GB"])
 def test_a_limit_that_is_no_size_is_refused(text: object) -> None:
     with pytest.raises(ConfigError, match="memory must be a size such as 8GB, a share of the memory such as 60%, or auto"):
-        EngineConfig(memory=text)  # type: ignore[arg-type]
+        EngineConfig(memory=text)
 
 
 @every_backend(("numpy", "torch"))
@@ -201,7 +201,7 @@ def test_a_forked_child_reads_for_itself(mixture: Checkpoint) -> None:
     ],
     ids=str,
 )
-def test_what_all_rows_go_through_and_biases_stay_in_memory(tmp_path_factory, options: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
+def test_what_all_rows_go_through_and_biases_stay_in_memory(tmp_path_factory, options: dict[str, object]) -> None:
     checkpoint = tiny(tmp_path_factory, **options, **SIZES)
     outputs = []
     for backend in (

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cpuspec import backends
 from cpuspec.backends import check_backend, torch_backend, torch_weights
-from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.backends.torch_backend import TorchBackend, best_ids, find_device
 from cpuspec.backends.torch_cache import KV_LAYOUTS, Storage
 from cpuspec.backends.torch_graphs import Outputs, Recorder
@@ -24,17 +23,12 @@ from cpuspec.errors import BackendError, CacheError, ConfigError
 from cpuspec.formats import FORMATS, QuantTensor, get_format
 from cpuspec.formats.kv import KV_FORMATS, rounded
 from cpuspec.sampling import argmax
-from tests.backends.models import SMALLEST, forward, tiny
-from tests.backends.test_forward import DEPTHS, FAMILIES, PARENTS, TOKENS, TREE
+from tests.backends.models import DEPTHS, PARENTS, TOKENS, TREE, forward, in_chunks, reference, tiny
+from tests.backends.test_forward import FAMILIES
 
 CPU = torch.device("cpu")
 BLOCK_FORMATS = [name for name, format in FORMATS.items() if format.block_size > 1]
 F32 = EngineConfig(max_rows=64, threads=1, kv_format="f32", device="cpu")
-
-
-def _logits(backend, tokens: Sequence[int] = TOKENS, chunk: int = 64) -> np.ndarray:  # type: ignore[no-untyped-def]
-    cache = backend.new_cache(1, len(tokens))
-    return np.concatenate([forward(backend, cache, {0: tokens[i : i + chunk]}).logits for i in range(0, len(tokens), chunk)])
 
 
 def _matrix(name: str) -> QuantTensor:
@@ -57,14 +51,15 @@ def test_codes_have_the_values_of_the_file_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
-@pytest.mark.parametrize("rows", [0, 1, 9])
-def test_products_of_codes_are_those_of_their_values(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
+def test_products_of_codes_are_those_of_their_values(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(torch_weights, "_CHUNK_VALUES", 10 * 768)  # the last of four chunks is shorter
     tensor = _matrix(name)
-    x, weights = np.random.default_rng(1).standard_normal((rows, 768), np.float32), tensor.dequantize()
-    got, wanted = Codes(tensor, torch.float32, CPU).times(torch.from_numpy(x)).numpy(), x @ weights.T
-    assert got.shape == wanted.shape
-    assert (np.abs(got - wanted) <= 1e-6 * np.abs(x) @ np.abs(weights).T).all()
+    codes, weights = Codes(tensor, torch.float32, CPU), tensor.dequantize()
+    for rows in (0, 1, 9):
+        x = np.random.default_rng(1).standard_normal((rows, 768), np.float32)
+        got, wanted = codes.times(torch.from_numpy(x)).numpy(), x @ weights.T
+        assert got.shape == wanted.shape
+        assert (np.abs(got - wanted) <= 1e-6 * np.abs(x) @ np.abs(weights).T).all()
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
@@ -140,53 +135,36 @@ def test_a_slot_for_which_there_is_no_memory_says_what_would_help() -> None:
 # ------------------------------------------------------------------------------------------------------------------ the forward
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_agrees_with_the_reference_to_rounding(tmp_path_factory, family: str) -> None:  # type: ignore[no-untyped-def]
-    checkpoint = tiny(tmp_path_factory, **FAMILIES[family])
-    wanted = _logits(NumpyBackend(checkpoint, F32, np.float64))
-    for weights in ("values", "codes"):
-        got = _logits(TorchBackend(checkpoint, replace(F32, weights=weights)), chunk=16)
-        assert np.abs(got - wanted).max() < 1e-4
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_format_agrees_with_the_reference_to_rounding(tmp_path_factory, name: str) -> None:  # type: ignore[no-untyped-def]
-    checkpoint = tiny(tmp_path_factory, weight_format=name, **SMALLEST)
-    wanted = _logits(NumpyBackend(checkpoint, F32, np.float64))
-    for weights in ("values", "codes"):
-        assert np.abs(_logits(TorchBackend(checkpoint, replace(F32, weights=weights))) - wanted).max() < 1e-4
-
-
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+def checkpoint(tmp_path_factory) -> Checkpoint:
     return tiny(tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_every_kv_format_agrees_with_the_reference_to_what_rounding_the_other_way_makes(checkpoint: Checkpoint, name: str) -> None:
     tokens = np.random.default_rng(4).integers(0, 300, 300).tolist()
-    wanted = _logits(NumpyBackend(checkpoint, replace(F32, kv_format=name), np.float64), tokens)
-    got = _logits(TorchBackend(checkpoint, replace(F32, kv_format=name)), tokens)
-    exact = _logits(TorchBackend(checkpoint, F32), tokens)
+    wanted = reference(checkpoint, tokens, name)
+    got = in_chunks(TorchBackend(checkpoint, replace(F32, kv_format=name)), tokens)
+    exact = in_chunks(TorchBackend(checkpoint, F32), tokens)
     assert np.abs(got - wanted).max() < {"f32": 1e-4, "f16": 3e-3, "bf16": 2e-2, "int8": 3e-2, "int4": 0.3}[name]
     assert name == "f32" or np.square(got - wanted).mean() < 0.2 * np.square(got - exact).mean()
 
 
 @pytest.mark.parametrize("weights", ["values", "codes"])
 def test_fewer_bits_in_products_cost_what_they_must_and_no_more(checkpoint: Checkpoint, weights: str) -> None:
-    wanted = _logits(TorchBackend(checkpoint, F32))
-    loss = {
-        dtype: np.abs(_logits(TorchBackend(checkpoint, replace(F32, dtype=dtype, weights=weights))) - wanted).max() / wanted.std()
-        for dtype in ("f32", "f16", "bf16")
-    }
+    wanted = in_chunks(TorchBackend(checkpoint, F32), TOKENS)
+    loss = {}
+    for dtype in ("f32", "f16", "bf16"):
+        got = in_chunks(TorchBackend(checkpoint, replace(F32, dtype=dtype, weights=weights)), TOKENS)
+        loss[dtype] = np.abs(got - wanted).max() / wanted.std()
     assert loss["f32"] < 1e-5 < loss["f16"] < 1e-2 < loss["bf16"] * 4 < 0.4
 
 
 def test_scores_in_parts_are_scores(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TorchBackend(checkpoint, F32)
-    whole = _logits(backend)
+    whole = in_chunks(backend, TOKENS)
     monkeypatch.setattr(torch_backend, "_MAX_SCORES", 1000)
-    assert np.abs(_logits(backend) - whole).max() < 1e-5
+    assert np.abs(in_chunks(backend, TOKENS) - whole).max() < 1e-5
 
 
 def test_best_ids_are_the_argmax_and_minus_one_for_what_it_refuses() -> None:
@@ -229,7 +207,7 @@ def recording(checkpoint: Checkpoint) -> TorchBackend:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
-def test_replayed_forwards_are_forwards(tmp_path_factory, family: str) -> None:  # type: ignore[no-untyped-def]
+def test_replayed_forwards_are_forwards(tmp_path_factory, family: str) -> None:
     """Token by token past a span of 256, with rollbacks, trees, kept paths, other sequences between, and hidden states."""
     checkpoint = tiny(tmp_path_factory, **FAMILIES[family])
     plain, recording, rng = TorchBackend(checkpoint, F32), _recording(checkpoint), np.random.default_rng(6)
@@ -268,7 +246,7 @@ def test_what_was_forgotten_is_not_seen_whatever_it_is(checkpoint: Checkpoint, r
             rows = torch.full((11, *storage.read(layer, 1)[0].shape[::2]), torch.inf)
             storage.append(layer, torch.arange(9, 20), rows, rows)
     got = [forward(recording, cache, {0: [token]}).logits[0] for token in TOKENS[9:14]]
-    assert np.abs(np.array(got) - _logits(TorchBackend(checkpoint, F32), TOKENS[:14])[9:]).max() < 1e-4
+    assert np.abs(np.array(got) - in_chunks(TorchBackend(checkpoint, F32), TOKENS[:14])[9:]).max() < 1e-4
 
 
 def test_recordings_are_forgotten_with_the_memory_they_know(recording: TorchBackend) -> None:
@@ -313,7 +291,7 @@ def test_only_a_backend_with_the_same_kind_of_weights_shares_them(checkpoint: Ch
     first = TorchBackend(checkpoint, F32)
     assert TorchBackend(checkpoint, F32, first).shared_bytes == first.weight_bytes
     for other in ({"dtype": "bf16"}, {"weights": "codes"}):
-        second = TorchBackend(checkpoint, replace(F32, **other), first)  # type: ignore[arg-type]
+        second = TorchBackend(checkpoint, replace(F32, **other), first)
         assert second.shared_bytes == 0
         assert second.weight_bytes < first.weight_bytes
 
@@ -333,7 +311,7 @@ def test_devices_that_are_not_there_are_named() -> None:
 def test_settings_are_checked_by_name() -> None:
     for settings in ({"dtype": "f8"}, {"weights": "packed"}):
         with pytest.raises(ConfigError, match="must be one of auto"):
-            EngineConfig(**settings)  # type: ignore[arg-type]
+            EngineConfig(**settings)
     assert set(DTYPES) == {"auto", *torch_backend.DTYPES}
     assert WEIGHTS[0] == "auto"
 

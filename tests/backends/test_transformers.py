@@ -101,7 +101,7 @@ def _difference(path: Path, name: str, **wrong: object) -> float:
     with torch.no_grad():
         wanted = model(torch.tensor([TOKENS])).logits[0].numpy()
     if "experts" in wrong:
-        wrong["experts"] = replace(checkpoint.config.experts, **wrong["experts"])  # type: ignore[type-var, arg-type]
+        wrong["experts"] = replace(checkpoint.config.experts, **wrong["experts"])
     config = replace(checkpoint.config, **wrong)
     checkpoint = replace(checkpoint, config=config, tensors={name: checkpoint.tensors[name] for name in tensor_shapes(config)})
     backend = NumpyBackend(checkpoint, EngineConfig(kv_format="f32"))

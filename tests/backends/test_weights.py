@@ -14,7 +14,7 @@ from tests.backends.models import tiny
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def checkpoint(request, tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+def checkpoint(request, tmp_path_factory) -> Checkpoint:
     return tiny(tmp_path_factory, weight_format="q8_0", tied=request.param)
 
 

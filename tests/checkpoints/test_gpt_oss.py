@@ -23,7 +23,7 @@ TOKENS = np.random.default_rng(0).integers(0, 300, 200).tolist()
 YARN = RopeScaling("yarn", 32.0, original_context_length=64, truncate=False)
 
 
-def logits(backend, size: int = 200) -> np.ndarray:  # type: ignore[no-untyped-def]
+def logits(backend, size: int = 200) -> np.ndarray:
     cache = backend.new_cache(1, 256)
     return np.concatenate([forward(backend, cache, {0: TOKENS[i : i + size]}).logits for i in range(0, len(TOKENS), size)])
 

@@ -85,7 +85,7 @@ def test_a_generation_config_that_cannot_be_read_is_ignored_and_told(directory: 
     assert len(found.ignored) == 1
 
 
-def test_gguf_keys_are_those_of_gguf_py(tmp_path: Path, edited_gguf, small_gguf) -> None:  # type: ignore[no-untyped-def]
+def test_gguf_keys_are_those_of_gguf_py(tmp_path: Path, edited_gguf, small_gguf) -> None:
     keys = gguf.Keys.General
     values = {
         keys.SAMPLING_TEMP: (0.7, T.FLOAT32),
@@ -110,7 +110,7 @@ def test_gguf_keys_are_those_of_gguf_py(tmp_path: Path, edited_gguf, small_gguf)
         ("mirostat", 2, T.INT32),
     ],
 )
-def test_a_gguf_value_of_no_use_is_ignored_and_told(edited_gguf, small_gguf, key: str, value: object, kind: T) -> None:  # type: ignore[no-untyped-def]
+def test_a_gguf_value_of_no_use_is_ignored_and_told(edited_gguf, small_gguf, key: str, value: object, kind: T) -> None:
     changed = {f"general.sampling.{key}": (np.array(value, np.int32).tolist() if kind == T.ARRAY else value, kind)}
     found = open_checkpoint(edited_gguf(small_gguf(), set=changed)).sampling
     assert found.fields() == {}
@@ -163,7 +163,7 @@ def test_shipped_models_have_the_defaults_of_their_makers() -> None:
 def test_the_file_goes_before_its_recipe_field_by_field_and_nothing_applies_it_by_itself(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    edited_gguf,  # type: ignore[no-untyped-def]
+    edited_gguf,
 ) -> None:
     monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
     (tmp_path / "recipes").mkdir()

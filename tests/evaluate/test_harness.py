@@ -136,7 +136,7 @@ def test_the_harness_runs_choices_and_answers(lm: HarnessLM, tasks: Path, chat: 
         for one in CHOICES[:3]:
             context = lm.tok_encode(f"Question: {one['question']}\nAnswer:")
             values = []
-            for choice in one["choices"]:  # type: ignore[attr-defined]
+            for choice in one["choices"]:
                 whole = lm.tok_encode(f"Question: {one['question']}\nAnswer: {choice}")
                 values.append(likelihood(lm, context, whole[len(context) :])[0])
             right += int(np.argmax(values)) == one["label"]

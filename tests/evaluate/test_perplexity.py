@@ -35,7 +35,7 @@ TEXT = "the cat sat on the mat and the dog ran to the door while the rain was fa
 
 
 @pytest.fixture(scope="module")
-def backends(tmp_path_factory):  # type: ignore[no-untyped-def]
+def backends(tmp_path_factory):
     fine, coarse = (tiny(tmp_path_factory, weight_format=name) for name in ("f32", "q4_0"))
     # Keys and values in f32: the last bits of a BLAS product depend on the rows beside it, and rounding to f16 would enlarge that.
     config = EngineConfig(max_rows=7, threads=1, kv_format="f32")
@@ -45,7 +45,7 @@ def backends(tmp_path_factory):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture(scope="module")
-def their_model(tmp_path_factory):  # type: ignore[no-untyped-def]
+def their_model(tmp_path_factory):
     """The model that llama.cpp was given, and the ids of the text."""
     path = make_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", weight_format="f32", **SMALL)
     checkpoint = open_checkpoint(path)
@@ -84,7 +84,7 @@ def test_sliding_windows_count_every_token_once_in_the_first_window_that_has_it(
     assert [(one.tokens, one.counted) for one in windows] == wanted
 
 
-def test_perplexity_and_its_error_are_what_their_definitions_say(backends) -> None:  # type: ignore[no-untyped-def]
+def test_perplexity_and_its_error_are_what_their_definitions_say(backends) -> None:
     fine, _, _ = backends
     found = measure_perplexity(fine, side_by_side(TOKENS, 10, BOS))
     counted = [loss for start in range(0, 50, 10) for loss in losses(fine, [BOS, *TOKENS[start + 1 : start + 10]])[5:]]
@@ -95,7 +95,7 @@ def test_perplexity_and_its_error_are_what_their_definitions_say(backends) -> No
     assert slid.perplexity == pytest.approx(np.exp(np.mean(losses(fine, TOKENS))))
 
 
-def test_rows_before_the_counted_ones_are_not_projected_and_change_nothing(backends) -> None:  # type: ignore[no-untyped-def]
+def test_rows_before_the_counted_ones_are_not_projected_and_change_nothing(backends) -> None:
     for backend in backends:
         whole = np.concatenate(list(logits_of(backend, TOKENS, 7)))
         for first in (0, 3, 7, 20, 49):
@@ -104,14 +104,14 @@ def test_rows_before_the_counted_ones_are_not_projected_and_change_nothing(backe
             assert rows.shape == whole[first:].shape
 
 
-def test_perplexity_is_llama_cpps_on_the_same_file(their_model) -> None:  # type: ignore[no-untyped-def]
+def test_perplexity_is_llama_cpps_on_the_same_file(their_model) -> None:
     backend, ids = their_model
     found = measure_perplexity(backend, side_by_side(ids, 16, None, 2))
     assert found.perplexity == pytest.approx(THEIR_PERPLEXITY, rel=2e-4)  # its keys and values have 16 bits
     assert found.error == pytest.approx(THEIR_ERROR, rel=1e-3)
 
 
-def test_a_file_of_llama_cpp_is_read_and_its_reference_is_the_same_model(their_model) -> None:  # type: ignore[no-untyped-def]
+def test_a_file_of_llama_cpp_is_read_and_its_reference_is_the_same_model(their_model) -> None:
     backend, ids = their_model
     file = LogitsFile(THEIRS)
     assert (file.context, file.vocab_size) == (16, backend.config.vocab_size)
@@ -123,7 +123,7 @@ def test_a_file_of_llama_cpp_is_read_and_its_reference_is_the_same_model(their_m
     assert quality.reference_perplexity == pytest.approx(THEIR_PERPLEXITY, rel=1e-4)
 
 
-def test_a_file_that_is_written_here_is_the_one_that_llama_cpp_writes(their_model, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_file_that_is_written_here_is_the_one_that_llama_cpp_writes(their_model, tmp_path: Path) -> None:
     backend, ids = their_model
     windows = side_by_side(ids, 16, None, 2)
     with writing(tmp_path / "ours.kld", [one.tokens for one in windows], backend.config.vocab_size) as writer:
@@ -154,7 +154,7 @@ def test_rows_are_kept_in_sixteen_bits_down_to_sixteen_below_the_largest(tmp_pat
     assert at == len(data)
 
 
-def test_divergence_from_a_file_is_that_from_the_backend_that_wrote_it(backends, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_divergence_from_a_file_is_that_from_the_backend_that_wrote_it(backends, tmp_path: Path) -> None:
     fine, coarse, fast = backends
     windows = side_by_side(TOKENS, 20, BOS)
     with writing(tmp_path / "fine.kld", [TOKENS[:20], TOKENS[20:40]], fine.config.vocab_size) as writer:
@@ -178,7 +178,7 @@ def test_divergence_from_a_file_is_that_from_the_backend_that_wrote_it(backends,
     assert compare_with_file(coarse, file, BOS, most=1).num_tokens == 9
 
 
-def test_top_overlap_counts_the_reference_s_likeliest_ids(backends) -> None:  # type: ignore[no-untyped-def]
+def test_top_overlap_counts_the_reference_s_likeliest_ids(backends) -> None:
     fine, coarse, _ = backends
     tops = [np.argsort(-np.concatenate(list(logits_of(one, TOKENS, 7))), axis=1, kind="stable")[:, :10] for one in (fine, coarse)]
     wanted = np.mean([len({*a} & {*b}) / 10 for a, b in zip(*(top.tolist() for top in tops), strict=True)])
@@ -199,7 +199,7 @@ def test_top_overlap_counts_the_reference_s_likeliest_ids(backends) -> None:  # 
         (lambda data: data[:148] + struct.pack("<f", float("nan")) + data[152:], "no number"),
     ],
 )
-def test_a_damaged_file_is_refused(their_model, tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_damaged_file_is_refused(their_model, tmp_path: Path, change, message: str) -> None:
     backend, _ = their_model
     path = tmp_path / "damaged.kld"
     path.write_bytes(change(THEIRS.read_bytes()))
@@ -207,7 +207,7 @@ def test_a_damaged_file_is_refused(their_model, tmp_path: Path, change, message:
         compare_with_file(backend, LogitsFile(path), None)
 
 
-def test_a_file_of_another_vocabulary_is_refused(backends, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_file_of_another_vocabulary_is_refused(backends, tmp_path: Path) -> None:
     with writing(tmp_path / "x.kld", [[0] * 8], 5) as writer:
         writer.write(np.zeros((3, 5), np.float32))
     with pytest.raises(ConfigError, match="same vocabulary"):
@@ -230,7 +230,7 @@ def test_a_file_that_is_not_finished_is_not_there(tmp_path: Path) -> None:
         (lambda: sliding([1], 10, 5), "two tokens"),
     ],
 )
-def test_texts_and_windows_that_cannot_be_are_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_texts_and_windows_that_cannot_be_are_refused(make, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 

@@ -14,7 +14,7 @@ TOKENS = np.random.default_rng(0).integers(0, 300, 30).tolist()
 
 
 @pytest.fixture(scope="module")
-def backends(tmp_path_factory):  # type: ignore[no-untyped-def]
+def backends(tmp_path_factory):
     """A model, a coarser copy of it, and the copy's compiled twin."""
     fine, coarse = (tiny(tmp_path_factory, weight_format=name) for name in ("f32", "q4_0"))
     fast = make_backend("numba", coarse, EngineConfig(max_rows=7, threads=1))
@@ -22,7 +22,7 @@ def backends(tmp_path_factory):  # type: ignore[no-untyped-def]
     fast.close()
 
 
-def test_figures_are_what_their_definitions_say(backends) -> None:  # type: ignore[no-untyped-def]
+def test_figures_are_what_their_definitions_say(backends) -> None:
     fine, coarse, _ = backends
     quality = compare(fine, coarse, TOKENS)
     probs = []
@@ -41,12 +41,12 @@ def test_figures_are_what_their_definitions_say(backends) -> None:  # type: igno
     assert quality.kl_mean > 1e-3
 
 
-def test_a_backend_agrees_with_itself_and_the_compiled_one_nearly(backends) -> None:  # type: ignore[no-untyped-def]
+def test_a_backend_agrees_with_itself_and_the_compiled_one_nearly(backends) -> None:
     fine, coarse, fast = backends
     assert compare(coarse, coarse, TOKENS).kl_mean == 0
     assert compare(coarse, fast, TOKENS).kl_mean < compare(fine, coarse, TOKENS).kl_mean / 10
 
 
-def test_one_token_is_not_a_text(backends) -> None:  # type: ignore[no-untyped-def]
+def test_one_token_is_not_a_text(backends) -> None:
     with pytest.raises(ConfigError, match="two tokens"):
         compare(backends[0], backends[0], [1])

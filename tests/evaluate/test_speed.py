@@ -27,7 +27,7 @@ class Watched:
 
     name, row_invariant, max_rows, threads, weight_bytes = "watched", True, 8, 2, 10**9
 
-    def __init__(self, config) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, config) -> None:
         self.config = config
         self.now_s = 0.0
         self.seen: list[tuple[int, int, int]] = []  # tokens in the slot before, rows, logits
@@ -60,12 +60,12 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):  # type: ignore[no-untyped-def]
+def checkpoint(tmp_path_factory):
     return tiny(tmp_path_factory, context_length=64)
 
 
 @pytest.fixture
-def watched(checkpoint, monkeypatch: pytest.MonkeyPatch) -> Watched:  # type: ignore[no-untyped-def]
+def watched(checkpoint, monkeypatch: pytest.MonkeyPatch) -> Watched:
     backend = Watched(checkpoint.config)
     bandwidths = iter([1e9, 4e9] * 10)
     monkeypatch.setattr(speed, "perf_counter", lambda: backend.now_s)
@@ -129,7 +129,7 @@ def test_figures_are_what_their_definitions_say(watched: Watched) -> None:
 
 def test_a_gpus_speed_is_no_share_of_the_processors_memory(watched: Watched) -> None:
     with_memory = measure_speed(watched, PLAN)
-    watched.device = "cuda:0"  # type: ignore[attr-defined]
+    watched.device = "cuda:0"
     report = measure_speed(watched, PLAN)
     assert report.read_bytes_per_s is report.decode[0].bandwidth_share is report.rows[0].speed.bandwidth_share is None
     assert report.decode[0].gb_per_s == with_memory.decode[0].gb_per_s
@@ -174,7 +174,7 @@ def test_parts_that_are_not_asked_for_are_not_run(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("name", ["numba", "numpy"])
-def test_real_backends_run_a_plan(checkpoint, monkeypatch: pytest.MonkeyPatch, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_real_backends_run_a_plan(checkpoint, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(speed, "read_bandwidth", lambda threads: 1e9 * threads)
     backend: Backend = make_backend(name, checkpoint, EngineConfig(max_rows=8, threads=1))
     try:
@@ -201,7 +201,7 @@ def test_real_backends_run_a_plan(checkpoint, monkeypatch: pytest.MonkeyPatch, n
 )
 def test_a_plan_that_cannot_be_is_refused(changes: dict[str, object], wanted: str) -> None:
     with pytest.raises(ConfigError, match=wanted):
-        replace(PLAN, **changes)  # type: ignore[arg-type]
+        replace(PLAN, **changes)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_plan_that_the_model_cannot_hold_is_refused_before_anything_runs(
     watched: Watched, changes: dict[str, object], wanted: str
 ) -> None:
     with pytest.raises(ConfigError, match=wanted):
-        measure_speed(watched, replace(PLAN, **changes))  # type: ignore[arg-type]
+        measure_speed(watched, replace(PLAN, **changes))
     assert watched.seen == []
 
 

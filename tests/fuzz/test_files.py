@@ -103,7 +103,7 @@ def test_damaged_prefixes_are_refused() -> None:
 # ----------------------------------------------------------------------------------------------------------------------- kernels
 
 
-def doubled(number):  # type: ignore[no-untyped-def]
+def doubled(number):
     return 2 * number
 
 

@@ -20,7 +20,7 @@ END = PIECES.index("<end>")
 
 
 def grammars() -> Grammars:
-    return Grammars(PieceTokenizer(PIECES, [END]))  # type: ignore[arg-type]
+    return Grammars(PieceTokenizer(PIECES, [END]))
 
 
 def constraint(**settings: Any) -> GrammarConstraint:
@@ -78,7 +78,7 @@ def test_every_answer_is_a_text_of_the_grammar(settings: dict[str, Any], pattern
         assert re.fullmatch(pattern, text)
         if "json_schema" in settings:
             found = json.loads(text)
-            assert found["name"] in SCHEMA["properties"]["name"]["enum"]  # type: ignore[index]
+            assert found["name"] in SCHEMA["properties"]["name"]["enum"]
             assert 0 <= found["size"] <= 120
 
 
@@ -134,7 +134,7 @@ THINK, CLOSE, CALL = range(len(PIECES), len(MARKED))
 
 
 def marked(prompt: list[int], **settings: Any) -> Any:
-    found = Grammars(PieceTokenizer(MARKED, [END])).constraint(SamplingParams(**settings), prompt)  # type: ignore[arg-type]
+    found = Grammars(PieceTokenizer(MARKED, [END])).constraint(SamplingParams(**settings), prompt)
     assert found is not None
     return found
 
@@ -198,7 +198,7 @@ def test_special_tokens_are_never_legal_and_cannot_be_named() -> None:
 
 
 def test_a_model_without_an_end_token_ends_where_the_grammar_does() -> None:
-    one = Grammars(PieceTokenizer(BYTES)).constraint(SamplingParams(regex="ab+"))  # type: ignore[arg-type]
+    one = Grammars(PieceTokenizer(BYTES)).constraint(SamplingParams(regex="ab+"))
     assert one is not None
     assert one.legal([97]) is not None
     legal = one.legal([97, 98])
@@ -214,7 +214,7 @@ def test_bytes_that_a_normalizer_would_change_stay_reachable() -> None:
         def encode_parts(self, parts: Any, continues: bool = False) -> list[int]:
             return super().encode_parts([part.replace("e\u0301".encode(), "é".encode()) for part in parts], continues)
 
-    one = Grammars(Composing(PIECES, [END])).constraint(SamplingParams(regex="the e\u0301(1|2)"))  # type: ignore[arg-type]
+    one = Grammars(Composing(PIECES, [END])).constraint(SamplingParams(regex="the e\u0301(1|2)"))
     assert one is not None
     path = walk(one, 1)
     assert path is not None
@@ -315,7 +315,7 @@ def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], 
 
 
 def test_a_schema_is_the_same_as_a_dict_and_as_text_and_params_stay_hashable() -> None:
-    one, two = SamplingParams(json_schema=SCHEMA), SamplingParams(json_schema=json.dumps(SCHEMA))  # type: ignore[arg-type]
+    one, two = SamplingParams(json_schema=SCHEMA), SamplingParams(json_schema=json.dumps(SCHEMA))
     assert one == two
     assert hash(one) == hash(two)
     assert grammars().constraint(SamplingParams()) is None

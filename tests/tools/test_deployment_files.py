@@ -44,7 +44,7 @@ def serve_options(arguments: list[str]) -> dict[str, Any]:
 
 def unit() -> RawConfigParser:
     parser = RawConfigParser(strict=True, delimiters=("=",), comment_prefixes=("#",))
-    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.optionxform = str
     parser.read(UNIT)
     return parser
 

@@ -17,7 +17,7 @@ TEXTS = [np.random.default_rng(3 + n).integers(0, 300, 30).tolist() for n in ran
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+def model(tmp_path_factory) -> Checkpoint:
     return tiny(tmp_path_factory, num_layers=5, hidden_size=64, intermediate_size=96, num_heads=2, num_kv_heads=1, head_dim=32)
 
 
