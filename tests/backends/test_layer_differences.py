@@ -54,7 +54,7 @@ SINKS = {
     "sinks beside windows": {"num_layers": 3, "sinks": True, "layer_windows": (9, 0, 3)},
     "sinks and softcaps": {"sinks": True, "attention_softcap": 2.0},
 }
-TOKENS = np.random.default_rng(0).integers(0, 300, 640).tolist()
+TOKENS = np.random.default_rng(0).integers(0, 300, 560).tolist()
 # 0 -> 1 -> 3 -> 4 -> 5, 0 -> 2, all after a prefix
 TREE, PARENTS, DEPTHS = [9, 8, 7, 6, 5, 4], [-1, 0, 0, 1, 3, 4], [0, 1, 1, 2, 3, 4]
 
@@ -78,17 +78,21 @@ def _model(weight_format: str = "f32", *, num_layers: int = 2, **flags: object) 
 
 
 def _settings(threads: int = 1) -> EngineConfig:
-    return EngineConfig(threads=threads, max_rows=640, kv_format="f32", keep_packed=False)
+    return EngineConfig(threads=threads, max_rows=700, kv_format="f32", keep_packed=False)
 
 
-@pytest.fixture(params=FAMILIES | SINKS)
+@pytest.fixture(scope="module", params=FAMILIES | SINKS)
 def model(request: pytest.FixtureRequest) -> _Model:
     return _model(**(FAMILIES | SINKS)[request.param])
 
 
+@pytest.fixture(scope="module")
+def wanted(model: _Model) -> np.ndarray:
+    return reference(model, TOKENS[:60])
+
+
 @every_backend()
-def test_each_difference_means_what_the_reference_means(model: _Model, name: str) -> None:
-    wanted = reference(model, TOKENS[:60])
+def test_each_difference_means_what_the_reference_means(model: _Model, wanted: np.ndarray, name: str) -> None:
     if model.config.sinks and name in GRAPHS:
         with pytest.raises(BackendError, match="layer 0 has attention sinks, which this graph cannot compute"):
             computed(name, model, TOKENS, 1)
@@ -115,18 +119,17 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads(model: _Model) -> None
 
 
 @cache
-def _with_windows(windows: tuple[int, int], softcap: float) -> tuple[_Model, np.ndarray]:
-    """A model, and what TOKENS mean to it."""
-    model = _model(layer_windows=windows, attention_softcap=softcap)
-    return model, reference(model, TOKENS)
+def _meant(tokens: tuple[int, ...], **flags: object) -> np.ndarray:
+    """What tokens mean to a model with these flags."""
+    return reference(_model(**flags), tokens)
 
 
-@pytest.mark.parametrize("windows", [(300, 70), (256, 1), (16, 257), (0, 511)])
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize(("windows", "softcap"), [((300, 70), 0.0), ((256, 1), 3.0), ((16, 257), 3.0), ((0, 511), 0.0)])
 @every_backend()
 def test_windows_over_several_chunks_of_the_cache(windows: tuple[int, int], softcap: float, name: str) -> None:
-    model, wanted = _with_windows(windows, softcap)
-    together, in_parts = computed(name, model, TOKENS, 640), computed(name, model, TOKENS, 200, threads=2)
+    flags = {"layer_windows": windows, "attention_softcap": softcap}
+    model, wanted = _model(**flags), _meant(tuple(TOKENS), **flags)
+    together, in_parts = computed(name, model, TOKENS, len(TOKENS)), computed(name, model, TOKENS, 200, threads=2)
     assert np.abs(together - wanted).max() < 1e-4 * np.abs(wanted).max()
     assert np.abs(in_parts - wanted).max() < 1e-4 * np.abs(wanted).max()
     assert name != "numba" or np.array_equal(in_parts, together)
@@ -136,33 +139,33 @@ def test_windows_over_several_chunks_of_the_cache(windows: tuple[int, int], soft
 @every_backend(("numba", "torch"))
 def test_sinks_over_several_chunks_of_each_cache(kv_format: str, most: float, name: str) -> None:
     """Biases of keys shift all scores of a query, but not its sink."""
-    model = _model(sinks=True, layer_windows=(300, 0), qkv_bias=True, o_bias=True)
-    wanted = reference(model, TOKENS, kv_format)
-    together = computed(name, model, TOKENS, 640, kv_format=kv_format)
+    model, tokens = _model(sinks=True, layer_windows=(300, 0), qkv_bias=True, o_bias=True), TOKENS[:330]
+    wanted = reference(model, tokens, kv_format)
+    together = computed(name, model, tokens, 330, kv_format=kv_format)
     assert np.abs(together - wanted).max() < most * np.abs(wanted).max()
     without = _Model(replace(model.config, sinks=False), {n: t for n, t in model.tensors.items() if not n.endswith("sinks")})
-    assert np.abs(reference(without, TOKENS, kv_format) - wanted).max() > 4 * most * np.abs(wanted).max()
+    assert np.abs(reference(without, tokens, kv_format) - wanted).max() > 4 * most * np.abs(wanted).max()
     for size, threads in ((200, 2), (7, 3)):
-        again = computed(name, model, TOKENS, size, threads=threads, kv_format=kv_format)
+        again = computed(name, model, tokens, size, threads=threads, kv_format=kv_format)
         assert np.abs(again - together).max() <= (0 if name == "numba" else 2 * most * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("windows", [(4, 0), (2, 20), (300, 33)])
 @every_backend()
 def test_a_tree_row_means_its_path_in_a_window(windows: tuple[int, int], name: str) -> None:
-    model = _model(layer_windows=windows, attention_softcap=2.0, sinks=name not in GRAPHS)
-    backend = make_backend(name, model, _settings())
+    flags = {"layer_windows": windows, "attention_softcap": 2.0, "sinks": name not in GRAPHS}
+    backend = make_backend(name, _model(**flags), _settings())
     for prefix in (0, 3, 21, 300):
         cache = backend.new_cache(1, 700)
         if prefix:
             forward(backend, cache, {0: TOKENS[:prefix]})
         got = forward(backend, cache, {0: TREE}, parents=PARENTS, positions=[prefix + depth for depth in DEPTHS]).logits
         for path in ([0, 1, 3, 4, 5], [0, 2]):
-            alone = reference(model, TOKENS[:prefix] + [TREE[node] for node in path])
+            alone = _meant((*TOKENS[:prefix], *(TREE[node] for node in path)), **flags)
             assert np.abs(got[path] - alone[prefix:]).max() < 1e-4 * np.abs(alone).max()
         cache.keep_path(0, prefix, np.array([0, 1, 3, 4, 5], np.int32))
         after = forward(backend, cache, {0: [1, 2]}).logits
-        alone = reference(model, [*TOKENS[:prefix], *(TREE[node] for node in (0, 1, 3, 4, 5)), 1, 2])
+        alone = _meant((*TOKENS[:prefix], *(TREE[node] for node in (0, 1, 3, 4, 5)), 1, 2), **flags)
         assert np.abs(after - alone[-2:]).max() < 1e-4 * np.abs(alone).max()
     backend.close()
 
@@ -177,7 +180,7 @@ def test_a_tree_row_has_the_bits_of_its_path_in_a_window(windows: tuple[int, int
             forward(backend, cache, {0: TOKENS[:prefix]})
         got = forward(backend, cache, {0: TREE}, parents=PARENTS, positions=[prefix + depth for depth in DEPTHS]).logits
         for path in ([0, 1, 3, 4, 5], [0, 2]):
-            alone = in_chunks(backend, TOKENS[:prefix] + [TREE[node] for node in path], 640)
+            alone = in_chunks(backend, TOKENS[:prefix] + [TREE[node] for node in path], 700)
             assert np.array_equal(got[path], alone[prefix:])
     backend.close()
 

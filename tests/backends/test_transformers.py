@@ -12,7 +12,7 @@ from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.config import EngineConfig, RopeScaling
 from tests.backends.models import MIXTURES, forward
-from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf, write_huggingface
+from tools.make_tiny_model import make_tiny_hf, write_huggingface
 
 LLAMA3 = RopeScaling("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=128)
 LONGROPE = RopeScaling(
@@ -76,15 +76,68 @@ MODELS = {
 }
 # transformers has no class for a family: the one that computes the same of the same weights, under other names.
 TWINS = {"bailingmoe2": {"architecture": "glm4moe", "qk_norm": True}}
-TOKENS = np.random.default_rng(0).integers(0, 384, 200).tolist()
+TOKENS = np.random.default_rng(0).integers(0, 384, 150).tolist()
 
 
 def _values(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     return {name: tensor.dequantize() for name, tensor in checkpoint.tensors.items()}
 
 
-def _difference(path: Path, name: str, **wrong: object) -> float:
-    """wrong: fields of the configuration that our model gets instead of the file's."""
+# Settings with which a model must compute something else: the comparison sees each of them.
+WRONG: dict[str, list[dict]] = {
+    "qwen2 tied": [{"rope_base": 20000.0}],
+    "gemma3": [
+        {"rope_base": 2e6},
+        {"local_rope_base": 20000.0},
+        {"layer_windows": (9, 0, 9)},
+        {"activation": "silu"},
+        {"embedding_scale": 15.0},
+    ],
+    "gemma3 untied": [{"query_scale": None}],
+    "gemma2": [{"attention_softcap": 0.0}, {"logit_softcap": 0.0}, {"layer_windows": ()}],
+    "mistral with windows": [{"layer_windows": (11, 12)}],
+    "smollm3": [{"layer_ropes": ()}],
+    "qwen3moe": [{"experts": {"normalised": False}}, {"experts": {"used": 2}}, {"experts": {"scale": 1.01}}],
+    "qwen2moe": [{"experts": {"normalised": True}}],
+    "olmoe": [{"experts": {"normalised": True}}],
+    "mixtral": [{"experts": {"normalised": False}}],
+    "gpt-oss": [
+        {"experts": {"score": "softmax"}},
+        {"experts": {"bias": False}},
+        {"activation": "silu"},
+        {"layer_windows": ()},
+        {"layer_windows": (0, 8, 0)},
+        {"rope_scaling": RopeScaling("yarn", 32.0, original_context_length=64)},
+        {"sinks": False},
+    ],
+    "granite": [{"embedding_scale": 1.0}, {"query_scale": None}, {"residual_scale": 1.0}, {"logit_scale": 1.0}],
+    "granitemoeshared": [{"experts": {"normalised": False}}],
+    "granitemoe": [{"residual_scale": 1.0}],
+    "ernie4_5_moe": [{"experts": {"score": "sigmoid"}}, {"experts": {"normalised": False}}],
+    "glm4moe": [{"experts": {"score": "softmax"}}, {"experts": {"scale": 2.6}}, {"experts": {"groups": 1}}, {"rope_dims": 0}],
+    "glm4moe, not normalised": [{"experts": {"normalised": True}}],
+    "bailingmoe2": [{"experts": {"groups_used": 3}}, {"rope_dims": 16}],
+    "hunyuan-moe": [{"rotates_first": False}, {"experts": {"used": 3}}],
+    "olmo2": [{"norm_eps": 1e-1}],
+    "phi3 with windows": [{"layer_windows": ()}],
+    "phi4-mini, long": [{"rope_dims": 0, "rope_scaling": None}, {"rope_scaling": replace(LONGROPE, original_context_length=512)}],
+    "phi4-mini, short": [{"rope_scaling": LONGROPE}],
+    "ministral3": [{"query_growth": 0.0}, {"query_growth_length": 63}, {"rope_scaling": replace(TEMPERED, attention_factor=None)}],
+    "olmo3": [{"layer_ropes": ()}, {"layer_windows": ()}],
+    "cohere": [{"norm_kind": "rms"}, {"logit_scale": 1.0}],
+    "starcoder2": [{"activation": "silu"}],
+    "glm4": [{"rope_dims": 0}],
+    "stablelm": [{"norm_eps": 1e-1}],
+    "exaone4 with windows": [{"layer_ropes": ()}],
+    "internlm2": [{"rope_base": 20000.0}],
+    "cohere2": [{"layer_ropes": ()}],
+    "hunyuan": [{"rotates_first": False}],
+    "gemma": [{"embedding_scale": 1.0}],
+}
+
+
+def _meant(path: Path, name: str) -> tuple[Checkpoint, np.ndarray]:
+    """A model, and transformers' logits of TOKENS."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -99,10 +152,14 @@ def _difference(path: Path, name: str, **wrong: object) -> float:
         )
     model = auto.from_pretrained(oracle, dtype=torch.float32).eval()
     with torch.no_grad():
-        wanted = model(torch.tensor([TOKENS])).logits[0].numpy()
-    if "experts" in wrong:
-        wrong["experts"] = replace(checkpoint.config.experts, **wrong["experts"])
-    config = replace(checkpoint.config, **wrong)
+        return checkpoint, model(torch.tensor([TOKENS])).logits[0].numpy()
+
+
+def _difference(checkpoint: Checkpoint, wanted: np.ndarray, **changes: object) -> float:
+    """changes: fields of the configuration that our model gets instead of the file's."""
+    if "experts" in changes:
+        changes["experts"] = replace(checkpoint.config.experts, **changes["experts"])
+    config = replace(checkpoint.config, **changes)
     checkpoint = replace(checkpoint, config=config, tensors={name: checkpoint.tensors[name] for name in tensor_shapes(config)})
     backend = NumpyBackend(checkpoint, EngineConfig(kv_format="f32"))
     got = forward(backend, backend.new_cache(1, 256), {0: TOKENS}).logits
@@ -110,90 +167,8 @@ def _difference(path: Path, name: str, **wrong: object) -> float:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_logits_agree_to_1e_4(tmp_path: Path, model: str) -> None:
-    assert _difference(tmp_path, model) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("model", "wrong"),
-    [
-        ("qwen2 tied", {"rope_base": 20000.0}),
-        ("gemma3", {"rope_base": 2e6}),
-        ("gemma3", {"local_rope_base": 20000.0}),
-        ("gemma3", {"layer_windows": (9, 0, 9)}),
-        ("gemma3", {"activation": "silu"}),
-        ("gemma3", {"embedding_scale": 15.0}),
-        ("gemma3 untied", {"query_scale": None}),
-        ("gemma2", {"attention_softcap": 0.0}),
-        ("gemma2", {"logit_softcap": 0.0}),
-        ("gemma2", {"layer_windows": ()}),
-        ("mistral with windows", {"layer_windows": (11, 12)}),
-        ("smollm3", {"layer_ropes": ()}),
-        ("qwen3moe", {"experts": {"normalised": False}}),
-        ("qwen3moe", {"experts": {"used": 2}}),
-        ("qwen3moe", {"experts": {"scale": 1.01}}),
-        ("qwen2moe", {"experts": {"normalised": True}}),
-        ("olmoe", {"experts": {"normalised": True}}),
-        ("mixtral", {"experts": {"normalised": False}}),
-        ("gpt-oss", {"experts": {"score": "softmax"}}),
-        ("gpt-oss", {"experts": {"bias": False}}),
-        ("gpt-oss", {"activation": "silu"}),
-        ("gpt-oss", {"layer_windows": ()}),
-        ("gpt-oss", {"layer_windows": (0, 8, 0)}),
-        ("gpt-oss", {"rope_scaling": RopeScaling("yarn", 32.0, original_context_length=64)}),
-        ("gpt-oss", {"sinks": False}),
-        ("granite", {"embedding_scale": 1.0}),
-        ("granite", {"query_scale": None}),
-        ("granite", {"residual_scale": 1.0}),
-        ("granite", {"logit_scale": 1.0}),
-        ("granitemoeshared", {"experts": {"normalised": False}}),
-        ("granitemoe", {"residual_scale": 1.0}),
-        ("ernie4_5_moe", {"experts": {"score": "sigmoid"}}),
-        ("ernie4_5_moe", {"experts": {"normalised": False}}),
-        ("glm4moe", {"experts": {"score": "softmax"}}),
-        ("glm4moe", {"experts": {"scale": 2.6}}),
-        ("glm4moe", {"experts": {"groups": 1}}),
-        ("glm4moe", {"rope_dims": 0}),
-        ("glm4moe, not normalised", {"experts": {"normalised": True}}),
-        ("bailingmoe2", {"experts": {"groups_used": 3}}),
-        ("bailingmoe2", {"rope_dims": 16}),
-        ("hunyuan-moe", {"rotates_first": False}),
-        ("hunyuan-moe", {"experts": {"used": 3}}),
-        ("olmo2", {"norm_eps": 1e-1}),
-        ("phi3 with windows", {"layer_windows": ()}),
-        ("phi4-mini, long", {"rope_dims": 0, "rope_scaling": None}),
-        ("phi4-mini, long", {"rope_scaling": replace(LONGROPE, original_context_length=512)}),
-        ("phi4-mini, short", {"rope_scaling": LONGROPE}),
-        ("ministral3", {"query_growth": 0.0}),
-        ("ministral3", {"query_growth_length": 63}),
-        ("ministral3", {"rope_scaling": replace(TEMPERED, attention_factor=None)}),
-        ("olmo3", {"layer_ropes": ()}),
-        ("olmo3", {"layer_windows": ()}),
-        ("cohere", {"norm_kind": "rms"}),
-        ("starcoder2", {"activation": "silu"}),
-        ("glm4", {"rope_dims": 0}),
-        ("stablelm", {"norm_eps": 1e-1}),
-        ("exaone4 with windows", {"layer_ropes": ()}),
-        ("internlm2", {"rope_base": 20000.0}),
-        ("cohere", {"logit_scale": 1.0}),
-        ("cohere2", {"layer_ropes": ()}),
-        ("hunyuan", {"rotates_first": False}),
-        ("gemma", {"embedding_scale": 1.0}),
-    ],
-    ids=str,
-)
-def test_the_comparison_would_see_a_wrong_setting(tmp_path: Path, model: str, wrong: dict[str, object]) -> None:
-    assert _difference(tmp_path, model, **wrong) > 1e-3
-
-
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_a_gguf_file_means_what_the_directory_means(tmp_path: Path, architecture: str) -> None:
-    """The same weights in the two containers: GGUF files of some families hold their query and key rows in another order."""
-    logits = []
-    for path in (
-        make_tiny_hf(tmp_path / "hf", architecture=architecture, num_layers=4),
-        make_tiny_gguf(tmp_path / "tiny.gguf", architecture=architecture, num_layers=4, weight_format="f32"),
-    ):
-        backend = NumpyBackend(open_checkpoint(path), EngineConfig(kv_format="f32"))
-        logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS[:30]}).logits)
-    assert np.array_equal(*logits)
+def test_logits_agree_to_1e_4_and_would_not_with_a_wrong_setting(tmp_path: Path, model: str) -> None:
+    checkpoint, wanted = _meant(tmp_path, model)
+    assert _difference(checkpoint, wanted) < 1e-4
+    for wrong in WRONG.get(model, ()):
+        assert _difference(checkpoint, wanted, **wrong) > 1e-3, wrong

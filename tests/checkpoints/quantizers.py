@@ -16,6 +16,7 @@ from safetensors import numpy as safetensors
 
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.formats import get_format
+from tests.model_files import write_tensors
 from tools.make_tiny_model import make_tiny_hf
 
 PARTS = {
@@ -69,15 +70,11 @@ _DTYPES = {"float32": "F32", "float16": "F16", "int32": "I32", "int64": "I64", "
 
 def save(path: Path, tensors: dict[str, Any]) -> None:
     """A safetensors file, written by hand: numpy has no bf16 and no 8-bit floats."""
-    header, blob = {}, b""
+    stored = {}
     for name, tensor in sorted(tensors.items()):
         dtype, array = (tensor.dtype, tensor.array) if isinstance(tensor, Raw) else (_DTYPES[tensor.dtype.name], tensor)
-        data = np.ascontiguousarray(array).tobytes()
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [len(blob), len(blob) + len(data)]}
-        blob += data
-    text = json.dumps(header).encode()
-    path.unlink(missing_ok=True)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + blob)
+        stored[name] = (dtype, list(tensor.shape), np.ascontiguousarray(array).tobytes())
+    write_tensors(path, stored)
 
 
 def packed(codes: np.ndarray, bits: int, is_padded: bool = False) -> np.ndarray:

@@ -1,5 +1,5 @@
 import math
-from dataclasses import replace
+from collections import Counter
 
 import gguf
 import numpy as np
@@ -7,11 +7,11 @@ import pytest
 
 from cpuspec.checkpoints import GgufVocabulary, open_checkpoint
 from cpuspec.checkpoints.checkpoint import norm_sha256
-from cpuspec.checkpoints.families import FAMILIES, LEAST_SUM
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
 from cpuspec.config import RopeScaling
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor, get_format
+from tests.model_files import copy_gguf
 from tools.make_tiny_model import (
     CHAT_TEMPLATE,
     llama3_factors,
@@ -24,35 +24,6 @@ from tools.make_tiny_model import (
 
 T = gguf.GGUFValueType
 YARN = {"qwen2.rope.scaling.type": ("yarn", T.STRING), "qwen2.rope.scaling.factor": (4.0, T.FLOAT32)}
-SCALINGS = [None, RopeScaling("linear", 2.0), RopeScaling("yarn", 4.0, original_context_length=128, beta_fast=16.0, beta_slow=2.0)]
-
-
-@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: s.kind if s else "none")
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_configuration_and_values_come_back_as_written(tmp_path, architecture, tied, scaling):
-    config = tiny_config(architecture, hidden_size=64, num_heads=4, head_dim=32, tied=tied, rope_base=5e5, rope_scaling=scaling)
-    path = make_tiny_gguf(
-        tmp_path / "m.gguf",
-        architecture,
-        weight_format="f32",
-        hidden_size=64,
-        num_heads=4,
-        head_dim=32,
-        tied=tied,
-        rope_base=5e5,
-        rope_scaling=scaling,
-        seed=3,
-    )
-    checkpoint = open_checkpoint(path)
-    if config.experts and config.experts.score == "sigmoid":
-        config = replace(config, experts=replace(config.experts, least_sum=LEAST_SUM))  # llama.cpp's, which no key says
-    assert replace(checkpoint.config, norm_eps=1e-6) == config
-    assert checkpoint.config.norm_eps == np.float32(1e-6)
-    weights = random_weights(config, 3)
-    assert checkpoint.tensors.keys() == weights.keys()
-    for name, values in weights.items():
-        assert np.array_equal(checkpoint.tensors[name].dequantize(), values), name
 
 
 @pytest.mark.parametrize("format", GGUF_FORMATS)
@@ -66,28 +37,15 @@ def test_every_tensor_type_has_the_values_that_the_gguf_package_reads(tmp_path, 
         assert np.array_equal(tensors[ours].dequantize(), oracle[theirs])
 
 
-def _written(path, tensors):
-    """A copy of the tiny model in nvfp4 with more tensors."""
-    source = gguf.GGUFReader(make_tiny_gguf(path.with_name("source.gguf"), "qwen2", weight_format="nvfp4"))
-    writer = gguf.GGUFWriter(path, "qwen2")
-    for key, field in source.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture":
-            kind, *items = field.types
-            writer.add_key_value(key, field.contents(), kind, items[0] if items else None)
-    for tensor in source.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    for name, values in tensors.items():
-        writer.add_tensor(name, np.array(values, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+def _in_nvfp4(path, tensors):
+    """The tiny model in nvfp4 with more tensors."""
+    source = make_tiny_gguf(path.with_name("source.gguf"), "qwen2", weight_format="nvfp4")
+    return copy_gguf(source, path, tensors={name: np.array(values, np.float32) for name, values in tensors.items()})
 
 
 def test_the_scale_of_a_whole_tensor_multiplies_its_values(tmp_path):
     scale = np.float32(0.0123)
-    path = _written(tmp_path / "m.gguf", {"blk.0.attn_q.scale": [scale], "blk.0.attn_q.input_scale": [3.0]})
+    path = _in_nvfp4(tmp_path / "m.gguf", {"blk.0.attn_q.scale": [scale], "blk.0.attn_q.input_scale": [3.0]})
     tensors, plain = open_checkpoint(path).tensors, open_checkpoint(tmp_path / "source.gguf").tensors
     assert tensors.keys() == plain.keys()
     assert tensors["layers.0.q"].format.name == "nvfp4_global"
@@ -106,7 +64,7 @@ def test_the_scale_of_a_whole_tensor_multiplies_its_values(tmp_path):
 )
 def test_a_scale_that_would_be_lost_is_refused(tmp_path, tensors, message):
     with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(_written(tmp_path / "m.gguf", tensors))
+        open_checkpoint(_in_nvfp4(tmp_path / "m.gguf", tensors))
 
 
 @pytest.mark.parametrize("format", ["q4_0", "q6_k", "bf16"])
@@ -120,20 +78,6 @@ def test_llama_rows_are_unpermuted_without_touching_their_bytes(tmp_path, format
     assert np.array_equal(tensors["layers.0.k_bias"].dequantize(), weights["layers.0.k_bias"])
     stored = {t.name: t.data for t in gguf.GGUFReader(path).tensors}["blk.0.attn_q.weight"]
     assert not np.array_equal(stored.view(np.uint8), tensors["layers.0.q"].data)
-
-
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_a_gguf_file_and_a_directory_of_the_same_weights_are_the_same_model(tmp_path, architecture):
-    biased = architecture == "llama"
-    ours = open_checkpoint(
-        make_tiny_gguf(tmp_path / "m.gguf", architecture, weight_format="f32", qkv_bias=biased or None, o_bias=biased, tied=False)
-    )
-    theirs = open_checkpoint(make_tiny_hf(tmp_path / "hf", architecture, qkv_bias=biased or None, o_bias=biased, tied=False))
-    experts = ours.config.experts and replace(ours.config.experts, least_sum=0.0)  # of GGUF files (`families.LEAST_SUM`)
-    assert replace(ours.config, norm_eps=1e-6, experts=experts) == theirs.config
-    assert ours.tensors.keys() == theirs.tensors.keys()
-    for name, tensor in ours.tensors.items():
-        assert np.array_equal(tensor.dequantize(), theirs.tensors[name].dequantize()), name
 
 
 def test_llama3_scaling_arrives_as_explicit_factors(tmp_path):
@@ -410,22 +354,10 @@ def test_a_type_that_is_not_supported_names_type_tensor_and_choices(small_gguf, 
         open_checkpoint(path)
 
 
-def test_a_norm_in_blocks_is_refused(tmp_path, small_gguf, edited_gguf):
-    path = edited_gguf(small_gguf("qwen2"), drop_tensors=["output_norm.weight"])
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(tmp_path / "q.gguf", "qwen2")
-    for key, field in reader.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture":
-            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data.view(np.uint8), raw_dtype=tensor.tensor_type)
-    writer.add_tensor("output_norm.weight", np.zeros(34, np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+def test_a_norm_in_blocks_is_refused(small_gguf, edited_gguf):
+    norm = (np.zeros(34, np.uint8), gguf.GGMLQuantizationType.Q8_0)
     with pytest.raises(CheckpointError, match="norm is q8_0; norms and biases are f32, f16 or bf16"):
-        open_checkpoint(tmp_path / "q.gguf")
+        open_checkpoint(edited_gguf(small_gguf("qwen2"), tensors={"output_norm.weight": norm}))
 
 
 def test_a_name_that_would_scribble_over_a_terminal_is_not_used(small_gguf, edited_gguf):
@@ -447,14 +379,18 @@ def test_a_metadata_value_of_any_type_opens_or_is_refused_and_nothing_else(small
         ([1, 2, 3], T.ARRAY),
         ([0.5], T.ARRAY),
     ]
-    refusals = 0
+    outcomes = Counter()
     for key in keys:
         for value in values:
+            path = edited_gguf(source, set={key: value})
             try:
-                open_checkpoint(edited_gguf(source, set={key: value}))
+                open_checkpoint(path)
+                outcomes["opened"] += 1
             except CheckpointError as error:
-                refusals += str(error).count("edited.gguf")
-    assert refusals > len(keys) * len(values) / 2
+                outcomes["refused"] += str(path) in str(error)
+    assert outcomes.total() == len(keys) * len(values)
+    assert outcomes["refused"] > 0.5 * outcomes.total()
+    assert outcomes["opened"] > 0.1 * outcomes.total()
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])

@@ -9,6 +9,7 @@ from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.gguf_parts import part_paths
 from cpuspec.errors import CheckpointError
 from cpuspec.evaluate.certify import file_identity
+from tests.model_files import copy_gguf
 
 T = gguf.GGUFValueType
 
@@ -18,34 +19,19 @@ def parts(small_gguf: Callable[[str], Path], tmp_path: Path) -> Callable[..., Pa
     """A model in three parts, written by the gguf package; what is wrong with a part is given as {number: {key: value or None}}."""
 
     def make(wrong: dict[int, dict[str, object]] | None = None, tensors_of: dict[int, list[str]] | None = None) -> Path:
-        reader = gguf.GGUFReader(small_gguf("qwen2"))
-        names = [tensor.name for tensor in reader.tensors]
+        names = [tensor.name for tensor in gguf.GGUFReader(small_gguf("qwen2")).tensors]
         third = len(names) // 3
         shares = [names[:third], names[third : 2 * third], names[2 * third :]]
         for number, share in enumerate(shares):
-            path = tmp_path / f"m-0000{number + 1}-of-00003.gguf"
-            path.unlink(missing_ok=True)  # an earlier one may still be mapped
-            writer = gguf.GGUFWriter(path, "unused")
-            writer.kv_data[0].clear()
-            for key, field in reader.fields.items() if number == 0 else ():
-                if not key.startswith("GGUF."):
-                    sub_type = field.types[1] if field.types[0] == T.ARRAY else None
-                    writer.add_key_value(key, field.contents(), field.types[0], sub_type)
             split = {"split.no": number, "split.count": 3, "split.tensors.count": len(names)} | (wrong or {}).get(number, {})
-            for key, value in split.items():
-                if isinstance(value, str):
-                    writer.add_key_value(key, value, T.STRING)
-                elif isinstance(value, list):
-                    writer.add_key_value(key, value, T.ARRAY, T.INT32)
-                elif value is not None:
-                    writer.add_key_value(key, value, T.INT32)
-            for tensor in reader.tensors:
-                if tensor.name in (tensors_of or {}).get(number, share):
-                    writer.add_tensor(tensor.name, tensor.data.view(np.uint8), raw_dtype=tensor.tensor_type)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
+            kinds = {str: T.STRING, list: T.ARRAY, int: T.INT32}
+            copy_gguf(
+                small_gguf("qwen2"),
+                tmp_path / f"m-0000{number + 1}-of-00003.gguf",
+                set={key: (value, kinds[type(value)]) for key, value in split.items() if value is not None},
+                drop=None if number else (),
+                drop_tensors=[name for name in names if name not in (tensors_of or {}).get(number, share)],
+            )
         return tmp_path / "m-00001-of-00003.gguf"
 
     return make

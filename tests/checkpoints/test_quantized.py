@@ -19,6 +19,7 @@ from cpuspec.formats import QuantTensor, get_format
 from tests.backends.models import every_backend, forward
 from tests.checkpoints import quantizers
 from tests.checkpoints.quantizers import Quantize, opened, write
+from tests.model_files import read_tensors, write_tensors
 from tools.make_tiny_model import make_tiny_hf
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 21).tolist()
@@ -310,29 +311,10 @@ def test_scales_of_the_cache_and_of_activations_are_not_needed(tmp_path: Path) -
         (config, quantize), _ = KINDS[kind]
         written = write(tmp_path / kind, config, quantize)
         path = written.directory / "model.safetensors"
-        header = read(path)
+        header = read_tensors(path)
         header[f"model.layers.0.{name}"] = ("F32", [1], np.ones(1, np.float32).tobytes())
-        write_again(path, header)
+        write_tensors(path, header)
         opened(written)
-
-
-def read(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """The tensors of a file as (type, shape, bytes)."""
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header, blob = json.loads(content[8 : 8 + length]), content[8 + length :]
-    return {name: (one["dtype"], one["shape"], blob[slice(*one["data_offsets"])]) for name, one in header.items()}
-
-
-def write_again(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
-    """The inverse of `read`."""
-    header, blob = {}, b""
-    for name, (dtype, shape, data) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(blob), len(blob) + len(data)]}
-        blob += data
-    text = json.dumps(header).encode()
-    path.unlink()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + blob)
 
 
 Q, UP_BIAS = "model.layers.0.self_attn.q_proj.", "model.layers.0.mlp.up_proj.bias"  # 256 x 256, and 512
@@ -428,9 +410,9 @@ def test_tensors_that_do_not_belong_together_are_a_clear_error(
     (config, quantize), _ = KINDS[kind]
     written = write(tmp_path / "model", config, quantize)
     path = written.directory / "model.safetensors"
-    tensors = read(path)
+    tensors = read_tensors(path)
     change(tensors)
-    write_again(path, tensors)
+    write_tensors(path, tensors)
     with pytest.raises(CheckpointError, match=message) as caught:
         open_checkpoint(written.directory)
     assert str(written.directory) in str(caught.value)

@@ -14,15 +14,15 @@ from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.recipes import find_recipe, read_recipe
 from cpuspec.config import SAMPLING_FIELDS, SamplingDefaults
 from cpuspec.errors import ConfigError
+from tests.checkpoints.conftest import TINIEST
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 T = gguf.GGUFValueType
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_hf(tmp_path_factory.mktemp("hf") / "model", **SMALL)
+    return make_tiny_hf(tmp_path_factory.mktemp("hf") / "model", **TINIEST)
 
 
 def sampling(directory: Path, generation: object) -> SamplingDefaults:
@@ -167,7 +167,7 @@ def test_the_file_goes_before_its_recipe_field_by_field_and_nothing_applies_it_b
 ) -> None:
     monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
     (tmp_path / "recipes").mkdir()
-    source = make_tiny_gguf(tmp_path / "plain.gguf", **SMALL)
+    source = make_tiny_gguf(tmp_path / "plain.gguf", **TINIEST)
     path = edited_gguf(source, set={"general.sampling.temp": (0.4, T.FLOAT32), "general.sampling.top_k": (-2, T.INT32)})
     os.replace(path, tmp_path / "tiny.gguf")
     table = "[sampling]\ntemperature = 0.9\ntop_p = 0.5\ntop_k = 30"

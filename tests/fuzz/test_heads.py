@@ -18,7 +18,8 @@ from cpuspec.model.batch import ForwardBatch
 from tests import block_heads, heads
 from tests.fuzz.drive import check, mutate_bytes, mutate_json
 from tests.fuzz.gguf_fields import structural_fields
-from tests.fuzz.test_models import both
+from tests.fuzz.test_models import both, write_files
+from tests.model_files import join_safetensors, split_safetensors
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 4, "vocab_size": 320}
@@ -88,16 +89,14 @@ def use(path: Path) -> None:
 def head_directory(rng: random.Random, directory: Path) -> None:
     files = dict(directory_sample(rng.choice([*DIRECTORIES, MTP])))
     content, kind = files["model.safetensors"], rng.choice(("config", "config", "header", "header", "bytes"))
-    length = int.from_bytes(content[:8], "little")
     if kind == "config":
         files["config.json"] = mutate_json(json.loads(files["config.json"]), rng)
     elif kind == "header":
-        header = mutate_json(json.loads(content[8 : 8 + length]), rng)
-        files["model.safetensors"] = len(header).to_bytes(8, "little") + header + content[8 + length :]
+        header, payload = split_safetensors(content)
+        files["model.safetensors"] = join_safetensors(mutate_json(header, rng), payload)
     else:
         files["model.safetensors"] = mutate_bytes(content, rng, [(0, 8)])
-    for name, one in files.items():
-        (directory / name).write_bytes(one)
+    write_files(directory, files)
     use(directory)
 
 

@@ -14,18 +14,23 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
 from cpuspec.checkpoints.openvino import MODEL, WEIGHTS
 from cpuspec.config import EngineConfig
-from tests.backends.models import forward
-from tests.checkpoints import test_quantized
+from tests.backends.models import SMALL, forward
 from tests.checkpoints.quantizers import write
 from tests.checkpoints.test_openvino import KINDS, _write
+from tests.checkpoints.test_quantized import KINDS as QUANTIZED
 from tests.fuzz.drive import check, mutate_bytes, mutate_json, mutate_text
 from tests.fuzz.gguf_fields import structural_fields
+from tests.model_files import join_safetensors, read_tensors, split_safetensors, write_tensors
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
 NUM_TOKENS = 4
 # Most numbers of a header are lengths of a vocabulary's tokens, one like the other.
 OFTEN = ("version", "count", "type of", "item type", "dimension", "offset", "end")
+
+
+def write_files(directory: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
 
 
 def generate(checkpoint: Checkpoint, backend: str = "numpy") -> list[int]:
@@ -119,18 +124,16 @@ def huggingface(rng: random.Random, directory: Path) -> None:
     kind = rng.choice(("config", "config", "header", "header", "bytes", "index"))
     shard = rng.choice([name for name in files if name.endswith(".safetensors")])
     content = files[shard]
-    length = int.from_bytes(content[:8], "little")
     if kind == "config":
         files["config.json"] = mutate_json(config, rng)
     elif kind == "header":
-        header = mutate_json(json.loads(content[8 : 8 + length]), rng)
-        files[shard] = len(header).to_bytes(8, "little") + header + content[8 + length :]
+        header, payload = split_safetensors(content)
+        files[shard] = join_safetensors(mutate_json(header, rng), payload)
     elif kind == "bytes" or "model.safetensors.index.json" not in files:
         files[shard] = mutate_bytes(content, rng, [(0, 8)])
     else:
         files["model.safetensors.index.json"] = mutate_json(json.loads(files["model.safetensors.index.json"]), rng)
-    for name, one in files.items():
-        (directory / name).write_bytes(one)
+    write_files(directory, files)
     generate(open_checkpoint(directory))
 
 
@@ -147,24 +150,22 @@ def openvino(rng: random.Random, directory: Path) -> None:
         files[MODEL] = mutate_text(files[MODEL].decode(), rng)
     else:
         files[WEIGHTS] = mutate_bytes(files[WEIGHTS], rng)
-    for name, one in files.items():
-        (directory / name).write_bytes(one)
+    write_files(directory, files)
     generate(open_checkpoint(directory))
 
 
 @cache
 def quantized_sample(kind: str) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as directory:
-        (config, quantize), _ = test_quantized.KINDS[kind]
+        (config, quantize), _ = QUANTIZED[kind]
         write(Path(directory), config, quantize, vocab_size=260, **{**SMALL, "hidden_size": 128, "head_dim": 64})
         return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
 def quantized(rng: random.Random, directory: Path) -> None:
     """Of every package: its settings, the types and shapes of tensors, their bytes, and tensors that are not there."""
-    files = dict(quantized_sample(rng.choice(list(test_quantized.KINDS))))
+    files = dict(quantized_sample(rng.choice(list(QUANTIZED))))
     content, kind = files["model.safetensors"], rng.choice(("config", "settings", "header", "tensor", "tensor", "bytes"))
-    length = int.from_bytes(content[:8], "little")
     if kind == "config":
         files["config.json"] = mutate_json(json.loads(files["config.json"]), rng)
     elif kind == "settings":
@@ -173,15 +174,14 @@ def quantized(rng: random.Random, directory: Path) -> None:
         rest = json.dumps(config)
         files["config.json"] = rest[:-1].encode() + b', "quantization_config": ' + text + b"}"
     elif kind == "header":
-        header = mutate_json(json.loads(content[8 : 8 + length]), rng)
-        files["model.safetensors"] = len(header).to_bytes(8, "little") + header + content[8 + length :]
+        header, payload = split_safetensors(content)
+        files["model.safetensors"] = join_safetensors(mutate_json(header, rng), payload)
     elif kind == "bytes":
         files["model.safetensors"] = mutate_bytes(content, rng, [(0, 8)])
-    for name, one in files.items():
-        (directory / name).write_bytes(one)
+    write_files(directory, files)
     if kind == "tensor":
         path = directory / "model.safetensors"
-        tensors = test_quantized.read(path)
+        tensors = read_tensors(path)
         layers = [name for name in tensors if "_proj." in name]
         for _ in range(rng.choice((1, 1, 2, 3))):
             name, other = rng.choice(layers), rng.choice(layers)
@@ -199,7 +199,7 @@ def quantized(rng: random.Random, directory: Path) -> None:
                 tensors[name] = (dtype, shape, mutate_bytes(data, rng)[: len(data)].ljust(len(data), b"\xff"))
             else:
                 tensors[name] = (dtype, shape[::-1] if rng.random() < 0.5 else [1, *shape], data)
-        test_quantized.write_again(path, tensors)
+        write_tensors(path, tensors)
     generate(open_checkpoint(directory))
 
 
