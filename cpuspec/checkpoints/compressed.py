@@ -14,14 +14,26 @@ ModelOpt has nvfp4 as `weight` U8 [N, K / 2] under `weight_scale`, and the facto
 Sources: compressed-tensors 0.20, compressors; transformers, integrations/finegrained_fp8.py; vLLM, quantization/fp8.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.grids import Grid, assembled, best_format, make_groups, part_of, unpacked
+from cpuspec.checkpoints.grids import (
+    Grid,
+    Method,
+    Parts,
+    assembled,
+    best_format,
+    by_rows,
+    int8_matrix,
+    make_groups,
+    mxfp4_matrix,
+    part_of,
+    unpacked,
+)
 from cpuspec.checkpoints.grids import packed as packed_bits
 from cpuspec.checkpoints.safetensors import StoredTensor
 from cpuspec.errors import CheckpointError
@@ -38,36 +50,25 @@ _PARTS = (
     "weight_scale_inv", "input_scale", "input_zero_point", "input_global_scale", "activation_scale",
 )  # fmt: skip
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+_UNUSED = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "output_scale")
 _LEVELS = np.array(E4M3, np.float32)
 
 
-class CompressedTensors:
-    """The settings of a file by compressed-tensors. Raises CheckpointError for a kind that is not supported."""
+def compressed_tensors(config: Fields) -> Method:
+    """How a file by compressed-tensors is stored. Raises CheckpointError for a kind that is not supported."""
+    format = config.text("format", "dense")
+    if format not in _FORMATS:
+        config.fail("format", f"one of {', '.join(_FORMATS)}; use a GGUF file of the model, or its plain weights")
+    if config.object("transform_config").names():
+        config.fail("transform_config", "it absent: rotated inputs are not supported; use a GGUF file of the model")
+    groups = config.object("config_groups")
+    weights = [groups.object(name).object("weights") for name in groups.names()]
+    bits = {one.integer("num_bits", 8) for one in weights if one.names()}
+    blocks = [_block(one, "block_structure") for one in weights if one.items("block_structure")]
 
-    parts: tuple[str, ...] = _PARTS
-    separator = "."
-    unused: tuple[str, ...] = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "output_scale")
-
-    def __init__(self, config: Fields) -> None:
-        format = config.text("format", "dense")
-        if format not in _FORMATS:
-            config.fail("format", f"one of {', '.join(_FORMATS)}; use a GGUF file of the model, or its plain weights")
-        if config.object("transform_config").names():
-            config.fail("transform_config", "it absent: rotated inputs are not supported; use a GGUF file of the model")
-        groups = config.object("config_groups")
-        weights = [groups.object(name).object("weights") for name in groups.names()]
-        self._bits = {one.integer("num_bits", 8) for one in weights if one.names()}
-        self._blocks = [_block(one, "block_structure") for one in weights if one.items("block_structure")]
-        self.kind = f"compressed-tensors, {format}"
-
-    def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
-        """Whether a layer with these tensors is quantized."""
-        return "weight_packed" in parts or "weight_scale" in parts
-
-    def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
-        """The matrix [N, K] of a linear layer. Raises CheckpointError where its tensors do not belong together."""
+    def matrix(what: str, parts: Parts) -> QuantTensor:
         if "weight_packed" in parts and parts["weight_packed"].dtype == "I32":
-            return self._packed(what, parts)
+            return _packed(what, parts, bits)
         if "weight_packed" in parts:
             if "weight_global_scale" not in parts:
                 return _mxfp4(what, parts)
@@ -77,95 +78,82 @@ class CompressedTensors:
             return _nvfp4(what, parts["weight_packed"], part_of(what, parts, "weight_scale"), np.float32(1) / whole)
         weight, scale = part_of(what, parts, "weight"), part_of(what, parts, "weight_scale")
         if weight.dtype == "I8":
-            return _int8(what, weight, scale, parts.get("weight_zero_point"))
-        return fp8_matrix(what, weight, scale, self._blocks)
+            return int8_matrix(what, weight, scale.numbers(), parts.get("weight_zero_point"))
+        return fp8_matrix(what, weight, scale, blocks)
 
-    def _packed(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
-        words, shape = parts["weight_packed"].array("I32", 2), part_of(what, parts, "weight_shape")
-        dims = shape.array(shape.dtype if shape.dtype in ("I32", "I64") else "I64", 1).tolist()
-        found = [
-            (bits, count_words)
-            for count_words in (_dense_words, _padded_words)
-            for bits in sorted(self._bits)
-            if len(dims) == 2 and 0 < bits <= 8 and count_words(dims[1], bits) == words.shape[1]
-        ]
-        if not found or dims[0] != len(words) or dims[1] < 1:
-            raise CheckpointError(
-                f"{what}: weight_packed {list(words.shape)} is no matrix {dims} of {sorted(self._bits)} bits, as config.json and "
-                "weight_shape say; the file is damaged"
-            )
-        (bits, count_words), (outputs, inputs) = found[0], dims
-        scales = _two_dimensions(what, part_of(what, parts, "weight_scale").numbers(), outputs)
-        count = scales.shape[1]
-        if len(scales) != outputs or inputs % count:
-            raise CheckpointError(f"{what}: weight_scale is {list(scales.shape)}, wanted [{outputs}, groups of {inputs} inputs]")
-        zeros: NDArray[np.integer] = np.broadcast_to(np.int32(1 << bits - 1), scales.shape)
-        if "weight_zero_point" in parts:
-            packed = parts["weight_zero_point"].array("I32", 2)
-            if packed.shape != (count_words(outputs, bits), count):
-                raise CheckpointError(
-                    f"{what}: weight_zero_point is {list(packed.shape)}, wanted it packed for {list(scales.shape)}"
-                )
-            rows_of_bits = _dense(np.ascontiguousarray(packed.T), bits, outputs, count_words)
-            zeros = unpacked(rows_of_bits, bits, outputs).T
-        index = parts.get("weight_g_idx")
-        order = None
-        if index is not None:
-            numbers = index.array(index.dtype if index.dtype in ("I32", "I64") else "I32", 1)
-            if len(numbers) != inputs:
-                raise CheckpointError(f"{what}: weight_g_idx has {len(numbers)} indices for {inputs} inputs")
-            _, order = make_groups(what, numbers, inputs, inputs // count, count)
+    def takes(parts: Parts) -> bool:
+        return "weight_packed" in parts or "weight_scale" in parts
 
-        def rows(some: slice) -> U8:
-            return _dense(np.ascontiguousarray(words[some]), bits, inputs, count_words)[:, : -(-inputs * bits // 8)]
-
-        grid = Grid((outputs, inputs), bits, inputs // count, rows, scales, np.ascontiguousarray(zeros, np.int32), order)
-        return grid.tensor()
+    return Method(f"compressed-tensors, {format}", _PARTS, takes, matrix, unused=_UNUSED)
 
 
-class Fp8:
-    """The settings of a file whose `quant_method` is fp8 or fbgemm_fp8. Raises CheckpointError for a kind that is not supported."""
+def _packed(what: str, parts: Parts, known_bits: set[int]) -> QuantTensor:
+    """A matrix of integers in words of 32 bits. known_bits: those that the configuration names."""
+    words, shape = parts["weight_packed"].array("I32", 2), part_of(what, parts, "weight_shape")
+    dims = shape.array(shape.dtype if shape.dtype in ("I32", "I64") else "I64", 1).tolist()
+    found = [
+        (bits, count_words)
+        for count_words in (_dense_words, _padded_words)
+        for bits in sorted(known_bits)
+        if len(dims) == 2 and 0 < bits <= 8 and count_words(dims[1], bits) == words.shape[1]
+    ]
+    if not found or dims[0] != len(words) or dims[1] < 1:
+        raise CheckpointError(
+            f"{what}: weight_packed {list(words.shape)} is no matrix {dims} of {sorted(known_bits)} bits, as config.json and "
+            "weight_shape say; the file is damaged"
+        )
+    (bits, count_words), (outputs, inputs) = found[0], dims
+    scales = by_rows(what, part_of(what, parts, "weight_scale").numbers())
+    scales, count = np.broadcast_to(scales, (outputs, 1)) if scales.size == 1 else scales, scales.shape[1]
+    if len(scales) != outputs or inputs % count:
+        raise CheckpointError(f"{what}: weight_scale is {list(scales.shape)}, wanted [{outputs}, groups of {inputs} inputs]")
+    zeros: NDArray[np.integer] = np.broadcast_to(np.int32(1 << bits - 1), scales.shape)
+    if "weight_zero_point" in parts:
+        packed = parts["weight_zero_point"].array("I32", 2)
+        if packed.shape != (count_words(outputs, bits), count):
+            raise CheckpointError(f"{what}: weight_zero_point is {list(packed.shape)}, wanted it packed for {list(scales.shape)}")
+        rows_of_bits = _dense(np.ascontiguousarray(packed.T), bits, outputs, count_words)
+        zeros = unpacked(rows_of_bits, bits, outputs).T
+    index = parts.get("weight_g_idx")
+    order = None
+    if index is not None:
+        numbers = index.array(index.dtype if index.dtype in ("I32", "I64") else "I32", 1)
+        if len(numbers) != inputs:
+            raise CheckpointError(f"{what}: weight_g_idx has {len(numbers)} indices for {inputs} inputs")
+        _, order = make_groups(what, numbers, inputs, inputs // count, count)
 
-    parts: tuple[str, ...] = _PARTS
-    separator = "."
-    unused: tuple[str, ...] = CompressedTensors.unused
+    def rows(some: slice) -> U8:
+        return _dense(np.ascontiguousarray(words[some]), bits, inputs, count_words)[:, : -(-inputs * bits // 8)]
 
-    def __init__(self, config: Fields) -> None:
-        if config.text("fmt", "e4m3").lower() not in ("e4m3", "float8_e4m3fn"):
-            config.fail("fmt", "e4m3; use the model's plain weights")
-        self._blocks = [_block(config, "weight_block_size")] if config.items("weight_block_size") else []
-        self.kind = "FP8, " + (f"blocks of {self._blocks[0][0]} x {self._blocks[0][1]}" if self._blocks else "rows or matrices")
+    grid = Grid((outputs, inputs), bits, inputs // count, rows, scales, np.ascontiguousarray(zeros, np.int32), order)
+    return grid.tensor()
 
-    def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
-        """Whether a layer with these tensors is quantized."""
+
+def fp8(config: Fields) -> Method:
+    """How a file whose `quant_method` is fp8 or fbgemm_fp8 is stored. Raises CheckpointError for a kind that is not supported."""
+    if config.text("fmt", "e4m3").lower() not in ("e4m3", "float8_e4m3fn"):
+        config.fail("fmt", "e4m3; use the model's plain weights")
+    blocks = [_block(config, "weight_block_size")] if config.items("weight_block_size") else []
+
+    def matrix(what: str, parts: Parts) -> QuantTensor:
+        scale = parts.get("weight_scale_inv") or part_of(what, parts, "weight_scale")
+        return fp8_matrix(what, parts["weight"], scale, blocks)
+
+    def takes(parts: Parts) -> bool:
         return "weight" in parts and parts["weight"].dtype.startswith("F8")
 
-    def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
-        """The matrix [N, K] of a linear layer. Raises CheckpointError where its tensors do not belong together."""
-        scale = parts.get("weight_scale_inv") or part_of(what, parts, "weight_scale")
-        return fp8_matrix(what, parts["weight"], scale, self._blocks)
+    kind = "FP8, " + (f"blocks of {blocks[0][0]} x {blocks[0][1]}" if blocks else "rows or matrices")
+    return Method(kind, _PARTS, takes, matrix, unused=_UNUSED)
 
 
-class ModelOpt:
-    """The settings of a file by ModelOpt. Raises CheckpointError for a kind that is not supported."""
+def modelopt(config: Fields) -> Method:
+    """How a file by ModelOpt is stored. Raises CheckpointError for a kind that is not supported."""
+    settings = config.object("quantization") if "quantization" in config else config  # in a file of its own, or in config.json
+    algorithm = settings.text("quant_algo").upper()
+    if algorithm not in _ALGORITHMS:
+        settings.fail("quant_algo", f"{' or '.join(_ALGORITHMS)}; use a GGUF file of the model, or its plain weights")
 
-    parts: tuple[str, ...] = (*_PARTS, "weight_scale_2", "pre_quant_scale")
-    separator = "."
-    unused: tuple[str, ...] = (*CompressedTensors.unused, "k_bmm_quantizer._amax", "v_bmm_quantizer._amax")
-
-    def __init__(self, config: Fields) -> None:
-        settings = config.object("quantization") if "quantization" in config else config  # in a file of its own, or in config.json
-        algorithm = settings.text("quant_algo").upper()
-        if algorithm not in _ALGORITHMS:
-            settings.fail("quant_algo", f"{' or '.join(_ALGORITHMS)}; use a GGUF file of the model, or its plain weights")
-        self.kind = f"ModelOpt, {algorithm}"
-
-    def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
-        """Whether a layer with these tensors is quantized."""
-        return "weight_scale" in parts
-
-    def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
-        """The matrix [N, K] of a linear layer. Raises CheckpointError where its tensors do not belong together."""
+    def matrix(what: str, parts: Parts) -> QuantTensor:
         weight, scale = part_of(what, parts, "weight"), part_of(what, parts, "weight_scale")
         if "pre_quant_scale" in parts:
             raise CheckpointError(f"{what} has a pre_quant_scale, factors of its inputs, which are not supported; use a GGUF file")
@@ -175,32 +163,26 @@ class ModelOpt:
             scale = replace(scale, shape=(scale.shape[0], scale.shape[2]))
         return fp8_matrix(what, weight, scale, [(128, 128)])
 
+    unused = (*_UNUSED, "k_bmm_quantizer._amax", "v_bmm_quantizer._amax")
+    parts = (*_PARTS, "weight_scale_2", "pre_quant_scale")
+    return Method(f"ModelOpt, {algorithm}", parts, lambda parts: "weight_scale" in parts, matrix, unused=unused)
 
-class Mxfp4:
-    """The settings of a file whose `quant_method` is mxfp4, as gpt-oss's is."""
 
-    kind = "mxfp4"
-    parts: tuple[str, ...] = ("blocks", "scales")
-    separator = "_"
-    unused: tuple[str, ...] = ()
+def mxfp4(config: Fields) -> Method:
+    """How a file whose `quant_method` is mxfp4 is stored, as gpt-oss's is: its experts alone are quantized."""
 
-    def __init__(self, config: Fields) -> None:
-        pass
-
-    def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
-        """Whether experts with these tensors are quantized: all are."""
-        return True
-
-    def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
-        """The matrices [E, N, K] of experts. Raises CheckpointError where their tensors do not belong together."""
+    def matrices(what: str, parts: Parts) -> QuantTensor:
+        """The matrices [E, N, K] of experts."""
         blocks, e = part_of(what, parts, "blocks").array("U8", 4), part_of(what, parts, "scales").array("U8", 3)
         if e.shape != blocks.shape[:3] or blocks.shape[3] != 16:
             raise CheckpointError(
                 f"{what}: blocks are {list(blocks.shape)} and scales {list(e.shape)}, wanted 16 bytes and a scale for 32 inputs"
             )
         count, rows, groups = e.shape
-        flat = _mxfp4_rows(what, blocks.reshape(count * rows, 16 * groups), e.reshape(count * rows, groups))
+        flat = mxfp4_matrix(what, blocks.reshape(count * rows, 16 * groups), e.reshape(count * rows, groups))
         return QuantTensor(flat.format, (count, rows, 32 * groups), flat.data.reshape(count, rows, -1))
+
+    return Method("mxfp4", ("blocks", "scales"), lambda parts: True, matrices, separator="_")
 
 
 def _dense_words(count: int, bits: int) -> int:
@@ -227,41 +209,13 @@ def _block(fields: Fields, key: str) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def _two_dimensions(what: str, scales: F32, outputs: int) -> F32:
-    """Scales of rows or of the matrix as [N, groups]."""
-    if scales.size == 1:
-        return np.broadcast_to(scales.reshape(1, 1), (outputs, 1))
-    if scales.ndim not in (1, 2):
-        raise CheckpointError(f"{what}: scales are {list(scales.shape)}, wanted one or two dimensions")
-    return scales.reshape(len(scales), -1)
-
-
-def _int8(what: str, weight: StoredTensor, scale: StoredTensor, zero: StoredTensor | None) -> QuantTensor:
-    codes = weight.array("I8", 2)
-    outputs, inputs = codes.shape
-    scales = _two_dimensions(what, scale.numbers(), outputs)
-    if len(scales) != outputs or inputs % scales.shape[1]:
-        raise CheckpointError(f"{what}: weight_scale is {list(scale.shape)}, wanted [{outputs}, groups of {inputs} inputs]")
-    zeros: I32 = np.full(scales.shape, 128, np.int32)
-    if zero is not None:
-        if zero.dtype != "I8" or zero.data.size not in (1, scales.size):
-            raise CheckpointError(f"{what}: weight_zero_point is {zero.dtype} {list(zero.shape)}, wanted I8 {list(scales.shape)}")
-        zeros += zero.data.view(np.int8).astype(np.int32).reshape(scales.shape if zero.data.size == scales.size else (1, 1))
-
-    def rows(some: slice) -> U8:
-        return codes[some].view(np.uint8) ^ np.uint8(0x80)
-
-    return Grid((outputs, inputs), 8, inputs // scales.shape[1], rows, scales, zeros).tensor()
-
-
 def fp8_matrix(what: str, weight: StoredTensor, scale: StoredTensor, blocks: list[tuple[int, int]]) -> QuantTensor:
     """A matrix of E4M3 codes under scales of the matrix, of each row, or of `blocks`, each so many rows and inputs.
 
     Raises CheckpointError where the scales fit none of these, and for weights that are not finite.
     """
-    codes, scales = weight.array("F8_E4M3", 2), scale.numbers()
+    codes, scales = weight.array("F8_E4M3", 2), by_rows(what, scale.numbers())
     outputs, inputs = codes.shape
-    scales = scales.reshape(len(scales), -1) if scales.ndim and scales.size > 1 else scales.reshape(1, 1)
     sizes = [(outputs, inputs), (1, inputs), *blocks]
     fitting = [(high, wide) for high, wide in sizes if scales.shape == (-(-outputs // high), -(-inputs // wide))]
     if not fitting:
@@ -283,27 +237,13 @@ def fp8_matrix(what: str, weight: StoredTensor, scale: StoredTensor, blocks: lis
     return assembled(format, (outputs, inputs), rows)
 
 
-def _nibbles(packed: U8) -> U8:
-    return unpacked(packed, 4, 2 * packed.shape[1])
-
-
-def _mxfp4(what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
+def _mxfp4(what: str, parts: Parts) -> QuantTensor:
     packed, scales = parts["weight_packed"].array("U8", 2), part_of(what, parts, "weight_scale")
     e = scales.array("F8_E8M0" if scales.dtype == "F8_E8M0" else "U8", 2)
     outputs, inputs = len(packed), 2 * packed.shape[1]
     if inputs % 32 or e.shape != (outputs, inputs // 32):
         raise CheckpointError(f"{what}: weight_scale is {list(e.shape)} for {outputs} x {inputs} weights, wanted one for 32 inputs")
-    return _mxfp4_rows(what, packed, e)
-
-
-def _mxfp4_rows(what: str, packed: U8, e: U8) -> QuantTensor:
-    """Codes [N, K / 2] under exponents [N, K / 32]."""
-    if (e == 255).any():
-        raise CheckpointError(f"{what} has scales that are not finite; the file is damaged")
-    format = get_format("mxfp4")
-    return assembled(
-        format, (len(packed), 2 * packed.shape[1]), lambda some: format.join({"e": e[some], "codes": _nibbles(packed[some])})
-    )
+    return mxfp4_matrix(what, packed, e)
 
 
 def _nvfp4(what: str, codes: StoredTensor, scale: StoredTensor, whole: F32) -> QuantTensor:
@@ -324,6 +264,6 @@ def _nvfp4(what: str, codes: StoredTensor, scale: StoredTensor, whole: F32) -> Q
     factors = np.full((outputs, inputs // format.block_size), whole.reshape(()), np.float32)
 
     def rows(some: slice) -> U8:
-        return format.join({"d": factors[some], "scales": scales[some], "codes": _nibbles(packed[some])})
+        return format.join({"d": factors[some], "scales": scales[some], "codes": unpacked(packed[some], 4, inputs)})
 
     return assembled(format, (outputs, inputs), rows)

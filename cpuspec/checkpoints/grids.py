@@ -18,6 +18,26 @@ from cpuspec.formats.format import F32, I32, U8
 
 _CHUNK_VALUES = 1 << 22  # made at a time: temporaries stay small beside the result
 
+Parts = Mapping[str, StoredTensor]  # the tensors of a layer by the ends of their names
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a package stores the matrices of linear layers, by the settings of one model.
+
+    kind: for people. parts: the ends of the names of a layer's tensors. takes: whether a layer with these tensors is quantized.
+    matrix: reads the matrix [N, K] of a layer, whose name for messages is the first argument; raises CheckpointError if its tensors
+    do not belong together, or are of a kind that is not supported. separator: between a layer's name and such an end.
+    unused: the ends of the names of tensors that no forward here needs, as scales of a cache.
+    """
+
+    kind: str
+    parts: tuple[str, ...]
+    takes: Callable[[Parts], bool]
+    matrix: Callable[[str, Parts], QuantTensor]
+    separator: str = "."
+    unused: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True, eq=False)
 class Grid:
@@ -36,9 +56,11 @@ class Grid:
     zeros: I32  # [N, groups], 0 to 2^bits - 1
     order: I32 | None = None
 
-    def tensor(self) -> QuantTensor:
+    def tensor(self, prefers_q8_0: bool = False) -> QuantTensor:
         """The matrix in the format of fewest bits that has its values: int4, int3, int2 and q8_0 have f16 scales, int8 has f32
         scales, and f32 has any value. A group longer than the format's is several under the same scale.
+
+        prefers_q8_0: to int8 of larger groups.
         """
         symmetric = bool((self.zeros == 1 << self.bits - 1).all())
         with np.errstate(over="ignore"):
@@ -49,7 +71,8 @@ class Grid:
         if in_halves and self.bits in (2, 3):
             choices += [f"int{self.bits}_g{size}_asym" for size in (64, 32)]
         if symmetric or self.bits < 8:  # codes less their zero points are signed bytes
-            choices += ["int8_g128", *["q8_0"] * in_halves, "int8_g32"]
+            order = ("q8_0", "int8_g128", "int8_g32") if prefers_q8_0 else ("int8_g128", "q8_0", "int8_g32")
+            choices += [name for name in order if in_halves or name != "q8_0"]
         format = best_format(choices, self.shape[1], self.group)
         return assembled(format, self.shape, lambda some: self._blocks(format, some), self.order)
 
@@ -146,7 +169,58 @@ def make_groups(what: str, index: NDArray[np.integer] | None, inputs: int, size:
     return size, order
 
 
-def part_of(what: str, parts: Mapping[str, StoredTensor], name: str) -> StoredTensor:
+def by_rows(what: str, scales: F32) -> F32:
+    """Scales of groups, of rows or of the matrix as [N, groups], [N, 1] or [1, 1]."""
+    if scales.size == 1:
+        return scales.reshape(1, 1)
+    if scales.ndim not in (1, 2):
+        raise CheckpointError(f"{what}: scales are {list(scales.shape)}, wanted one or two dimensions")
+    return scales.reshape(len(scales), -1)
+
+
+def int8_matrix(what: str, stored: StoredTensor, scale: F32, zero: StoredTensor | None, narrow: bool = False) -> QuantTensor:
+    """A matrix of codes I8 [N, K] with scales as in `by_rows`, and zero points I8 of that shape, of the matrix, or none.
+
+    narrow: the codes may be those of fewer bits. Raises CheckpointError where the shapes do not fit.
+    """
+    codes, scales = stored.array("I8", 2), by_rows(what, scale)
+    (outputs, inputs), groups = codes.shape, scales.shape[1]
+    if len(scales) not in (1, outputs) or inputs % groups:
+        raise CheckpointError(
+            f"{what}: the scale is {list(scale.shape)} for {outputs} x {inputs} weights, wanted one for the matrix, for each row, "
+            "or for each group of inputs"
+        )
+    zeros: I32 = np.zeros((1, 1), np.int32)
+    if zero is not None:
+        if zero.dtype != "I8" or zero.data.size not in (1, scales.size):
+            raise CheckpointError(f"{what}: zero points are {zero.dtype} {list(zero.shape)}, wanted I8 {list(scale.shape)}")
+        zeros = zero.data.view(np.int8).astype(np.int32).reshape(scales.shape if zero.data.size > 1 else (1, 1))
+    bits = _bits(codes, zeros) if narrow else 8
+    middle = 1 << bits - 1
+
+    def rows(some: slice) -> U8:
+        return packed((codes[some].astype(np.int16) + middle).astype(np.uint8), bits)
+
+    of_groups = (outputs, groups)
+    zeros = np.ascontiguousarray(np.broadcast_to(zeros + middle, of_groups))
+    return Grid((outputs, inputs), bits, inputs // groups, rows, np.broadcast_to(scales, of_groups), zeros).tensor()
+
+
+def _bits(codes: NDArray[np.int8], zeros: I32) -> int:
+    """The bits that signed codes and zero points need."""
+    low, high = (int(min(codes.min(), zeros.min())), int(max(codes.max(), zeros.max())))
+    return next(bits for bits in (2, 3, 4, 8) if low >= -(1 << bits - 1) and high < 1 << bits - 1)
+
+
+def mxfp4_matrix(what: str, codes: U8, e: U8) -> QuantTensor:
+    """The matrix of E2M1 codes [N, K / 2], two a byte and the first low, under exponents [N, K / 32]."""
+    if (e == 255).any():
+        raise CheckpointError(f"{what} has scales that are not finite; the file is damaged")
+    format, shape = get_format("mxfp4"), (len(codes), 2 * codes.shape[1])
+    return assembled(format, shape, lambda some: format.join({"e": e[some], "codes": unpacked(codes[some], 4, shape[1])}))
+
+
+def part_of(what: str, parts: Parts, name: str) -> StoredTensor:
     """A tensor of a layer. Raises CheckpointError if there is none."""
     if name not in parts:
         raise CheckpointError(f"{what} has {', '.join(parts)} and no {name}; the file is incomplete")

@@ -9,19 +9,21 @@ Format: OpenVINO IR version 11, https://docs.openvino.ai/2025/documentation/open
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.checkpoints.grids import Grid, mxfp4_matrix, unpacked
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
 from cpuspec.files import read_file
 from cpuspec.formats import QuantTensor, get_format, mx
-from cpuspec.formats.tensor import F32, U8
+from cpuspec.formats.float_codes import E4M3
+from cpuspec.formats.format import I32, U8
 
 MODEL, WEIGHTS = "openvino_model.xml", "openvino_model.bin"
 
@@ -33,21 +35,11 @@ _MODULE = re.compile(
 
 _MAX_XML_BYTES = 1 << 25  # a parsed tree takes 25 times the bytes of the file; a graph of 80 layers has 12 MB
 _MAX_DIMENSIONS = 8
-_FLOATS = {"f32": "f32", "f16": "f16", "bf16": "bf16"}
-_BITS = {
-    "u4": 4,
-    "i4": 4,
-    "f4e2m1": 4,
-    "u8": 8,
-    "i8": 8,
-    "f8e4m3": 8,
-    "f8e8m0": 8,
-    "f16": 16,
-    "bf16": 16,
-    "f32": 32,
-    "i32": 32,
-    "i64": 64,
-}
+_FLOATS = ("f32", "f16", "bf16")
+_INTEGERS = ("u4", "i4", "u8", "i8")
+_LEVELS = np.array(E4M3, np.float32)
+_BITS = {"u4": 4, "i4": 4, "f4e2m1": 4, "u8": 8, "i8": 8, "f8e4m3": 8, "f8e8m0": 8, "f16": 16, "bf16": 16, "f32": 32}
+_BITS |= {"i32": 32, "i64": 64}
 _PASSED = ("Convert", "Reshape")  # layers between a constant and the product that keep its numbers
 
 
@@ -200,100 +192,43 @@ def _matrix(what: str, weight: _Weight) -> QuantTensor:
     if codes.type in ("f4e2m1", "f8e4m3"):
         if scale.type != "f8e8m0" or group != 32 or weight.zero:
             raise CheckpointError(f"{what}: {codes.type} in groups of {group} under {scale.type}; wanted groups of 32 under f8e8m0")
-        return _mxfp4(codes, scale.data) if codes.type == "f4e2m1" else _mxfp8(codes, scale.data)
-    if codes.type not in ("u4", "i4", "u8", "i8") or scale.type not in _FLOATS:
-        raise CheckpointError(f"{what} multiplies {codes.type} with {scale.type}; wanted u4, i4, u8 or i8 with f16 or f32")
-    scales = _numbers(scale).astype(np.float32).reshape(rows * groups)
-    zeros = np.broadcast_to(0 if weight.zero is None else _numbers(weight.zero).reshape(-1), rows * groups).astype(np.int16)
-    half = scales.astype(np.float16)
-    stored = half if np.array_equal(half.astype(np.float32), scales) else None
-    piece = next((size for size in (128, 64, 32) if group % size == 0), None)
-    if codes.type in ("u4", "i4") and stored is not None and piece is not None:
-        return _int4(codes, stored, zeros + 8 if codes.type == "i4" else zeros, piece, (rows, columns))
-    if codes.type in ("u8", "i8") and stored is not None and piece is not None and _fit_int8(codes, zeros):
-        return _q8_0(codes, stored, zeros, (rows, columns))
-    values: F32 = np.empty((rows * groups, group), np.float32)
-    for part, steps in _steps(codes, zeros):
-        values[part] = scales[part, None] * steps
-    return QuantTensor(get_format("f32"), (rows, columns), values.reshape(rows, columns).view(np.uint8))
+        if codes.type == "f4e2m1":
+            return mxfp4_matrix(what, codes.data.reshape(rows, -1), scale.data.reshape(rows, -1))
+        return _mxfp8(codes.data, scale.data, (rows, columns))
+    if codes.type not in _INTEGERS or scale.type not in _FLOATS:
+        raise CheckpointError(f"{what} multiplies {codes.type} with {scale.type}; wanted {', '.join(_INTEGERS)} with f16 or f32")
+    bits, scales = _BITS[codes.type], _numbers(scale).reshape(rows, groups)
+    if columns * bits % 8 or not np.isfinite(scales).all():
+        raise CheckpointError(f"{what} has rows of {columns} codes of {bits} bits; wanted whole bytes, and scales that are finite")
+    lowest = 0 if codes.type.startswith("u") else -1 << bits - 1
+    zeros = np.zeros((rows, groups), np.int32) if weight.zero is None else _zeros(what, weight.zero, rows, groups)
+    zeros -= lowest
+    if zeros.min() < 0 or zeros.max() >> bits:
+        raise CheckpointError(f"{what} has zero points that are no codes of {bits} bits; the file is damaged")
+    flips = np.uint8(0 if not lowest else 0x88 if bits == 4 else 0x80)  # signed codes to those from the lowest on
+    stored = codes.data.reshape(rows, -1)
+    return Grid((rows, columns), bits, group, lambda some: stored[some] ^ flips, scales, zeros).tensor(prefers_q8_0=True)
 
 
-def _int4(
-    codes: _Constant, scales: NDArray[np.float16], zeros: NDArray[np.int16], piece: int, shape: tuple[int, int]
-) -> QuantTensor:
-    """zeros: of codes 0..15. A group longer than the format's is several under the same scale."""
-    repeat = math.prod(shape) // piece // len(scales)
-    symmetric = bool((zeros == 8).all())
-    format = get_format(f"int4_g{piece}" + ("" if symmetric else "_asym"))
-    fields = np.empty(len(scales) * repeat, format.layout)
-    fields["d"] = scales.repeat(repeat)
-    if not symmetric:
-        fields["z"] = zeros.repeat(repeat)
-    packed = codes.data.reshape(len(fields), -1)
-    fields["codes"] = packed ^ 0x88 if codes.type == "i4" else packed
-    return QuantTensor(format, shape, fields.view(np.uint8).reshape(shape[0], -1))
+def _zeros(what: str, zero: _Constant, rows: int, groups: int) -> I32:
+    if zero.type not in _INTEGERS:
+        raise CheckpointError(f"{what} subtracts {zero.type}; wanted {', '.join(_INTEGERS)}")
+    numbers = _numbers(zero).astype(np.int32).reshape(-1)
+    return np.array(np.broadcast_to(numbers if len(numbers) == 1 else numbers.reshape(rows, groups), (rows, groups)))
 
 
-def _q8_0(codes: _Constant, scales: NDArray[np.float16], zeros: NDArray[np.int16], shape: tuple[int, int]) -> QuantTensor:
-    format = get_format("q8_0")
-    unsigned = np.empty((len(scales), math.prod(shape) // len(scales)), np.uint8)
-    for part, steps in _steps(codes, zeros):
-        unsigned[part] = steps + 128
-    d = scales[:, None].repeat(unsigned.shape[1] // format.block_size, axis=1)
-    return QuantTensor(format, shape, format.join({"d": d, "codes": unsigned}).reshape(shape[0], -1))
-
-
-def _mxfp4(codes: _Constant, scales: U8) -> QuantTensor:
-    format, shape = get_format("mxfp4"), (codes.shape[0], math.prod(codes.shape[1:]))
-    parts = {"e": scales.reshape(shape[0], -1), "codes": _nibbles(codes.data).reshape(shape)}
-    return QuantTensor(format, shape, format.join(parts))
-
-
-def _mxfp8(codes: _Constant, scales: U8) -> QuantTensor:
+def _mxfp8(codes: U8, scales: U8, shape: tuple[int, int]) -> QuantTensor:
     """bf16 has room for the three bits of an E4M3 mantissa and nearly every power of two; f32 for the others."""
-    shape = codes.shape[0], math.prod(codes.shape[1:])
-    values = (_E4M3[codes.data.reshape(-1, 32)] * (2 * mx.HALF_SCALES[scales])[:, None]).reshape(shape)
+    values = (_LEVELS[codes.reshape(-1, 32)] * (2 * mx.HALF_SCALES[scales])[:, None]).reshape(shape)
     bf16 = QuantTensor.encode(get_format("bf16"), values)
     return bf16 if np.array_equal(bf16.dequantize(), values, equal_nan=True) else QuantTensor.encode(get_format("f32"), values)
 
 
-def _e4m3() -> F32:
-    """The values of an E4M3 byte (arXiv 2209.05433): sign, four bits of exponent with bias 7, three of mantissa; no infinities."""
-    exponent, mantissa = np.divmod(np.arange(128), 8)
-    values = np.where(exponent > 0, np.ldexp(1 + mantissa / 8, exponent - 7), np.ldexp(mantissa / 8, -6)).astype(np.float32)
-    values[127] = np.nan
-    return np.concatenate([values, -values])
-
-
-_E4M3 = _e4m3()
-
-
-def _fit_int8(codes: _Constant, zeros: NDArray[np.int16]) -> bool:
-    return all(steps.min() >= -128 and steps.max() <= 127 for _, steps in _steps(codes, zeros))
-
-
-def _steps(codes: _Constant, zeros: NDArray[np.int16]) -> Iterator[tuple[slice, NDArray[np.int16]]]:
-    """Codes less zero points, I16 [groups, group], some groups at a time."""
-    group = codes.shape[-1]
-    several = max(1, (1 << 20) // group)
-    for start in range(0, len(zeros), several):
-        part = slice(start, min(start + several, len(zeros)))
-        first, last = part.start * group * _BITS[codes.type] // 8, part.stop * group * _BITS[codes.type] // 8
-        numbers = _numbers(_Constant(codes.type, (part.stop - part.start, group), codes.data[first:last]))
-        yield part, numbers.astype(np.int16) - zeros[part, None]
-
-
-def _numbers(constant: _Constant) -> NDArray[np.generic]:
-    """The numbers of a constant in its shape."""
-    if constant.type in ("u4", "i4"):
-        codes = _nibbles(constant.data)[: math.prod(constant.shape)].reshape(constant.shape)
-        return codes if constant.type == "u4" else (codes ^ 8).astype(np.int8) - np.int8(8)
+def _numbers(constant: _Constant) -> NDArray[Any]:
+    """The numbers of a constant, flat; floats as f32."""
     if constant.type in _FLOATS:
-        return get_format(constant.type).decode(constant.data).reshape(constant.shape)
-    return constant.data.view({"u8": np.uint8, "i8": np.int8, "i32": np.int32, "i64": np.int64}[constant.type]).reshape(
-        constant.shape
-    )
-
-
-def _nibbles(packed: U8) -> U8:
-    return np.stack([packed & 0x0F, packed >> 4], axis=-1).reshape(-1)
+        return get_format(constant.type).decode(constant.data)
+    if _BITS[constant.type] == 8:
+        return constant.data.view(np.int8 if constant.type == "i8" else np.uint8)
+    codes = unpacked(constant.data[None], 4, math.prod(constant.shape))[0]
+    return codes if constant.type == "u4" else (codes ^ 8).astype(np.int8) - np.int8(8)

@@ -7,10 +7,10 @@ were left out are read as they are. Each method has a file beside this one.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 from cpuspec.checkpoints import bitsandbytes, compressed, gptq, torchao
 from cpuspec.checkpoints.fields import Fields, read_json_object
+from cpuspec.checkpoints.grids import Method
 from cpuspec.checkpoints.safetensors import StoredTensor
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
@@ -18,40 +18,20 @@ from cpuspec.formats import QuantTensor
 _MAX_CONFIG_BYTES = 1 << 20
 
 
-class Method(Protocol):
-    """How a package stores the matrix of a linear layer, by the settings of one model."""
-
-    kind: str  # for people
-    parts: tuple[str, ...]  # the ends of the names of its tensors
-    separator: str  # between a layer's name and such an end
-    unused: tuple[str, ...]  # the ends of the names of tensors that no forward here needs, as scales of a cache
-
-    def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
-        """Whether a layer with these tensors is quantized."""
-        ...
-
-    def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
-        """The matrix [N, K] of such a layer. what: names the layer in messages.
-
-        Raises CheckpointError if its tensors do not belong together, or are of a kind that is not supported.
-        """
-        ...
-
-
 # By `quant_method`. A method raises CheckpointError for settings that are not supported.
 METHODS: Mapping[str, Callable[[Fields], Method]] = MappingProxyType(
     {
-        "gptq": gptq.Gptq,
+        "gptq": gptq.gptq,
         "auto-round": gptq.auto_round,
         "intel/auto-round": gptq.auto_round,
-        "awq": gptq.Awq,
-        "compressed-tensors": compressed.CompressedTensors,
-        "modelopt": compressed.ModelOpt,
-        "mxfp4": compressed.Mxfp4,
-        "fp8": compressed.Fp8,
-        "fbgemm_fp8": compressed.Fp8,
-        "bitsandbytes": bitsandbytes.BitsAndBytes,
-        "torchao": torchao.TorchAo,
+        "awq": gptq.awq,
+        "compressed-tensors": compressed.compressed_tensors,
+        "modelopt": compressed.modelopt,
+        "mxfp4": compressed.mxfp4,
+        "fp8": compressed.fp8,
+        "fbgemm_fp8": compressed.fp8,
+        "bitsandbytes": bitsandbytes.bitsandbytes,
+        "torchao": torchao.torchao,
     }
 )
 
