@@ -49,6 +49,7 @@ def join_safetensors(header: bytes | object, payload: bytes) -> bytes:
 def read_tensors(path: Path) -> dict[str, Stored]:
     """The tensors of a file."""
     header, blob = split_safetensors(path.read_bytes())
+    header.pop("__metadata__", None)
     return {name: (one["dtype"], one["shape"], blob[slice(*one["data_offsets"])]) for name, one in header.items()}
 
 

@@ -390,7 +390,7 @@ def test_a_metadata_value_of_any_type_opens_or_is_refused_and_nothing_else(small
                 outcomes["refused"] += str(path) in str(error)
     assert outcomes.total() == len(keys) * len(values)
     assert outcomes["refused"] > 0.5 * outcomes.total()
-    assert outcomes["opened"] > 0.1 * outcomes.total()
+    assert outcomes["opened"] >= 10  # keys that may be absent, or of several types
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])

@@ -43,7 +43,7 @@ def edit_config(directory, changes=(), drop=()):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_configuration_and_values_come_back_as_written_in_either_container(tmp_path, architecture, tied):
-    shape = {"hidden_size": 64, "num_heads": 4, "head_dim": 32, "num_layers": 4, "tied": tied, "rope_base": 5e5}
+    shape = {"hidden_size": 64, "num_heads": 4, "head_dim": 32, "num_layers": 4, "tied": tied}
     shape |= {"rope_scaling": SCALINGS[3] if tied else SCALINGS[1]}
     if architecture == "llama":
         shape |= {"qkv_bias": not tied, "o_bias": not tied}
