@@ -148,7 +148,7 @@ def attend_kernel(format_name: str, windowed: bool = False, capped: bool = False
     return machine_code.address(name, 7, lambda: _attend(format_name, *row_shape(format_name), windowed, capped))
 
 
-_fetch = simd.operation((types.int64,), types.void, lambda o, at: at.fetch(0, 64, nearest=False))
+_fetch = simd.operation((types.int64,), types.void, lambda o, at: at.fetch(0, 64, into_first=False))
 
 
 def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windowed: bool, capped: bool) -> Callable[..., None]:

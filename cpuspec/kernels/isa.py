@@ -1,7 +1,7 @@
 """Which instructions the kernels may use on this processor, chosen once when kernels are first imported."""
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from llvmlite import binding
@@ -44,12 +44,25 @@ def lookup_isa() -> str:
     return next((name for name in ("avx512bw", "avx2") if name in features()), "generic")
 
 
-@cache
-def reading() -> tuple[int, int]:
-    """How this processor reads weights fastest, whatever features are held back (benchmarks/LOG.md): from how many places at a
-    time, and how many bytes ahead it asks for them. Four places are best on Xeons with AMX, and as good as others on Zen 3.
+class Reading(NamedTuple):
+    """How kernels read weights from memory.
+
+    streams: from how many places a thread reads at a time. ahead: how many bytes ahead it asks for them. into_first: whether into
+    the first cache, or the second alone.
     """
-    return {"znver5": (1, 4096), "znver4": (1, 8192)}.get(binding.get_host_cpu_name(), (4, 4096))
+
+    streams: int
+    ahead: int
+    into_first: bool
+
+
+@cache
+def reading() -> Reading:
+    """How this processor reads weights fastest, whatever features are held back (benchmarks/LOG.md). Four places are best on Xeons
+    with AMX, and as good as others on Zen 3.
+    """
+    known = {"znver5": Reading(1, 4096, True), "znver4": Reading(1, 8192, False)}
+    return known.get(binding.get_host_cpu_name(), Reading(4, 4096, True))
 
 
 @cache

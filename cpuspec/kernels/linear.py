@@ -18,7 +18,7 @@ from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import isa, machine_code, tiles, ymm
 from cpuspec.kernels.ops import F32, F32X16, I1, Ops, Value, Variable, fma
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_group, sum_of_weights
-from cpuspec.kernels.readers import AHEAD, FLOAT_CODES, NUMBERS, PAIRED, READERS
+from cpuspec.kernels.readers import AHEAD, FLOAT_CODES, INTO_FIRST, NUMBERS, PAIRED, READERS
 
 # Rows that one pass over a tile serves at most; then eight, or what is left of them: a tile that is unpacked again for one row
 # more costs as much as three rows more. Each is code to compile, once per format. Sixteen are not wanted of numbers, which need
@@ -29,7 +29,7 @@ _MOST_ROWS, _MOST_OF_NUMBERS = 16, 6 if isa.has_sixteen_registers() else 8
 # For fewer rows than a block, or one block in tile registers, a thread reads its tiles as several streams in turns: from several
 # places at once memory gives a core of an Intel processor more, one of Zen 4 and 5 less (benchmarks/LOG.md). A pass of more rows
 # than these keeps its sums in registers: one tile.
-_STREAMS = isa.reading()[0]
+_STREAMS = isa.reading().streams
 _STREAMED_ROWS = 8
 # Bytes of a stream from which on it gains, and does so in tile registers: nobody asks for the first AHEAD bytes of a stream.
 _LEAST_STREAM, _LONG = 16 << 10, 128 << 10
@@ -83,7 +83,7 @@ def _quantized_pass(
         inside = (groups - first).smaller(_GROUPS)
         with o.loop(inside) as index, o.loop(streams) as stream:
             here = tile + stream * distance + panels * panel
-            (here + index * share).fetch(AHEAD, share)
+            (here + index * share).fetch(AHEAD, share, INTO_FIRST)
             records = acts + (first + index) * stride
             if isa.has_sixteen_registers():
                 own_totals = [total(stream, row, 32) for row in range(rows)]
@@ -115,7 +115,7 @@ def _number_pass(o: Ops, format_name: str, rows: int, tile: Value, in_features: 
         with o.loop(in_features >> 1) as pair:
             even = pair << 1
             if parities[0] == 0:
-                (tile + even * size).fetch(AHEAD, 2 * size)
+                (tile + even * size).fetch(AHEAD, 2 * size, INTO_FIRST)
             for parity in parities:
                 add_input(even + parity, parity)
     with o.when(in_features.trunc(I1)):
@@ -139,7 +139,7 @@ def _float_codes_pass(
         here = tile + panels * panel
         scales = here + inside * (16 * codes.input_bytes)
         with o.loop(inside) as index:
-            (here + index * (panel // _GROUPS)).fetch(AHEAD, panel // _GROUPS)
+            (here + index * (panel // _GROUPS)).fetch(AHEAD, panel // _GROUPS, INTO_FIRST)
             for total in (*evens, *odds):
                 total.set(o.number(0.0, F32X16))
             at, inputs = here + index * (16 * codes.input_bytes), acts + (first + index) * (stride * GROUP)
@@ -170,7 +170,7 @@ def _paired_pass(o: Ops, rows: int, tile: Value, in_features: Value, acts: Value
                 pair = group * (GROUP // 2) + index
                 here = tile + pair * 64
                 if parities[0] == 0:
-                    here.fetch(AHEAD, 64)
+                    here.fetch(AHEAD, 64, INTO_FIRST)
                 words = here.i32()
                 halves = (words << 16, words & 0xFFFF0000)
                 for parity in parities:

@@ -162,12 +162,12 @@ class Value:
         """The same address, as the one that many offsets are added to: else LLVM may keep a pointer for each, on the stack."""
         return Value(self.b, self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [self.v], False))
 
-    def fetch(self, ahead: int, size: int, nearest: bool = True) -> None:
+    def fetch(self, ahead: int, size: int, into_first: bool = True) -> None:
         """Ask for `size` bytes that will be read soon: with many rows the processor does not look that far ahead itself. Any
-        address is allowed. nearest: into the first cache, too.
+        address is allowed. into_first: into the first cache, too.
         """
         for line in range(0, size, 64):
-            flags = [ir.Constant(I32, value) for value in (0, 3 if nearest else 2, 1)]  # read, these levels, data
+            flags = [ir.Constant(I32, value) for value in (0, 3 if into_first else 2, 1)]  # read, these levels, data
             address = (self + (ahead + line)).pointer()
             _call(self.b, "llvm.prefetch.p0", VOID, [address, *flags])
 

@@ -12,7 +12,7 @@ from cpuspec.kernels import isa
 from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, Value, lookup_bytes, lookup_f32, vector_of
 
 # Bytes of weights to ask for in advance: with many rows the processor does not look so far ahead itself (benchmarks/LOG.md).
-AHEAD = isa.reading()[1]
+_, AHEAD, INTO_FIRST = isa.reading()
 
 
 @dataclass(frozen=True)

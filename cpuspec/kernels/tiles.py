@@ -151,7 +151,7 @@ def _ask(panel: Value, group: Value, size: int, turn: int) -> None:
     """
     here = panel + group * (size // _GROUPS)
     for line in range(64 * turn, size // _GROUPS, 64 * _TURNS):
-        here.fetch(AHEAD + line, 64, nearest=False)
+        here.fetch(AHEAD + line, 64, into_first=False)
 
 
 def bf16_pass(
@@ -177,7 +177,7 @@ def bf16_pass(
     with o.loop(in_features.rounded_up(GROUP)) as group:
         for number, place in enumerate(places):
             here = place + group * group_bytes
-            here.fetch(AHEAD // width, group_bytes, nearest=False)  # the first cache is for the rows
+            here.fetch(AHEAD // width, group_bytes, into_first=False)  # the first cache is for the rows
             weights = _PAIRED_WEIGHTS[number % 2]
             o.tile_load(weights, here, line)
             for block, (start, stride) in enumerate(parts):
@@ -255,7 +255,7 @@ def dequantized_pass(
             own, group = place // count, first + place % count
             begin = group & -_GROUPS
             here = tile + (number + own) * tile_bytes + (group >> 3) * panel
-            (here + (group - begin) * (panel // _GROUPS)).fetch(AHEAD, panel // _GROUPS, nearest=False)
+            (here + (group - begin) * (panel // _GROUPS)).fetch(AHEAD, panel // _GROUPS, into_first=False)
             pairs = dequantized(READERS[name](here, (groups - begin).smaller(_GROUPS), group - begin))
             to = room + own * (_STEP * group_bytes) + (group - first) * group_bytes
             for p, pair in enumerate(pairs):

@@ -17,7 +17,7 @@ from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
 from cpuspec.kernels.ops import F32X16, I8, I16, I32, I64, LANES, VOID, Ops, Value, Variable, call, vector_of
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_dots, start, sum_of_weights, weigh
-from cpuspec.kernels.readers import AHEAD, READERS, Group
+from cpuspec.kernels.readers import AHEAD, INTO_FIRST, READERS, Group
 
 # Rows that are multiplied while weights are unpacked, by the order of activations: up to _WHOLE with both halves of a tile, more
 # with one after the other. Inputs of 16 bits take twice the products, beside which unpacking to the stack counts less.
@@ -215,7 +215,7 @@ def rows_pass(
                     """The products of the panel with `number` rows."""
                     with o.loop(inside) as place:
                         with o.when((block + row).equals(0)):  # while memory would have nothing to do
-                            (here + place * share).fetch(AHEAD, share)
+                            (here + place * share).fetch(AHEAD, share, INTO_FIRST)
                         unpacked.add(place, records + row * record_bytes + place * stride, totals + row * 64, number)
 
                 counts = range(1, MOST_ROWS + 1)
