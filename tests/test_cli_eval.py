@@ -5,23 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from cpuspec.cli.app import app
-from tools.make_tiny_model import make_tiny_gguf
+from tests import command
+from tests.command import NUMPY, small_model
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
-NUMPY = ("--backend", "numpy")
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", **SMALL))
+    return small_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny_gguf(tmp_path_factory.mktemp("model") / "other.gguf", seed=1, **SMALL))
+    return small_model(tmp_path_factory.mktemp("model") / "other.gguf", seed=1)
 
 
 @pytest.fixture
@@ -31,20 +29,12 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CPUSPEC_OFFLINE", "1")
-    monkeypatch.setenv("COLUMNS", "200")
-
-
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["eval", *arguments], prog_name="cpuspec")
+    return command.run("eval", *arguments)
 
 
 def shown(*arguments: str) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    return command.report_of("eval", *arguments)
 
 
 def test_perplexity_is_printed_with_its_error_and_its_convention(model: str, text: str) -> None:
@@ -84,23 +74,6 @@ def test_keys_and_values_in_fewer_bits_are_compared_with_f32_at_each_depth(model
         assert 0 <= f16 < int8 < int4
     assert all(one["num_tokens"] == 8 for one in report["formats"])
     assert "same likeliest" in run(*how, *NUMPY).stdout
-    for wrong, message in (
-        (("--depth", "9"), "at least 10 tokens"),
-        (("--depth", "100000"), "is more than the model's context"),
-        (("--formats", "q4_0"), "'q4_0' is not known"),
-    ):
-        assert message in run("kv", model, text, "--rows", "8", *wrong, *NUMPY).output
-
-
-def test_what_cannot_be_measured_is_said_in_a_line(model: str, text: str, tmp_path: Path) -> None:
-    for arguments, code, message in (
-        (("perplexity", model, f"{text}.gone"), 1, "cannot be read"),
-        (("perplexity", model, text, "-c", "512", *NUMPY), 1, "at least 1024 tokens"),
-        (("perplexity", model, text, "--stride", "8", "--save-logits", "x"), 2, "leave out --stride"),
-        (("kl", model, text), 1, "no file of logits"),
-    ):
-        result = run(*arguments)
-        assert (result.exit_code, message in result.output) == (code, True), result.output
 
 
 def test_a_task_is_answered_judged_and_priced(model: str, tmp_path: Path) -> None:
@@ -118,20 +91,29 @@ def test_a_task_is_answered_judged_and_priced(model: str, tmp_path: Path) -> Non
     assert "exact match: 0.0%" in run("task", "gsm8k", str(data), *options, "--chat").stdout
 
 
-def test_programs_are_run_only_where_that_was_said(model: str, tmp_path: Path) -> None:
+REFUSED: list[tuple[tuple[str, ...], int | tuple[int, ...], str]] = [
+    (("perplexity", "MODEL", "TEXT.gone"), 1, "cannot be read"),
+    (("perplexity", "MODEL", "TEXT", "-c", "512"), 1, "at least 1024 tokens"),
+    (("perplexity", "MODEL", "TEXT", "--stride", "8", "--save-logits", "x"), 2, "leave out --stride"),
+    (("kl", "MODEL", "TEXT"), 1, "no file of logits"),
+    (("kv", "MODEL", "TEXT", "--rows", "8", "--depth", "9"), 2, "at least 10 tokens"),
+    (("kv", "MODEL", "TEXT", "--rows", "8", "--depth", "100000"), 2, "is more than the model's context"),
+    (("kv", "MODEL", "TEXT", "--rows", "8", "--formats", "q4_0"), 2, "'q4_0' is not known"),
+    (("task", "humaneval", "DATA", "-m", "MODEL"), 2, "--allow-code-execution"),
+    (("task", "mmlu", "DATA", "-m", "MODEL"), 2, "wanted one of"),
+    (("task", "gsm8k", "DATA", "-m", "MODEL", "--samples", "2"), 2, "--temperature"),
+    (("task", "gsm8k", "DATA", "-m", "MODEL"), 1, "'question'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), REFUSED)
+def test_what_cannot_be_measured_is_said_in_a_line(
+    model: str, text: str, tmp_path: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "def f():\n", "entry_point": "f", "test": "def check(f): f()"}) + "\n", "utf-8")
-    refused = run("task", "humaneval", str(data), "-m", model, *NUMPY)
-    assert refused.exit_code == 2
-    assert "--allow-code-execution" in refused.output
-    for arguments, message in (
-        (("mmlu", str(data), "-m", model), "wanted one of"),
-        (("gsm8k", str(data), "-m", model, "--samples", "2"), "--temperature"),
-        (("gsm8k", str(data), "-m", model), "'question'"),
-    ):
-        result = run("task", *arguments, *NUMPY)
-        assert result.exit_code in (1, 2)
-        assert message in result.output
+    places = {"MODEL": model, "TEXT": text, "TEXT.gone": f"{text}.gone", "DATA": str(data)}
+    command.refused("eval", *(places.get(one, one) for one in arguments), *NUMPY, code=code, message=message)
 
 
 def prompts(tmp_path: Path) -> str:

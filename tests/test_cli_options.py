@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, get_args, get_origin
 
 import pytest
@@ -30,10 +31,15 @@ _VALUES: dict[str, tuple[str, Any]] = {
     "--memory": ("8GB", "8GB"),
     "--output": ("csv", "csv"),
     "--pooling": ("mean", "mean"),
+    "--percentile-metrics": ("ttft", ("ttft",)),
+    "--metric-percentiles": ("3", (3.0,)),
     "--prompt-arithmetic": ("codes", "codes"),
     "--weights": ("codes", "codes"),
 }
-_OF_TRAINING = {"--layers": ("1,3", (1, 3))}
+_OF_COMMANDS = {
+    "train": {"--layers": ("1,3", (1, 3))},
+    "bench": dict.fromkeys(("--depth", "--sequences", "--rows"), ("3", (3,))),
+}
 _NEEDS = {"--grammar-trigger": ("--regex", "a+")}  # options that another one goes with
 
 
@@ -111,15 +117,15 @@ def arguments_of(
     found = own.pop("chosen", {}) | own.pop("sampling", {})
     if running := own.pop("running", None):
         found |= {"backend": running.backend} | vars(running.settings)
-    if serving := own.pop("serving", None):
-        found |= vars(serving)
+    for record in ("serving", "plan", "wanted"):
+        found |= vars(own.pop(record, None) or SimpleNamespace())
     return found | own
 
 
 def value_of(name: str, parameter: inspect.Parameter, kind: Any, told: Any, file: Path) -> tuple[str, Any]:
     """A value of an option that is not its default, as text and as the command gets it."""
     for spelling in _spellings(parameter, told):
-        if found := (_OF_TRAINING if name.startswith("train") else {}).get(spelling) or _VALUES.get(spelling):
+        if found := _OF_COMMANDS.get(name.partition(" ")[0], {}).get(spelling) or _VALUES.get(spelling):
             return found
     if get_origin(kind) is list:
         text, one = value_of(name, parameter, get_args(kind)[0], told, file)
@@ -180,7 +186,9 @@ def test_a_model_is_named_by_its_place_or_by_an_option(name: str, tmp_path: Path
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_no_option_sets_is_the_settings_own_default(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = set(inspect.signature(inspect.unwrap(COMMANDS[name])).parameters) | {"max_tokens"}  # which is each command's own
-    own |= {"seed", "threads", "device", "dtype"} if name in ("train block", "train eagle3", "train distill") else set()
+    own |= (
+        {"seed", "threads", "device", "dtype"} if name in ("train block", "train eagle3", "train distill", "bench-serve") else set()
+    )
     found = arguments_of(name, tmp_path, monkeypatch)
     defaults = {one.name: one.default for settings in SETTINGS for one in fields(settings)}
     wrong = {setting for setting in (found.keys() & defaults.keys()) - own if found[setting] != defaults[setting]}

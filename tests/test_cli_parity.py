@@ -6,34 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cpuspec.backends import BACKENDS
-from cpuspec.cli.app import app
+from tests import command
+from tests.command import small_model
 from tests.processes import started, wait_for
-from tools.make_tiny_model import make_tiny_gguf
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
-FIGURES = (
-    "max_abs_logit_difference",
-    "kl_mean",
-    "kl_max",
-    "same_top",
-    "greedy_identical",
-    "num_identical",
-    "num_prompts",
-    "prompts",
-)
+pytestmark = pytest.mark.usefixtures("offline")
+FIGURES = {"max_abs_logit_difference", "kl_mean", "kl_max", "same_top", "greedy_identical", "num_identical", "num_prompts"}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", **SMALL))
+    return small_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny_gguf(tmp_path_factory.mktemp("model") / "other.gguf", seed=1, **SMALL))
+    return small_model(tmp_path_factory.mktemp("model") / "other.gguf", seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +36,12 @@ def recorded(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CPUSPEC_OFFLINE", "1")
-    monkeypatch.setenv("COLUMNS", "200")
-
-
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["parity", *arguments], prog_name="cpuspec")
+    return command.run("parity", *arguments)
 
 
 def shown(*arguments: str) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    return command.report_of("parity", *arguments)
 
 
 def test_two_backends_are_compared_over_prompts_and_texts(model: str, tmp_path: Path) -> None:
@@ -67,7 +49,7 @@ def test_two_backends_are_compared_over_prompts_and_texts(model: str, tmp_path: 
     (tmp_path / "text.txt").write_text("A text of some length. " * 9, "utf-8")
     options = ("--prompts", f"{tmp_path}/prompts.jsonl:text:2", "--text", f"{tmp_path}/text.txt:40", "--tokens", "8")
     report = shown("numpy", "numpy", "-m", model, *options, "--draft", "ngram", "--identical", "--max-kl", "0")
-    assert report.keys() >= {*FIGURES, "model", "files", "a", "b", "computed_from"}
+    assert report.keys() >= FIGURES | {"prompts", "model", "files", "a", "b", "computed_from"}
     assert (report["max_abs_logit_difference"], report["kl_max"], report["same_top"], report["exact"]) == (0, 0, 1, True)
     assert (report["greedy_identical"], report["num_identical"], report["num_prompts"]) == (True, 2, 2)
     assert [(one["num_tokens"], one["num_rows"] - one["num_prompt_tokens"]) for one in report["prompts"]] == [
@@ -179,10 +161,8 @@ def test_a_limit_that_is_not_kept_exits_with_1_and_is_named(
 )
 def test_what_cannot_be_compared_says_why(model: str, recorded: str, arguments: tuple[str, ...], wanted: str) -> None:
     stands_for = {"RECORD": recorded, "MODEL": model}
-    result = run(*(stands_for.get(one, one) for one in arguments), "-m", model)
-    assert result.exit_code in (1, 2)
-    assert result.stdout == ""
-    assert wanted in result.stderr.replace("\n", " ").replace("│", " ").replace("  ", " ")
+    given = (stands_for.get(one, one) for one in arguments)
+    command.refused("parity", *given, "-m", model, code=(1, 2), message=wanted)
 
 
 def test_a_record_of_another_model_is_refused_before_anything_is_loaded(
@@ -195,7 +175,7 @@ def test_a_record_of_another_model_is_refused_before_anything_is_loaded(
 
 
 def test_help_names_what_can_be_compared() -> None:
-    result = CliRunner().invoke(app, ["parity", "--help"], prog_name="cpuspec")
+    result = run("--help")
     assert all(name in result.stdout for name in BACKENDS)
 
 

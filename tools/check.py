@@ -1,9 +1,11 @@
 """Every check of the project, one after the other, and a summary: `python tools/check.py` before each commit.
 
 Runs ruff (lint and format), mypy and pytest with the interpreter it was started with. Exits with 1 if any of them failed.
+`python tools/check.py --changed` prints the tests of the files that have changed since the last commit, and runs nothing.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,14 +20,38 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # of numpy and torch in each of these processes
 
 
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def tests_by_path() -> dict[str, str]:
+    """The table "I changed X, I run Y" of the contribution guide: for each path below `cpuspec/`, the arguments of pytest."""
+    found: dict[str, str] = {}
+    for line in (ROOT / ".github" / "CONTRIBUTING.md").read_text("utf-8").splitlines():
+        if len(cells := line.split("|")) == 4 and "tests/" in cells[2]:
+            found |= dict.fromkeys(re.findall(r"`([\w/.]+)`", cells[1]), " ".join(re.findall(r"tests/[\w/.]+", cells[2])))
+    return found
+
+
+def print_tests_of_changes() -> None:
+    """Print a line for each changed file that the table has: its name, and the command that tests it."""
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in (line[3:].rpartition(" -> ")[2] for line in changed.splitlines()):
+        inside = name.removeprefix("cpuspec/")
+        tests = [given for path, given in tests_by_path().items() if inside.startswith(path) and inside != name]
+        if tests or name.startswith("tests/test_"):
+            print(f"{name}: python -m pytest -q {' '.join(tests) or name}")
+
+
 def main() -> int:
     """Run the checks; returns the exit code."""
-    root = Path(__file__).resolve().parent.parent
+    if sys.argv[1:] == ["--changed"]:
+        print_tests_of_changes()
+        return 0
     failed = []
     for name, (module, *arguments) in CHECKS.items():
         print(f"--- {name}: {' '.join((module, *arguments))}", flush=True)
         if subprocess.run(
-            [sys.executable, "-m", module, *arguments], cwd=root, env=os.environ | ONE_THREAD, check=False
+            [sys.executable, "-m", module, *arguments], cwd=ROOT, env=os.environ | ONE_THREAD, check=False
         ).returncode:
             failed.append(name)
     for name in CHECKS:

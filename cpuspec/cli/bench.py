@@ -92,25 +92,29 @@ def _known_output(name: str | None) -> str | None:
     return name
 
 
+PLAN = {
+    "prompt_tokens": option("N", "Prefill this many tokens at once; 0 does not.", "--prompt-tokens", "-p", min=0),
+    "new_tokens": option("N", "Decode this many tokens one by one; 0 does not.", "--new-tokens", "-n", min=0),
+    "depths": options.numbers("LIST", "Do both after this many tokens of context, as 0,4096.", "--depth", "-d"),
+    "sequences": options.numbers("LIST", "Decode with this many sequences together, as 1,32.", "--sequences", "-s"),
+    "rows": options.numbers("LIST", "Forwards over this many rows, with the logits of all; or none.", "--rows"),
+    "rows_depth": option("N", "Tokens of context that the forwards of --rows have.", min=0),
+    "repetitions": option("N", "Rounds; everything has its turn in each.", "--repetitions", "-r", min=1),
+}
+
+
 @exit_codes()
+@options.takes_fields("plan", Plan, PLAN)
 @options.takes_running(*options.HOW)
 def bench(
     model: options.ModelArgument,
     *,
-    prompt_tokens: Annotated[
-        int, option("N", "Prefill this many tokens at once; 0 does not.", "--prompt-tokens", "-p", min=0)
-    ] = 512,
-    new_tokens: Annotated[int, option("N", "Decode this many tokens one by one; 0 does not.", "--new-tokens", "-n", min=0)] = 128,
-    depth: Annotated[str, option("LIST", "Do both after this many tokens of context, as 0,4096.", "--depth", "-d")] = "0",
-    sequences: Annotated[str, option("LIST", "Decode with this many sequences together, as 1,32.", "--sequences", "-s")] = "1",
-    rows: Annotated[str, option("LIST", "Forwards over this many rows, with the logits of all; or none.")] = "1,2,3,4,5,8,16",
-    rows_depth: Annotated[int, option("N", "Tokens of context that the forwards of --rows have.", min=0)] = 64,
-    repetitions: Annotated[int, option("N", "Rounds; everything has its turn in each.", "--repetitions", "-r", min=1)] = 5,
-    running: options.Running,
     output: Annotated[
         str | None, option("FORMAT", "md, csv or json; md by default.", "--output", "-o", callback=_known_output)
     ] = None,
     as_json: options.JsonOption = False,
+    plan: Plan,
+    running: options.Running,
 ) -> None:
     """Measure a model's speed: prefill, decoding, and forwards over a few rows. Random tokens, no sampling; of a chain, the target.
 
@@ -118,16 +122,6 @@ def bench(
     """
     if as_json and output not in (None, "json"):
         raise typer.BadParameter(f"got --json and --output {output}; wanted one of them")
-    with options.usage_errors():
-        plan = Plan(
-            prompt_tokens=prompt_tokens,
-            new_tokens=new_tokens,
-            depths=options.read_numbers(depth, "--depth"),
-            sequences=options.read_numbers(sequences, "--sequences"),
-            rows=options.read_numbers(rows, "--rows"),
-            rows_depth=rows_depth,
-            repetitions=repetitions,
-        )
     checkpoint = open_target(model)
     backend, settings = running
     plan.check(checkpoint.config, settings.max_rows)

@@ -18,7 +18,7 @@ from cpuspec.cli.progress import StepProgress
 from cpuspec.environment import api_key
 from cpuspec.errors import BackendError
 from cpuspec.files import write_file
-from cpuspec.load.figures import RequestResult, summarize
+from cpuspec.load.figures import RequestResult, read_goodput, read_metrics, read_percentiles, summarize
 from cpuspec.metrics import epoch_s
 
 try:
@@ -38,50 +38,65 @@ _TITLES: Mapping[str, str] = {
 }
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """The requests to send, and the figures to compute of their answers. dataset: None for random words."""
+
+    num_prompts: int = 100
+    dataset: Path | None = None
+    num_random_tokens: int = 256
+    num_prefix_tokens: int = 0
+    num_warmups: int = 1
+    metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
+    percentiles: tuple[float, ...] = (50, 95, 99)
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests: those that are measured, and those of the warm-up."""
+        return self.num_prompts + self.num_warmups
+
+
+PLAN = {
+    "model": option("NAME", "As the server calls it; by default the first of its list.", "--model", "-m"),
+    "request_rate": option("X", "Requests a second, at random moments; inf sends all at once."),
+    "burstiness": option("X", "1 is a Poisson process; less comes in bursts, more comes evenly."),
+    "max_concurrency": option("N", "Requests at once; those beyond wait unsent.", min=1, max=10_000),
+    "seed": option("S", "Of the arrivals and of random prompts.", min=0),
+    "max_tokens": option("N", "Tokens that an answer may have.", "--random-output-len", "--output-len", min=1),
+    "max_seconds": option("S", "What still runs then is broken off.", min=0.001, max=1e6),
+    "backend": option(
+        "B",
+        "openai sends prompts to /v1/completions, openai-chat conversations to /v1/chat/completions; by default what the data are.",
+    ),
+    "endpoint": option("PATH", "Another path than the backend's."),
+}
+MEASUREMENT = {
+    "num_prompts": option("N", "Requests to send.", min=1, max=100_000),
+    "dataset": option(
+        "FILE",
+        "JSON lines with prompt or messages, perhaps with output_tokens; too few are repeated. By default random words.",
+        "--dataset-path",
+    ),
+    "num_random_tokens": option("N", "Tokens of a random prompt.", "--random-input-len", min=1, max=1_000_000),
+    "num_prefix_tokens": option("N", "Tokens before it that all prompts share.", "--random-prefix-len", min=0, max=1_000_000),
+    "num_warmups": option("N", "Requests that are sent before, unmeasured.", min=0, max=1000),
+    "metrics": (option("LIST", "The latencies to show, of ttft, tpot, itl and e2el.", "--percentile-metrics"), read_metrics),
+    "percentiles": (option("LIST", "Percentiles of each.", "--metric-percentiles"), read_percentiles),
+}
+
+
 @exit_codes()
+@options.takes_fields("plan", LoadPlan, PLAN)
+@options.takes_fields("wanted", Measurement, MEASUREMENT)
 def bench_serve(
     more_goodput: Annotated[list[str] | None, argument("NAME:MS", "More targets of --goodput.", hidden=True)] = None,
     *,
     host: Annotated[str, option("ADDRESS", "Of the server, on this machine.")] = "127.0.0.1",
     port: Annotated[int, option("N", "Of the server.", min=1, max=65535)] = 8000,
     base_url: Annotated[str | None, option("URL", "Instead of both, as http://127.0.0.1:8000.")] = None,
-    backend: Annotated[
-        str | None,
-        option(
-            "B",
-            "openai sends prompts to /v1/completions, openai-chat conversations to /v1/chat/completions; by default what the "
-            "data are.",
-        ),
-    ] = None,
-    endpoint: Annotated[str | None, option("PATH", "Another path than the backend's.")] = None,
-    model: Annotated[
-        str | None, option("NAME", "As the server calls it; by default the first of its list.", "--model", "-m")
-    ] = None,
-    num_prompts: Annotated[int, option("N", "Requests to send.", min=1, max=100_000)] = 100,
-    request_rate: Annotated[float, option("X", "Requests a second, at random moments; inf sends all at once.")] = float("inf"),
-    burstiness: Annotated[float, option("X", "1 is a Poisson process; less comes in bursts, more comes evenly.")] = 1.0,
-    max_concurrency: Annotated[int | None, option("N", "Requests at once; those beyond wait unsent.", min=1, max=10_000)] = None,
-    seed: Annotated[int, option("S", "Of the arrivals and of random prompts.", min=0)] = 0,
-    dataset_path: Annotated[
-        Path | None,
-        option(
-            "FILE", "JSON lines with prompt or messages, perhaps with output_tokens; too few are repeated. By default random words."
-        ),
-    ] = None,
-    random_input_len: Annotated[int, option("N", "Tokens of a random prompt.", min=1, max=1_000_000)] = 256,
-    random_prefix_len: Annotated[int, option("N", "Tokens before it that all prompts share.", min=0, max=1_000_000)] = 0,
-    random_output_len: Annotated[
-        int | None, option("N", "Tokens that an answer may have, 128 by default.", "--random-output-len", "--output-len", min=1)
-    ] = None,
     ignore_eos: Annotated[bool, flag("--ignore-eos", "Answers go on to that length, on servers that know ignore_eos.")] = False,
     temperature: Annotated[float, option("T", "0 is greedy.", min=0)] = 0.0,
     extra_body: Annotated[str | None, option("JSON", 'Fields of every request, as \'{"speculation": {"draft": "none"}}\'.')] = None,
-    num_warmups: Annotated[int, option("N", "Requests that are sent before, unmeasured.", min=0, max=1000)] = 1,
-    max_seconds: Annotated[float, option("S", "What still runs then is broken off.", min=0.001, max=1e6)] = 3600.0,
-    percentile_metrics: Annotated[
-        str, option("LIST", "The latencies to show, of ttft, tpot, itl and e2el.")
-    ] = "ttft,tpot,itl,e2el",
-    metric_percentiles: Annotated[str, option("LIST", "Percentiles of each.")] = "50,95,99",
     goodput: Annotated[
         list[str] | None, option("NAME:MS...", "Count answers that keep these, too, as ttft:500 tpot:50; of ttft, tpot and e2el.")
     ] = None,
@@ -90,6 +105,8 @@ def bench_serve(
     result_dir: Annotated[Path, option("DIR", "Where the file goes.")] = Path(),
     result_filename: Annotated[str | None, option("NAME", "By default one of what was run, and when.")] = None,
     as_json: options.JsonOption = False,
+    plan: LoadPlan,
+    wanted: Measurement,
 ) -> None:
     """Send a load of requests to a server of this machine, and show latencies and throughput. In the manner of `vllm bench serve`.
 
@@ -97,37 +114,19 @@ def bench_serve(
     """
     if more_goodput and not goodput:
         raise typer.BadParameter(f"got {more_goodput[0]!r}; wanted options only")
-    from cpuspec.load.figures import read_goodput, read_metrics, read_percentiles
-
-    if backend not in (None, COMPLETIONS, CHAT):
-        raise typer.BadParameter(f"there is no --backend {backend!r}; wanted {COMPLETIONS} or {CHAT}")
-    if not (request_rate > 0 and 0 < burstiness < float("inf")):
-        raise typer.BadParameter(f"--request-rate and --burstiness must be above 0; got {request_rate:g} and {burstiness:g}")
+    if plan.backend not in (None, COMPLETIONS, CHAT):
+        raise typer.BadParameter(f"there is no --backend {plan.backend!r}; wanted {COMPLETIONS} or {CHAT}")
+    rate, burstiness = plan.request_rate, plan.burstiness
+    if not (rate > 0 and 0 < burstiness < math.inf):
+        raise typer.BadParameter(f"--request-rate and --burstiness must be above 0; got {rate:g} and {burstiness:g}")
     with options.usage_errors():
-        wanted = Measurement(
-            num_prompts=num_prompts,
-            dataset=dataset_path,
-            num_random_tokens=random_input_len,
-            num_prefix_tokens=random_prefix_len,
-            num_warmups=num_warmups,
-            metrics=read_metrics(percentile_metrics),
-            percentiles=read_percentiles(metric_percentiles),
-            goodput=read_goodput([*(goodput or []), *(more_goodput or [])]),
-        )
-    plan = LoadPlan(
-        model=model or "",
-        request_rate=request_rate,
-        burstiness=burstiness,
-        max_concurrency=max_concurrency,
-        seed=seed,
-        max_tokens=random_output_len or 128,
-        max_seconds=max_seconds,
-        backend=backend,
-        endpoint=endpoint,
-        body={"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **options.read_object(extra_body)},
-        keep_texts=save_detailed,
+        targets = read_goodput([*(goodput or []), *(more_goodput or [])])
+    body = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **options.read_object(extra_body)}
+    plan, url = (
+        replace(plan, body=body, keep_texts=save_detailed),
+        base_url or f"http://{f'[{host}]' if ':' in host else host}:{port}",
     )
-    report, result = measure_load(base_url or f"http://{f'[{host}]' if ':' in host else host}:{port}", plan, wanted)
+    report, result = measure_load(url, plan, wanted, targets)
     if save_result or save_detailed:
         path = result_path(report, result_dir, result_filename)
         write_file(path, json.dumps(report | (details(result.answers) if save_detailed else {})) + "\n")
@@ -142,27 +141,10 @@ def bench_serve(
         raise typer.Exit(ERROR)
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """The requests to send, and the figures to compute of their answers. dataset: None for random words."""
-
-    num_prompts: int
-    dataset: Path | None
-    num_random_tokens: int
-    num_prefix_tokens: int
-    num_warmups: int
-    metrics: tuple[str, ...]
-    percentiles: tuple[float, ...]
-    goodput: Mapping[str, float]
-
-    @property
-    def num_requests(self) -> int:
-        """The number of requests: those that are measured, and those of the warm-up."""
-        return self.num_prompts + self.num_warmups
-
-
-def measure_load(url: str, plan: LoadPlan, wanted: Measurement) -> tuple[dict[str, Any], LoadResult]:
+def measure_load(url: str, plan: LoadPlan, wanted: Measurement, goodput: Mapping[str, float]) -> tuple[dict[str, Any], LoadResult]:
     """Run a load against a server of this machine; returns the report and the answers. plan.model: "" for the server's first.
+
+    goodput: milliseconds that a good answer keeps, by metric.
 
     Raises ConfigError for other machines and for requests that cannot be sent, CpuspecError where the server does not answer.
     """
@@ -179,9 +161,9 @@ def measure_load(url: str, plan: LoadPlan, wanted: Measurement) -> tuple[dict[st
         "burstiness": plan.burstiness,
         "max_concurrency": plan.max_concurrency,
         "seed": plan.seed,
-        "goodput": dict(wanted.goodput),
+        "goodput": dict(goodput),
         "stopped": result.stopped,
-        **summarize(result.answers, result.duration_s, wanted.metrics, wanted.percentiles, wanted.goodput),
+        **summarize(result.answers, result.duration_s, wanted.metrics, wanted.percentiles, goodput),
     }
     return report, result
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import wraps
+from functools import partial, wraps
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, get_origin
@@ -202,6 +202,28 @@ def takes(into: str, options: list[Parameter], read: Callable[[dict[str, Any]], 
     return decorate
 
 
+def takes_fields(into: str, declaration: type, declared: Mapping[str, Any]) -> Callable[[Command], Command]:
+    """Give a command an option for each of these fields of a dataclass; it gets the whole as its argument `into`.
+
+    declared: by field an option, or an option and the function that reads the field's value from its text. Types and defaults are
+    those of the dataclass.
+    """
+    options, readers = [], {}
+    for one in (one for one in fields(declaration) if one.name in declared):
+        told, default, kind = declared[one.name], one.default, one.type
+        if isinstance(told, tuple):
+            told, readers[one.name] = told
+            default, kind = ",".join(map(str, one.default)), str  # type: ignore[arg-type]
+        annotation = Annotated[kind, told]  # type: ignore[valid-type]
+        options.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+
+    def read(given: dict[str, Any]) -> object:
+        with usage_errors():
+            return declaration(**given | {name: read_text(given[name]) for name, read_text in readers.items()})
+
+    return takes(into, options, read)
+
+
 def takes_running(*names: str, with_backend: bool = True) -> Callable[[Command], Command]:
     """Give a command options for these fields of EngineConfig and for the backend; it gets `running: Running`."""
     backend = typer.Option("--backend", metavar="B", rich_help_panel="Running", help=BACKEND_HELP)
@@ -251,6 +273,11 @@ def _read_sampling(given: dict[str, Any]) -> dict[str, Any]:
         given["logit_bias"] = read_logit_bias(given.get("logit_bias"))
         SamplingParams(**given)
     return given
+
+
+def numbers(metavar: str, text: str, *spellings: str) -> tuple[Any, Callable[[str], tuple[int, ...]]]:
+    """An option that takes whole numbers, for `takes_fields`."""
+    return option(metavar, text, *spellings), partial(read_numbers, name=spellings[0])
 
 
 def read_numbers(text: str, name: str) -> tuple[int, ...]:

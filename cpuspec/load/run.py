@@ -28,7 +28,7 @@ class LoadPlan:
     body: what every request's body has besides.
     """
 
-    model: str
+    model: str = ""
     request_rate: float = math.inf
     burstiness: float = 1.0
     max_concurrency: int | None = None

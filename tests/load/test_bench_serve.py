@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from cpuspec.cli.app import app
+from tests import command
 from tests.processes import started, wait_for
 from tests.server.running import Running, load, serving, tiny_model
 
+pytestmark = pytest.mark.usefixtures("offline")
 KEY = "a-secret"
 
 
@@ -26,17 +26,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CPUSPEC_API_KEY", KEY)
-    monkeypatch.setenv("COLUMNS", "200")
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench-serve", *arguments], prog_name="cpuspec")
+    return command.run("bench-serve", *arguments)
 
 
 def report(server: Running, *arguments: str) -> dict[str, Any]:
-    result = run("--base-url", server.url, "--json", *arguments)
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    found: dict[str, Any] = command.report_of("bench-serve", "--base-url", server.url, *arguments)
+    return found
 
 
 def test_random_prompts_have_the_lengths_asked_for(server: Running) -> None:
@@ -90,9 +88,7 @@ def test_people_get_tables_and_failures_are_told(server: Running) -> None:
 
 def test_other_machines_get_no_load() -> None:
     for options in (("--host", "192.0.2.1"), ("--base-url", "http://192.0.2.1:8000/v1"), ("--base-url", "https://127.0.0.1")):
-        result = run(*options)
-        assert result.exit_code == 1
-        assert "this machine" in result.stderr
+        command.refused("bench-serve", *options, code=1, message="this machine")
 
 
 @pytest.mark.parametrize(
@@ -116,9 +112,7 @@ def test_wrong_options_are_told(options: tuple[str, ...]) -> None:
 
 
 def test_nobody_listens() -> None:
-    result = run("--port", "1")
-    assert result.exit_code == 1
-    assert "no connection to 127.0.0.1:1" in result.stderr
+    command.refused("bench-serve", "--port", "1", code=1, message="no connection to 127.0.0.1:1")
 
 
 def test_ctrl_c_shows_what_came_until_then(server: Running) -> None:

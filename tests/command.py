@@ -1,0 +1,43 @@
+"""The command line for tests: its commands run in this process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from cpuspec.cli.app import app
+from tools.make_tiny_model import make_tiny_gguf
+
+NUMPY = ("--backend", "numpy")
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+
+
+def run(*arguments: str, stdin: str | bytes | None = None) -> Any:
+    """The result of a command: its exit code, stdout and stderr."""
+    return CliRunner().invoke(app, list(arguments), input=stdin, prog_name="cpuspec")
+
+
+def ok(*arguments: str, stdin: str | bytes | None = None) -> str:
+    """The stdout of a command that must succeed."""
+    result = run(*arguments, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def report_of(*arguments: str) -> Any:
+    """The JSON that a command prints with --json."""
+    return json.loads(ok(*arguments, "--json"))
+
+
+def refused(*arguments: str, code: int | tuple[int, ...], message: str, stdin: str | bytes | None = None) -> None:
+    """Assert that a command ends with an exit code, a message and without output."""
+    result = run(*arguments, stdin=stdin)
+    assert result.exit_code in (code if isinstance(code, tuple) else (code,)), result.output
+    assert result.stdout == ""
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def small_model(path: Path, **shape: Any) -> str:
+    """The path of a small random GGUF file."""
+    return str(make_tiny_gguf(path, **SMALL | shape))
