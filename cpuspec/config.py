@@ -778,6 +778,13 @@ class EngineConfig:
         "What a trained head's matrices of 16 bits and more are cast to at load: int8, int4, or file, which leaves them.",
         "F",
     )
+    head_vocab: int | None = _setting(
+        None,
+        _optional(_COUNT),
+        "A head that could draft all tokens drafts the N of the lowest numbers, which tokenizers give to frequent ones, and those "
+        "that end an answer; 0 is all. By default 32768 for multi-token prediction if the output matrix is most of it.",
+        "N",
+    )
     # f16 halves what f32 reads at depth, at no cost that can be measured (benchmarks/LOG.md).
     kv_format: str = _of_backend(
         "f16",

@@ -15,7 +15,6 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.heads import Head, find_reader
 from cpuspec.config import EngineConfig, ModelConfig
 from cpuspec.model.batch import ForwardBatch
-from tools.make_tiny_model import _gguf_parts, _gguf_writer, random_weights, tiny_config
 
 F64 = NDArray[np.float64]
 
@@ -192,24 +191,6 @@ def add_mtp(directory: Path, seed: int = 3) -> dict[str, NDArray[Any]]:
     whole = load_file(directory / "model.safetensors")
     write_head(directory, config, {**whole, **{f"model.mtp_layers.0.{name}": array for name, array in arrays.items()}})
     return arrays
-
-
-def make_nextn(path: Path, **shape: Any) -> Path:
-    """A tiny Qwen2 as GGUF whose last block is one for multi-token prediction."""
-    config = tiny_config("qwen2", **shape)
-    hidden, last, weights = config.hidden_size, config.num_layers - 1, random_weights(config)
-    writer = _gguf_writer(path, config)
-    writer.add_uint32("qwen2.nextn_predict_layers", 1)
-    for name, (own,) in _gguf_parts(config, list(weights)).items():
-        writer.add_tensor(name, weights[own])
-    rng = np.random.default_rng(6)
-    for name, dims in (("eh_proj", (hidden, 2 * hidden)), ("enorm", (hidden,)), ("hnorm", (hidden,))):
-        writer.add_tensor(f"blk.{last}.nextn.{name}.weight", random_array(rng, dims))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def write_gguf(

@@ -286,6 +286,17 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, F32]:
     return weights
 
 
+def prediction_weights(config: ModelConfig, seed: int = 7) -> dict[str, F32]:
+    """Random tensors of a layer for multi-token prediction, besides those of a layer of the model, by their names in GGUF files."""
+    rng, hidden = np.random.default_rng(seed), config.hidden_size
+    shapes = {"eh_proj": (hidden, 2 * hidden), "enorm": (hidden,), "hnorm": (hidden,), "shared_head_norm": (hidden,)}
+    found = {}
+    for name, shape in shapes.items():
+        mean, deviation = _moments(name, shape)
+        found[name] = (mean + deviation * rng.standard_normal(shape)).astype(np.float32)
+    return found
+
+
 def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation of a tensor's random values."""
     if name.endswith("norm"):
@@ -307,26 +318,37 @@ def make_tiny_gguf(
     embed_format: str | None = None,
     output_format: str | None = None,
     seed: int = 0,
+    predicts: bool = False,
     **shape: Any,
 ) -> Path:
     """Write a small random model as one GGUF file and return its path. Embedding and output formats default to the weights'.
 
-    shape: arguments of `tiny_config`.
+    predicts: whether the last layer is one for multi-token prediction. shape: arguments of `tiny_config`.
     """
     config = tiny_config(architecture, **shape)
-    weights = random_weights(config, seed)
-    return write_gguf(path, config, weights, weight_format=weight_format, embed_format=embed_format, output_format=output_format)
+    weights, formats = random_weights(config, seed), {"embed_format": embed_format, "output_format": output_format}
+    predicting = prediction_weights(config) if predicts else {}
+    return write_gguf(path, config, weights, weight_format=weight_format, **formats, predicting=predicting)
 
 
 def make_tiny_hf(
-    directory: str | Path, architecture: str = "qwen2", *, dtype: str = "f32", num_shards: int = 1, seed: int = 0, **shape: Any
+    directory: str | Path,
+    architecture: str = "qwen2",
+    *,
+    dtype: str = "f32",
+    num_shards: int = 1,
+    seed: int = 0,
+    predicts: bool = False,
+    **shape: Any,
 ) -> Path:
     """Write a small random model as a Hugging Face directory and return its path. dtype: f32, f16 or bf16.
 
-    shape: arguments of `tiny_config`.
+    predicts: whether the last layer is one for multi-token prediction. shape: arguments of `tiny_config`.
     """
     config = tiny_config(architecture, **shape)
-    return write_huggingface(directory, config, random_weights(config, seed), dtype=dtype, num_shards=num_shards)
+    predicting = prediction_weights(config) if predicts else {}
+    weights = random_weights(config, seed)
+    return write_huggingface(directory, config, weights, dtype=dtype, num_shards=num_shards, predicting=predicting)
 
 
 def write_gguf(
@@ -337,8 +359,12 @@ def write_gguf(
     weight_format: str = "q4_0",
     embed_format: str | None = None,
     output_format: str | None = None,
+    predicting: Mapping[str, F32] = MappingProxyType({}),
 ) -> Path:
-    """Write weights under canonical names as a GGUF file, matrices in the formats asked for, vectors in f32. Returns the path."""
+    """Write weights under canonical names as a GGUF file, matrices in the formats asked for, vectors in f32. Returns the path.
+
+    predicting: `prediction_weights`, with which the last layer is one for multi-token prediction.
+    """
     import gguf
 
     path = Path(path)
@@ -350,6 +376,13 @@ def write_gguf(
         format_name = "f32" if ours[0].endswith("_bias") else _fitting_format(chosen.get(ours[0], weight_format), values.shape)
         stored = QuantTensor.encode(get_format(format_name), values)
         writer.add_tensor(theirs, stored.data, raw_dtype=gguf.GGMLQuantizationType[format_name.upper()])
+    if predicting:
+        writer.add_nextn_predict_layers(1)
+    for name, values in predicting.items():
+        format_name = _fitting_format(weight_format, values.shape)
+        data = QuantTensor.encode(get_format(format_name), values).data
+        raw_dtype = gguf.GGMLQuantizationType[format_name.upper()]
+        writer.add_tensor(f"blk.{config.num_layers - 1}.nextn.{name}.weight", data, raw_dtype=raw_dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -402,9 +435,18 @@ def write_random_gguf(
 
 
 def write_huggingface(
-    directory: str | Path, config: ModelConfig, weights: Mapping[str, F32], *, dtype: str = "f32", num_shards: int = 1
+    directory: str | Path,
+    config: ModelConfig,
+    weights: Mapping[str, F32],
+    *,
+    dtype: str = "f32",
+    num_shards: int = 1,
+    predicting: Mapping[str, F32] = MappingProxyType({}),
 ) -> Path:
-    """Write weights under canonical names as a Hugging Face directory with configuration and tokenizer. Returns the directory."""
+    """Write weights under canonical names as a Hugging Face directory with configuration and tokenizer. Returns the directory.
+
+    predicting: `prediction_weights`, with which the last layer is one for multi-token prediction.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     family = FAMILIES[config.architecture]
@@ -424,6 +466,9 @@ def write_huggingface(
             values = values[None]
         theirs = prefix + name.removeprefix("model.") if name.startswith("model.") else name
         stored |= _hf_tensors(theirs, QuantTensor.encode(get_format(dtype), values))
+    for name, values in predicting.items():
+        theirs = f"{prefix}layers.{config.num_layers - 1}.{name.replace('shared_head_', 'shared_head.')}.weight"
+        stored[theirs] = QuantTensor.encode(get_format(dtype), values - np.float32(family.norm_offset * (values.ndim == 1)))
     if num_shards == 1:
         write_safetensors(directory / "model.safetensors", stored)
     else:
@@ -435,7 +480,9 @@ def write_huggingface(
             weight_map |= dict.fromkeys(part, file_name)
         index = {"metadata": {"total_size": sum(t.num_bytes for t in stored.values())}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
-    settings = _hf_config(config, dtype)
+    settings = _hf_config(config.with_layers(range(config.num_layers - 1)) if predicting else config, dtype)
+    if predicting:
+        settings["num_nextn_predict_layers"] = 1
     if family.text_alike:  # there is no class of the text part alone
         vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "deepstack_visual_indexes": [0]}
         settings = {

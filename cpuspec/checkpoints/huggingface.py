@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cpuspec.checkpoints import openvino
-from cpuspec.checkpoints.canonical import HF, Names, arranged, with_offset
+from cpuspec.checkpoints.canonical import HF, Names, arranged
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, MODEL_TYPES, NOT_COMPUTED, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields, read_json_object
@@ -82,7 +82,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
             else file_name
         )
         if name.startswith(("model.mtp_", "model.mtp.", "mtp.")) or names.layer_of(name) >= config.num_layers:
-            predicting[name] = with_offset(tensor, family.norm_offset) if len(tensor.shape) == 1 and "norm" in name else tensor
+            predicting[name] = tensor
             continue
         ours = names.ours(name)
         if name.endswith("rotary_emb.inv_freq"):  # derived from the configuration; old files store it

@@ -17,7 +17,7 @@ from cpuspec.evaluate.prompts import read_prompts
 
 
 @exit_codes()
-@options.takes_running("head_format", *options.HOW)
+@options.takes_running("head_format", "head_vocab", *options.HOW)
 def certify(
     model: options.ModelArgument,
     *,

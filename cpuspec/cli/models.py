@@ -12,6 +12,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import norm_sha256
 from cpuspec.checkpoints.download import fetch, find_fetched, find_model
 from cpuspec.checkpoints.gguf_parts import part_paths
+from cpuspec.checkpoints.heads import own_mtp
 from cpuspec.checkpoints.hub import HubModel, revision_of
 from cpuspec.checkpoints.local_models import local_models
 from cpuspec.checkpoints.recipes import load_all, recipe_of
@@ -23,6 +24,7 @@ from cpuspec.cli.progress import FetchProgress, busy
 from cpuspec.config import EngineConfig
 from cpuspec.engine.assemble import draft_models, model_and_spec
 from cpuspec.environment import usable_cores
+from cpuspec.errors import CheckpointError
 from cpuspec.evaluate.certify import file_identity
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
@@ -219,6 +221,9 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
             name: totals(t for t in tensors.values() if t.format.name == name)
             for name in sorted({t.format.name for t in tensors.values()})
         },
+        "prediction": totals(checkpoint.prediction_layers.values()) | {"refused": _refused(checkpoint)}
+        if checkpoint.prediction_layers
+        else None,
         "kv_format": kv_format.name,
         "kv_bytes_per_token": 2 * config.num_layers * config.num_kv_heads * stored_bytes(kv_format, config.head_dim),
         "read_bytes_per_token": read_bytes,
@@ -228,10 +233,20 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
         "bound_tokens_per_s": bandwidth / read_bytes,
     }
     if with_tensors:
+        listed = [*tensors.items(), *checkpoint.prediction_layers.items()]
         report["tensors"] = [
-            {"name": name, "format": t.format.name, "shape": list(t.shape), "bytes": t.num_bytes} for name, t in tensors.items()
+            {"name": name, "format": t.format.name, "shape": list(t.shape), "bytes": t.num_bytes} for name, t in listed
         ]
     return report
+
+
+def _refused(checkpoint: Checkpoint) -> str:
+    """Why a model's layer for multi-token prediction does not draft; "" where it does."""
+    try:
+        own_mtp(checkpoint)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def verify_model(checkpoint: Checkpoint, threads: int) -> Report:
@@ -280,6 +295,16 @@ def totals(tensors: Iterable[QuantTensor]) -> Report:
     }
 
 
+def _prediction(found: Report | None) -> list[tuple[str, str]]:
+    """A line about a layer for multi-token prediction, if there is one."""
+    if not found:
+        return []
+    use = found["refused"] or "it drafts by --draft mtp, or where auto chooses it"
+    return [
+        ("prediction", f"a layer of {size(found['bytes'])} in {found['num_tensors']} tensors for multi-token prediction: {use}")
+    ]
+
+
 def show_model(report: Report) -> None:
     """Print `describe_model`: facts, formats, and tensors if they were asked for."""
     config = report["config"]
@@ -303,6 +328,7 @@ def show_model(report: Report) -> None:
         ("rotary base", f"{config['rope_base']:,.0f}{scaling}"),
         ("weights", f"{report['num_weights']:,} in {report['num_tensors']} tensors"),
         ("size", f"{size(report['bytes'])}, {report['bits_per_weight']:.2f} bits per weight"),
+        *_prediction(report["prediction"]),
         ("keys and values", f"{size(report['kv_bytes_per_token'])} per token of context, in {report['kv_format']}"),
         ("processor", report["processor"]),
         ("memory", f"reads {per_second} with {report['threads']} threads (estimated in about a second)"),

@@ -31,7 +31,7 @@ GENERATE_TOKENS, CHAT_TOKENS = 512, 1024
 HOW = ("threads", "memory", "kv_format", "device", "dtype", "weights", "activations", "prompt_arithmetic")
 ANSWERING = (
     *("max_sequences", "context_length", "max_rows", "prompt_rows"),
-    *("prefix_cache_gb", "prefix_cache_dir", "prefix_disk_gb", "mmap", "head_format"),
+    *("prefix_cache_gb", "prefix_cache_dir", "prefix_disk_gb", "mmap", "head_format", "head_vocab"),
     *HOW,
 )
 

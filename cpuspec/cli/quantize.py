@@ -67,6 +67,10 @@ def quantize(
     ] = False,
     smoothing_strength: Annotated[float, option("SHARE", "Of smoothquant: 0 moves nothing into weights.", min=0, max=1)] = 0.5,
     group_size: Annotated[int, option("N", "Of w4a16: weights that share a scale, 32, 64 or 128.")] = 128,
+    mtp: Annotated[
+        bool,
+        flag("--mtp/--no-mtp", "Keep a layer for multi-token prediction, which drafts; its matrices as those of the last layer."),
+    ] = True,
     threads: ThreadsOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -94,6 +98,7 @@ def quantize(
             group_size=group_size,
             bits_per_weight=bits_per_weight,
             candidates=tuple(candidates.lower().split(",")) if candidates else (),
+            predicts=mtp,
         )
     checkpoint = open_model(model)
     text = None if calibration is None else _read_text(calibration)
@@ -112,7 +117,7 @@ def quantize(
         return
     if own := [name for name in made.formats if (get_format(name).gguf_type or 0) >= OWN_GGUF_TYPES]:
         note(f"only cpuspec has {' and '.join(own)}; llama.cpp does not read this file")
-    if made.num_left_out:
+    if made.num_left_out and mtp:
         note(f"{counted(made.num_left_out, 'tensor')} of layers for multi-token prediction left out: the file drafts without them")
     if made.num_resumed:
         note(f"{counted(made.num_resumed, 'tensor')} taken from the run that was interrupted")

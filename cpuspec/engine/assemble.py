@@ -19,7 +19,7 @@ from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.checkpoints.heads import Head, HeadFiles, own_mtp, reader_of
 from cpuspec.checkpoints.recipes import ChainRecipe, Recipe, find_named
 from cpuspec.config import AUTO, BACKEND_SETTINGS, EngineConfig, LevelSpec, SpecConfig, read_backend
-from cpuspec.engine.heads import casts_of_head, open_head
+from cpuspec.engine.heads import casts_of_head, of_frequent_tokens, open_head
 from cpuspec.engine.own_weights import read_skipped, skip_layers
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import Format, get_format
@@ -77,7 +77,7 @@ OWN_WEIGHTS: Mapping[str, Callable[[Checkpoint, str], Weights]] = {"self": _cast
 BY_TEXT = "text"
 MODELS = (*OWN_WEIGHTS, BY_TEXT, *HEAD_STYLES)
 
-# The target's own layer for multi-token prediction.
+# The target's own layer for multi-token prediction, in its files or beside them; plain `auto` chooses it, too.
 MTP = "mtp"
 
 _PLANNED = AUTO.levels[0].name
@@ -256,6 +256,8 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
     Raises ConfigError, CheckpointError, DownloadError, TokenizerError or FormatError.
     """
     check_spec(spec)
+    if spec == AUTO and _predicts(target):
+        spec = SpecConfig((*AUTO.levels, LevelSpec(MTP)))
     is_planned, levels = _is_planned(spec), _levels(spec)
     num_tokens = MAX_TOKENS if is_planned else DEFAULT_NUM_TOKENS
     verifier = Verifier(target.tokenizer, target.vocab_size, target.context_length)
@@ -274,6 +276,14 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
             raise ConfigError(f"{level.drafter} verifies no drafts of others; join them with +, as in {levels[0]}+{level}")
     lookups = [level for level in levels if _read(level).is_lookup] or [_PLANNED_LOOKUP] * is_planned
     return OpenedSpec(is_planned, [_open_level(level, target, verifier, DEFAULT_NUM_TOKENS) for level in lookups], models)
+
+
+def _predicts(target: Target) -> bool:
+    """Whether the target has a layer for multi-token prediction that can draft, in its files or beside them."""
+    try:
+        return target.checkpoint is not None and own_mtp(target.checkpoint, target.settings.mmap) is not None
+    except CheckpointError:
+        return False
 
 
 def _open_level(level: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) -> OpenedLevel:
@@ -296,7 +306,8 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
                 f"{part.drafter} drafts with the target's own weights, and this target is no checkpoint; name a model"
             )
         if drafter.argument == MTP:
-            return _opened_head(own_mtp(target.checkpoint), part, drafter, target, backend, settings, verifier, num_tokens)
+            head = own_mtp(target.checkpoint, settings.mmap)
+            return _opened_head(head, part, drafter, target, backend, settings, verifier, num_tokens)
         weights, tokenizer = OWN_WEIGHTS[drafter.name](target.checkpoint, drafter.argument), target.tokenizer
     else:
         source = find_model(drafter.model)
@@ -345,6 +356,7 @@ def _opened_head(
 ) -> OpenedHead:
     if drafter.name == "tree" and head.method not in TREE_RULES:
         raise ConfigError(f"{drafter.shown} drafts in one pass, and makes no trees; leave out tree:")
+    head = of_frequent_tokens(head, settings.head_vocab, target.tokenizer)
     style, casts = drafter.name if drafter.name in HEAD_STYLES else "", casts_of_head(head, settings.head_format, target.checkpoint)
     # A planner may ask a head for more tokens than it drafts by default, unless one pass makes so many.
     number = part.num_tokens or (max(num_tokens, head.num_tokens) if head.method in TREE_RULES else head.num_tokens)

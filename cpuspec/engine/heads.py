@@ -3,18 +3,22 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles, norm_sha256
 from cpuspec.checkpoints.heads import Head, HeadFiles, HeadReader
 from cpuspec.checkpoints.recipes import HeadOf
 from cpuspec.errors import CheckpointError, ConfigError
-from cpuspec.formats import Format, get_format
+from cpuspec.formats import Format, QuantTensor, get_format
 from cpuspec.speculation.drafters.vocab import same_tokens
 from cpuspec.text import Tokenizer, make_tokenizer
 
 # `EngineConfig.head_format`: what matrices of 16 bits or more are cast to.
 _FORMATS = {"int8": "q8_0", "int4": "int4_g32"}
 _MOST_BITS = 16
+# `EngineConfig.head_vocab` by default, for vocabularies of twice as many tokens. FR-Spec (arXiv 2502.14856) drafts as many.
+_FREQUENT = 1 << 15
 
 
 def open_head(
@@ -40,6 +44,28 @@ def open_head(
                 "use a head that was trained for this model"
             )
     return head
+
+
+def of_frequent_tokens(head: Head, number: int | None, tokenizer: Tokenizer) -> Head:
+    """The head with an output matrix for some tokens alone, as `EngineConfig.head_vocab` says. tokenizer: the target's.
+
+    A head that has a list of tokens, or biases or matrices of its own for all of them, stays as it is.
+    """
+    output, vocab_size = head.model.tensors.get("output"), head.model.config.vocab_size
+    if head.stages or head.token_ids is not None or (head.block and head.block.markov) or output is None:
+        return head
+    if number is None:
+        others = sum(t.num_bytes for name, t in head.model.tensors.items() if name not in ("embed", "output") and len(t.shape) == 2)
+        number = _FREQUENT if head.method == "mtp" and vocab_size >= 2 * _FREQUENT and output.num_bytes > others else 0
+    if not 0 < number < vocab_size:
+        return head
+    ids = np.array(sorted({*range(number), *(end for end in tokenizer.eos_ids if end < vocab_size)}), np.int64)
+    rows = QuantTensor(output.format, (len(ids), output.shape[1]), output.data[ids], output.order)
+    config = head.model.config
+    assert config.head is not None, "a head's model says how it begins and ends"
+    config = replace(config, head=replace(config.head, num_logits=len(ids)))
+    model = replace(head.model, config=config, tensors={**head.model.tensors, "output": rows})
+    return replace(head, model=model, token_ids=ids)
 
 
 def casts_of_head(head: Head, format_name: str, target: Checkpoint | None) -> Mapping[str, Format]:

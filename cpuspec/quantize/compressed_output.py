@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,9 +94,17 @@ def formats_of(checkpoint: Checkpoint, scheme: str, group_size: int) -> dict[str
     return found
 
 
-def write_model(out: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTensor], scheme: str, group_size: int) -> None:
+def write_model(
+    out: Path,
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, QuantTensor],
+    scheme: str,
+    group_size: int,
+    as_they_are: Mapping[str, QuantTensor] = MappingProxyType({}),
+) -> None:
     """Write the directory, which must not be there yet or be empty; it appears when it is whole.
 
+    as_they_are: further tensors, by their names in the file.
     Raises ConfigError for a directory with something in it, OSError where it cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -112,9 +121,10 @@ def write_model(out: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTe
         for part in ("router", "shared_weight") if checkpoint.config.experts else ():
             if part in names:
                 settings["ignore"].append("re:.*" + re.escape(names[part][1].removesuffix(".weight")) + "$")
+        settings["ignore"] += [name.removesuffix(".weight") for name, tensor in as_they_are.items() if len(tensor.shape) > 1]
         config = config_to_write(checkpoint) | {"quantization_config": settings}
         write_file(unfinished / "config.json", json.dumps(config, indent=2))
-        _write_safetensors(unfinished / "model.safetensors", checkpoint, tensors, scheme)
+        _write_safetensors(unfinished / "model.safetensors", checkpoint, tensors, scheme, as_they_are)
         os.replace(unfinished, out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -155,13 +165,17 @@ class _Piece(NamedTuple):
     data: partial[NDArray[Any]]
 
 
-def _write_safetensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTensor], scheme: str) -> None:
+def _write_safetensors(
+    path: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTensor], scheme: str, as_they_are: Mapping[str, QuantTensor]
+) -> None:
     plain = checkpoint.tensors["embed"].format
     pieces: dict[str, _Piece] = {}
     config, family = checkpoint.config, FAMILIES[checkpoint.config.architecture]
     for theirs, ours in file_names(family, HF, tensors).items():
         whole = joined(config, family, HF, {name: tensors[name] for name in ours})
         pieces |= dict(_pieces(family, theirs, ours[0], whole, plain, scheme))
+    for name, tensor in as_they_are.items():
+        pieces[name] = _Piece(tensor.format.name.upper(), tensor.shape, tensor.num_bytes, partial(getattr, tensor, "data"))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, piece in pieces.items():

@@ -25,6 +25,7 @@ from cpuspec.files import replacing
 from cpuspec.formats import Format, QuantTensor, get_format
 from cpuspec.formats.tensor import U8
 from cpuspec.model.rope import attention_factor, inverse_frequencies
+from cpuspec.quantize import prediction
 from cpuspec.text import make_tokenizer
 from cpuspec.text.hf_vocabulary import read_hf_vocabulary
 from cpuspec.text.parts import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
@@ -106,36 +107,49 @@ def write_model(
     file_type: int,
     extra: Mapping[str, Value],
     source: Mapping[str, bytes] | None = None,
+    predicts: bool = True,
 ) -> None:
     """Write a model as one file, which takes the place of `path` when it is whole.
 
     tensors: every tensor by canonical name. file_type: llama.cpp's number of the mix. extra: entries that tell how it was made.
-    source: what `source_entries` gave.
+    source: what `source_entries` gave. predicts: whether it keeps its layer for multi-token prediction.
     Raises ConfigError as that does, OSError where the file cannot be written.
     """
     config = checkpoint.config
     family = FAMILIES[config.architecture]
     told: dict[str, Value] = {"general.file_type": file_type, "general.quantization_version": _QUANTIZATION_VERSION, **extra}
     others: dict[str, QuantTensor] = {}
+    head = prediction.writable(checkpoint) if predicts else None
+    predicting = prediction.tensors_of(checkpoint, head, tensors) if head else {}
     entries = {**(source_entries(checkpoint) if source is None else source)}
     if isinstance(checkpoint.vocabulary, GgufVocabulary):
         known, names = {gguf_name(config, name) for name in checkpoint.tensors}, Names(family, GGUF)
+        left_out = checkpoint.prediction_layers.keys() if predicting or not predicts else set()
         stored = read_parts(checkpoint.path).tensors.items()
-        others = {name: tensor for name, tensor in stored if name not in known and not names.ours(name)}
+        kept = checkpoint.prediction_layers.keys() - left_out
+        others = {name: one for name, one in stored if name in kept or not (name in known or names.ours(name) or name in left_out)}
+        if checkpoint.prediction_layers and not predicts:
+            told |= prediction.entries_without(checkpoint)
     else:
         others = rope_factors(config)
+        if predicting:
+            architecture = family.gguf_architecture or family.architecture
+            told |= prediction.entries_with(shape_entries(checkpoint, architecture), architecture)
     entries |= {key: entry(key, value) for key, value in told.items()}
     by_file = file_names(family, GGUF, checkpoint.tensors)
 
     def data_of(name: str) -> U8:
         if name in others:
             return others[name].data
+        if name in predicting:
+            return prediction.encoded(*predicting[name])
         tensor = joined(config, family, GGUF, {ours: tensors[ours] for ours in by_file[name]})
         return np.concatenate([part.data for part in tensor.parts]) if tensor.parts else tensor.data
 
     infos = {name: TensorInfo(tensor.format, tensor.shape) for name, tensor in others.items()}
     for theirs, ours in by_file.items():
         infos[theirs] = TensorInfo(tensors[ours[0]].format, joined_shape([tensors[name].shape for name in ours]))
+    infos |= {name: TensorInfo(format, tensor.shape) for name, (format, tensor) in predicting.items()}
     with replacing(path) as file:
         write_gguf(file, entries, infos, data_of)
 

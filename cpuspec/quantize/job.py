@@ -25,6 +25,7 @@ from cpuspec.quantize.compressed_output import write_model as write_directory
 from cpuspec.quantize.gguf_output import gguf_name, one_format_of_joined, source_entries, write_model
 from cpuspec.quantize.gptq import GptqSettings
 from cpuspec.quantize.imatrix import Importance, collect, of_matrices
+from cpuspec.quantize.prediction import writable
 from cpuspec.quantize.run import gptq_all, keep_vectors, round_all
 from cpuspec.quantize.scaling import awq, smoothquant
 from cpuspec.quantize.store import TensorStore, Workspace
@@ -59,6 +60,7 @@ class Job:
     group_size: int = 128
     bits_per_weight: float | None = None
     candidates: tuple[str, ...] = ()  # names of formats; none are those of `mixes.BUDGET_FORMATS`
+    predicts: bool = True  # whether a layer for multi-token prediction is written, too
 
     def __post_init__(self) -> None:
         for method in self.methods:
@@ -84,7 +86,7 @@ class Made:
     formats: Mapping[str, int]  # matrices of each
     matrices: Mapping[str, str]  # the format of each, by canonical name
     num_resumed: int  # tensors that an earlier run had finished
-    num_left_out: int = 0  # tensors of layers for multi-token prediction, which only files of their own kind keep
+    num_left_out: int = 0  # tensors of layers for multi-token prediction
 
 
 def read_chunks(checkpoint: Checkpoint, text: str, chunks: int, length: int) -> I32:
@@ -202,17 +204,20 @@ def quantize(
         extra: dict[str, Value] = {}
         if importance is not None:
             extra = {"quantize.imatrix.entries_count": len(importance.means), "quantize.imatrix.chunks_count": importance.chunks}
+        of_prediction = checkpoint.prediction_layers if job.predicts else {}
         if is_directory:
-            write_directory(out, checkpoint, store, job.type_name, job.group_size)
+            write_directory(out, checkpoint, store, job.type_name, job.group_size, of_prediction)
         else:
             if job.bits_per_weight is not None:
                 extra["quantize.bits_per_weight"] = job.bits_per_weight
             write_model(
-                out, checkpoint, store, mixes.FILE_TYPES.get(job.type_name) or mixes.file_type(formats, shapes), extra, entries
+                *(out, checkpoint, store, mixes.FILE_TYPES.get(job.type_name) or mixes.file_type(formats, shapes), extra, entries),
+                predicts=job.predicts,
             )
         finished = True
     finally:
         workspace.close(remove=finished)
+    is_kept = job.predicts and (is_directory or isinstance(checkpoint.vocabulary, GgufVocabulary) or writable(checkpoint))
     num_bits = sum(8 * formats[name].row_bytes(shape[1]) * shape[0] for name, shape in matrices.items())
     return Made(
         path=str(out),
@@ -221,7 +226,7 @@ def quantize(
         formats=dict(Counter(format.name for format in formats.values())),
         matrices={name: format.name for name, format in formats.items()},
         num_resumed=store.num_resumed,
-        num_left_out=0 if is_directory or isinstance(checkpoint.vocabulary, GgufVocabulary) else len(checkpoint.prediction_layers),
+        num_left_out=0 if is_kept else len(checkpoint.prediction_layers),
     )
 
 

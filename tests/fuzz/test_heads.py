@@ -12,7 +12,7 @@ import numpy as np
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.checkpoints.heads import find_reader
+from cpuspec.checkpoints.heads import find_reader, own_mtp
 from cpuspec.config import EngineConfig
 from cpuspec.model.batch import ForwardBatch
 from tests import block_heads, heads
@@ -20,7 +20,7 @@ from tests.fuzz.drive import check, mutate_bytes, mutate_json
 from tests.fuzz.gguf_fields import structural_fields
 from tests.fuzz.test_models import both, write_files
 from tests.model_files import join_safetensors, split_safetensors
-from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
+from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf, prediction_weights, random_weights, tiny_config, write_gguf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 4, "vocab_size": 320}
 DIRECTORIES: dict[str, Any] = {
@@ -34,6 +34,7 @@ DIRECTORIES: dict[str, Any] = {
 }
 FILES = {"EAGLE-3": heads.as_gguf, "DFlash": block_heads.as_gguf, "DSpark": block_heads.as_gguf}
 MTP = "multi-token prediction"
+MTP_ALONE = "multi-token prediction in a file of its own"
 
 
 @cache
@@ -58,18 +59,28 @@ def directory_sample(kind: str) -> dict[str, bytes]:
 @cache
 def file_sample(kind: str) -> tuple[bytes, list[tuple[int, int]]]:
     with tempfile.TemporaryDirectory() as directory:
-        head = DIRECTORIES[kind](Path(directory) / "head", target().config)
-        content = FILES[kind](head, Path(directory) / "head.gguf").read_bytes()
+        path = Path(directory) / "head.gguf"
+        if kind in (MTP, MTP_ALONE):
+            config = tiny_config(**{**SMALL, "num_layers": SMALL["num_layers"] + 1})
+            weights, last = random_weights(config), f"layers.{SMALL['num_layers']}."
+            weights = {name: one for name, one in weights.items() if kind == MTP or not name.startswith("layers.") or last in name}
+            write_gguf(path, config, weights, weight_format="f32", predicting=prediction_weights(config))
+        else:
+            FILES[kind](DIRECTORIES[kind](Path(directory) / "head", target().config), path)
+        content = path.read_bytes()
     return content, [(position, size) for _, position, size in structural_fields(content) if size]
 
 
 def use(path: Path) -> None:
-    """Open a head beside its target and run what can be run of it; what is no head any more is a whole model, or nothing."""
+    """Open a head beside its target and run what can be run of it; what is no head is a model, with one of its own or none."""
     found = find_reader(path)
     if found is None:
-        open_checkpoint(path)
-        return
-    head = found[0].read(found[1], target())
+        checkpoint = open_checkpoint(path)
+        if not checkpoint.prediction_layers:
+            return
+        head = own_mtp(checkpoint)
+    else:
+        head = found[0].read(found[1], target())
     with closing(make_backend("numpy", head.model, EngineConfig(threads=1, max_rows=8))) as backend, np.errstate(all="ignore"):
         hidden_size = backend.config.hidden_size
         described = backend.config.head
@@ -101,7 +112,7 @@ def head_directory(rng: random.Random, directory: Path) -> None:
 
 
 def head_file(rng: random.Random, directory: Path) -> None:
-    content, fields = file_sample(rng.choice(list(FILES)))
+    content, fields = file_sample(rng.choice([*FILES, MTP, MTP_ALONE]))
     end = fields[-1][0] if rng.random() < 0.5 else len(content)
     (directory / "head.gguf").write_bytes(mutate_bytes(content[:end], rng, fields) + content[end:])
     use(directory / "head.gguf")

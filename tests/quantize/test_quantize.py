@@ -13,9 +13,11 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.checkpoint import is_linear
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.gguf_file import read_gguf
 from cpuspec.checkpoints.gguf_writer import entry, read_entries
+from cpuspec.checkpoints.heads import own_mtp
 from cpuspec.config import EngineConfig, ModelConfig, Rope, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError, FormatError
 from cpuspec.evaluate.quality import Quality, compare
@@ -482,3 +484,36 @@ def test_the_report_is_json(source: Checkpoint, tmp_path: Path) -> None:
     from dataclasses import asdict
 
     assert json.loads(json.dumps(asdict(quantize(source, tmp_path / "out.gguf", Job("q8_0"), threads=1))))["bits_per_weight"] == 8.5
+
+
+@pytest.mark.parametrize("source", ["gguf", "hf"])
+@pytest.mark.parametrize("family", ["qwen2", "glm4moe"])
+def test_a_layer_for_prediction_is_kept_or_left_out(tmp_path: Path, family: str, source: str) -> None:
+    options = {"architecture": family, "num_layers": 3, **({} if family == "qwen2" else {**MIXTURES[family], "tied": False})}
+    if source == "gguf":
+        path = make_tiny_gguf(tmp_path / "source.gguf", weight_format="f16", predicts=True, **options)
+    else:
+        path = make_tiny_hf(tmp_path / "source", predicts=True, dtype="bf16", **options)
+    before = open_checkpoint(path)
+    kept, dropped = tmp_path / "kept.gguf", tmp_path / "dropped.gguf"
+    assert quantize(before, kept, Job("q8_0"), 1).num_left_out == 0
+    assert quantize(before, dropped, Job("q8_0", predicts=False), 1).num_left_out == len(before.prediction_layers)
+    wanted, got = own_mtp(before), own_mtp(open_checkpoint(kept))
+    assert got.model.tensors.keys() == wanted.model.tensors.keys()
+    for name, tensor in wanted.model.tensors.items():
+        values, again = tensor.dequantize(), got.model.tensors[name]
+        assert np.abs(again.dequantize() - values).max() < 0.01 * np.abs(values).max(), name
+        assert again.format.name == ("q8_0" if is_linear(name, tensor.shape) else "f32"), name
+    without = open_checkpoint(dropped)
+    assert without.config == open_checkpoint(kept).config
+    assert not without.prediction_layers
+    with pytest.raises(CheckpointError, match="has no layers for multi-token prediction"):
+        own_mtp(without)
+
+
+def test_a_directory_keeps_a_layer_for_prediction_as_it_is(tmp_path: Path) -> None:
+    before = open_checkpoint(make_tiny_hf(tmp_path / "source", predicts=True, dtype="bf16", num_layers=3))
+    assert quantize(before, tmp_path / "out", Job("w4a16"), 1).num_left_out == 0
+    wanted, got = own_mtp(before).model.tensors, own_mtp(open_checkpoint(tmp_path / "out")).model.tensors
+    for name in wanted.keys() - {"embed", "output"}:
+        assert np.array_equal(wanted[name].dequantize(), got[name].dequantize()), name

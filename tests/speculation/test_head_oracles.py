@@ -21,7 +21,7 @@ from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.drafters.blocks import _corrected
 from cpuspec.speculation.drafters.masks import MaskProposer
-from tests.backends.models import every_backend
+from tests.backends.models import MIXTURES, every_backend
 from tests.heads import RandomHead, opened, random_array, write_head
 from tools.make_tiny_model import make_tiny_hf
 
@@ -308,23 +308,28 @@ def test_a_layer_for_multi_token_prediction_computes_what_speculators_computes(
         assert_alike(got, logits, f"step {step}")
 
 
+OF_FAMILIES: dict[str, dict[str, Any]] = {"qwen2": {"tied": False}, "glm4moe": {**MIXTURES["glm4moe"], "rope_dims": 8}}
+
+
 @BACKENDS
-def test_a_targets_own_layer_computes_what_transformers_computes(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("family", OF_FAMILIES)
+def test_a_targets_own_layer_computes_what_transformers_computes(tmp_path: Path, family: str, name: str) -> None:
     """In DeepSeek's layout."""
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):
         pytest.skip("this version of transformers has no MtpModel")
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    directory = make_tiny_hf(tmp_path / "target", "qwen2", tied=False, **SMALL)
+    directory = make_tiny_hf(tmp_path / "target", **{"architecture": family, **OF_FAMILIES[family], **SMALL})
     main = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     plain = open_checkpoint(directory)
     main.config.num_mtp_layers, main.config.mtp_layer_types = 1, ["full_attention"]
     model = layers.MtpModel(main, 1).eval()
-    rng, prefix, arrays = np.random.default_rng(5), "model.layers.4.", {}
+    rng, prefix, arrays = np.random.default_rng(5), f"model.layers.{plain.config.num_layers}.", {}
     with torch.no_grad():
-        for key, parameter in model.layers[0].named_parameters():
-            values = random_array(rng, tuple(parameter.shape))
+        for key, parameter in [*model.layers[0].named_parameters(), *model.layers[0].named_buffers()]:
+            values = rng.standard_normal(tuple(parameter.shape)) / parameter.shape[-1] ** 0.5
+            values = np.float32(1 + 0.1 * values if key.endswith("norm.weight") else values)
             parameter.copy_(torch.from_numpy(values))
             arrays[prefix + key.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")] = values
     settings = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}

@@ -1,6 +1,7 @@
 """Trained heads: read as published, equal to their formulas on every backend, and drafts of theirs change no answer."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
 from cpuspec.speculation.drafters.heads import HeadProposer, Rule
 from cpuspec.speculation.drafters.parallel import draft_at_once
 from cpuspec.speculation.head_context import DraftedRows, HeadRows
-from tests.backends.models import every_backend, tiny
+from tests.backends.models import MIXTURES, every_backend, tiny
 from tests.block_heads import make_block_head
 from tests.checkpoints.quantizers import compressed, save
 from tests.heads import (
@@ -39,7 +40,6 @@ from tests.heads import (
     eagle3_rows,
     make_eagle1,
     make_eagle3,
-    make_nextn,
     make_oracle1,
     make_oracle3,
     mtp_rows,
@@ -61,7 +61,15 @@ from tests.speculation.head_runs import (
     silent_target,
 )
 from tests.stage_heads import make_medusa, make_mlp_speculator
-from tools.make_tiny_model import make_tiny_hf
+from tools.make_tiny_model import (
+    make_tiny_gguf,
+    make_tiny_hf,
+    prediction_weights,
+    random_weights,
+    tiny_config,
+    write_gguf,
+    write_huggingface,
+)
 
 
 @pytest.fixture(scope="module")
@@ -153,31 +161,130 @@ def test_a_layer_for_multi_token_prediction_computes_its_formulas(tmp_path: Path
     assert np.abs(states - wanted_hidden).max() < 1e-4 * np.abs(wanted_hidden).max()
 
 
-def test_a_target_drafts_with_its_own_layer_and_answers_the_same(tmp_path: Path) -> None:
+# --------------------------------------------------------------------------------- layers for prediction in the target's own files
+
+OWN: dict[str, dict[str, Any]] = {
+    "qwen2": {"tied": False},
+    "llama": {},  # whose GGUF files pair neighbouring rows of q and k
+    "gemma3": {"num_layers": 3},
+    "qwen3moe": {"num_experts": 4, "num_used": 2, "expert_size": 64},
+    "glm4moe": {**MIXTURES["glm4moe"], "rope_dims": 8, "expert_size": 64},
+    "bailingmoe2": {**MIXTURES["bailingmoe2"], "rope_dims": 8, "expert_size": 64},
+}
+FILES = {"gguf": partial(make_tiny_gguf, weight_format="f32"), "hf": make_tiny_hf}
+
+
+def shape_of_own(family: str) -> dict[str, Any]:
+    return {"architecture": family, "context_length": 128, **SMALL, "num_layers": 3, **OWN[family]}
+
+
+def with_own_layer(path: Path, family: str, kind: str) -> Path:
+    """A model whose last layer is one for multi-token prediction, as `path`, or `path`.gguf."""
+    return FILES[kind](path.with_suffix(".gguf" if kind == "gguf" else ""), predicts=True, **shape_of_own(family))
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A mixture with such a layer."""
+    return open_checkpoint(with_own_layer(tmp_path_factory.mktemp("own") / "glm", "glm4moe", "gguf"))
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("family", OWN)
+def test_a_targets_own_layer_is_read_as_a_layer_of_its_family(tmp_path: Path, family: str, kind: str) -> None:
+    target = open_checkpoint(with_own_layer(tmp_path / "model", family, kind))
+    config = tiny_config(**shape_of_own(family))
+    weights, others, last = random_weights(config), prediction_weights(config), f"layers.{config.num_layers - 1}."
+    head = own_mtp(target)
+    assert (target.config.num_layers, head.layers) == (config.num_layers - 1, (config.num_layers - 2,))
+    wanted = {name.replace(last, "layers.0."): values for name, values in weights.items() if name.startswith(last)}
+    names = {"enorm": "embed_norm", "hnorm": "hidden_norm", "eh_proj": "fuse", "shared_head_norm": "norm"}
+    wanted |= {names[name]: values for name, values in others.items()}
+    assert head.model.tensors.keys() - wanted.keys() == {"embed", "output"}
+    for name, values in wanted.items():
+        assert np.allclose(head.model.tensors[name].dequantize(), values, rtol=1e-6, atol=1e-6), name
+    assert head.model.tensors["embed"] is target.tensors["embed"]
+    (norm,) = head.feature_norms
+    assert norm.weight.tolist() == target.tensors["norm"].dequantize().tolist()
+    check_answers(target, "numba", ["mtp@3"])
+
+
+OWN_SPECS = (*(f"mtp@{number}" for number in range(1, 7)), "tree:mtp@6", "draw:mtp", "ngram@2+mtp@2", "numpy:mtp", "auto")
+
+
+@every_backend(("numba", "numpy", "torch"))
+def test_a_targets_own_layer_changes_no_answer(own: Checkpoint, name: str) -> None:
+    check_answers(own, name, OWN_SPECS if name == "numba" else ("mtp@3",))
+
+
+def test_a_targets_own_layer_of_mimo_changes_no_answer(tmp_path: Path) -> None:
     directory = make_tiny_hf(tmp_path / "mimo", context_length=128, **SMALL)
     with pytest.raises(CheckpointError, match="has no layers for multi-token prediction"):
         LLM(directory, "mtp", settings=SETTINGS)
     add_mtp(directory)
-    with LLM(directory, "none", settings=SETTINGS) as llm:
-        wanted = [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)]
-    for spec in ("mtp", "tree:mtp@6", "ngram@2+mtp", "numpy:mtp"):
-        with LLM(directory, spec, settings=SETTINGS) as llm:
-            assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)] == wanted
-            assert sum(level.num_draft_tokens for level in llm.levels.values()) > 20
+    check_answers(open_checkpoint(directory), "numba", ["mtp"])
 
 
-def test_a_gguf_targets_last_blocks_are_its_own_head(tmp_path: Path) -> None:
-    path = make_nextn(tmp_path / "nextn.gguf", context_length=128, **SMALL)
-    target = open_checkpoint(path)
-    head = own_mtp(target)
-    assert (target.config.num_layers, head.layers) == (3, (2,))
-    assert head.model.tensors["norm"] is target.tensors["norm"]  # it has none of its own
-    assert [norm.weight.tolist() for norm in head.feature_norms] == [target.tensors["norm"].dequantize().tolist()]
-    with LLM(path, "none", settings=SETTINGS) as plain, LLM(path, "mtp", settings=SETTINGS) as llm:
-        assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == [
-            one.token_ids for one in plain.generate(PROMPTS, PARAMS)
-        ]
-        assert sum(level.num_draft_tokens for level in llm.levels.values()) > 20
+def oracle_of(directory: Path, kind: str, part: str = "") -> Path:
+    """A mixture whose next token depends on the last alone, and whose own layer knows it.
+
+    part: "main" without that layer, "mtp" the layer and what it shares in a file of its own, "" for all in one.
+    """
+    config = tiny_config(**shape_of_own("glm4moe"))
+    weights = random_weights(config)
+    for name in weights:
+        if name.endswith((".o", "down")):
+            weights[name][:] = 0
+    hidden, others = config.hidden_size, prediction_weights(config)
+    others["eh_proj"] = np.concatenate([np.eye(hidden), np.zeros((hidden, hidden))], axis=1).astype(np.float32)
+    others |= {"enorm": np.ones(hidden, np.float32), "shared_head_norm": weights["norm"]}
+    if kind == "hf":
+        return write_huggingface(directory / "model", config, weights, predicting=others)
+    last = config.num_layers - 1
+    if part == "main":
+        config = config.with_layers(range(last))
+        weights = {name: values for name, values in weights.items() if not name.startswith(f"layers.{last}.")}
+        return write_gguf(directory / "model.gguf", config, weights, weight_format="f32")
+    if part == "mtp":
+        weights = {name: values for name, values in weights.items() if not re.match(rf"layers\.[^{last}]\.", name)}
+    return write_gguf(directory / f"{part or 'model'}-model.gguf", config, weights, weight_format="f32", predicting=others)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_auto_weighs_the_layer_of_the_file(tmp_path: Path, kind: str) -> None:
+    path = oracle_of(tmp_path, kind)
+    with LLM(path, settings=SETTINGS) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        drafters = {one.name: one for one in llm.explain()}
+        assert drafters["mtp"].cost_of_drafting > 0
+        assert drafters["mtp"].acceptance is not None
+    with LLM(path, "mtp@3", "numpy", settings=SETTINGS) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        (level,) = llm.levels.values()
+        assert level.num_accepted_tokens == level.num_draft_tokens > 30
+
+
+def test_a_layer_in_a_file_of_its_own_is_that_of_the_whole_file(tmp_path: Path) -> None:
+    main, alone = oracle_of(tmp_path, "gguf", "main"), oracle_of(tmp_path, "gguf", "mtp")
+    whole, target = own_mtp(open_checkpoint(oracle_of(tmp_path / "..", "gguf"))), open_checkpoint(main)
+    for head in (own_mtp(target), opened(RandomHead(alone, {}, {}), target)):  # found beside its target, and named
+        assert head.model.config == whole.model.config
+        assert head.model.tensors.keys() == whole.model.tensors.keys()
+        for name, tensor in whole.model.tensors.items():
+            assert np.array_equal(head.model.tensors[name].dequantize(), tensor.dequantize()), name
+        assert head.model.tensors["output"] is target.tensors["output"]
+    for spec in (f"{alone}@2", "mtp@2"):
+        with LLM(main, spec, settings=SETTINGS) as llm:
+            llm.generate(PROMPTS, PARAMS)
+            assert sum(level.num_accepted_tokens for level in llm.levels.values()) > 30
+    with LLM(main, settings=SETTINGS) as llm:
+        assert "mtp" in {one.name for one in llm.explain()}
+    other = tiny_config(**{**shape_of_own("glm4moe"), "num_layers": 4})
+    write_gguf(main, other, random_weights(other), weight_format="f32")
+    with pytest.raises(CheckpointError, match=r"number of layers before its own is 2, and that of .* is 4"):
+        opened(RandomHead(alone, {}, {}), open_checkpoint(main))
+    with LLM(main, settings=SETTINGS) as llm:  # the file beside it is another model's
+        assert "mtp" not in {one.name for one in llm.explain()}
 
 
 def test_auto_measures_a_head_and_chooses_it_where_it_is_right(target: Checkpoint, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from cpuspec.checkpoints.heads.gguf import is_gguf_block, is_gguf_eagle3, read_g
 from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm
 from cpuspec.checkpoints.heads.medusa import is_medusa, read_medusa
 from cpuspec.checkpoints.heads.mlp_speculator import is_mlp_speculator, read_mlp_speculator
-from cpuspec.checkpoints.heads.mtp import is_mtp, own_mtp, read_mtp
+from cpuspec.checkpoints.heads.mtp import is_gguf_mtp, is_mtp, own_mtp, read_gguf_mtp, read_mtp
 
 __all__ = ["READERS", "Head", "HeadFiles", "HeadNorm", "HeadReader", "find_reader", "is_named_head", "own_mtp", "reader_of"]
 
@@ -35,6 +35,7 @@ READERS = (
     HeadReader("MLP speculator", is_mlp_speculator, read_mlp_speculator),
     HeadReader("EAGLE-3 as GGUF", is_gguf_eagle3, read_gguf_eagle3),
     HeadReader("DFlash as GGUF", is_gguf_block, read_gguf_block),
+    HeadReader("multi-token prediction as GGUF", is_gguf_mtp, read_gguf_mtp),
 )
 
 

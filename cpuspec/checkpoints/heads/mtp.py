@@ -1,39 +1,40 @@
-"""Layers for multi-token prediction (arXiv 2412.19437, section 2.2) in a target's own checkpoint, and copies of them beside it.
+"""Layers for multi-token prediction (arXiv 2412.19437, section 2.2): in a target's own checkpoint, or in a file beside it.
 
-All are one decoder layer over the norms of a token's embedding and of the hidden state before it, joined by a matrix. They differ
-in names, in which of the two comes first, in whether the target's hidden state is taken behind its final norm, and in which of its
-own the layer goes on with. Sources: vLLM's `mimo_mtp.py` and `mimo.py`, llama.cpp's graphs.
+All are one decoder layer over the norms of a token's embedding and of the hidden state before it, joined by a matrix. They draft
+further tokens from their own outputs behind the last norm. They differ in names, in which of the two comes first, and in whether
+the target's hidden state is taken behind its final norm. Sources: vLLM's `mimo_mtp.py` and `mimo.py`, llama.cpp's graphs.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
 
 import numpy as np
 
-from cpuspec.checkpoints.checkpoint import Checkpoint
+from cpuspec.checkpoints.canonical import GGUF, HF, Names, arranged
+from cpuspec.checkpoints.checkpoint import Checkpoint, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, final_norm, shared
-from cpuspec.config import HeadConfig
-from cpuspec.errors import CheckpointError
+from cpuspec.config import HeadConfig, ModelConfig
+from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a family writes its layer. Of several layers the first is read, which predicts the next token but one.
+    """How files name such a layer. Of several layers the first is read, which predicts the next token but one.
 
     layer: what names in the decoder layer begin with. names: of the other tensors. hidden_first: whether the matrix reads the
-    hidden state before the embedding. normed: whether the target's hidden state comes from behind its final norm. feeds_normed:
-    whether the layer goes on with its output from behind its own.
+    hidden state before the embedding. normed: whether the target's hidden state comes from behind its final norm.
     """
 
     layer: str
     names: Mapping[str, str]
+    kind: int = HF
     hidden_first: bool = False
     normed: bool = True
-    feeds_normed: bool = True
-    is_gguf: bool = False
 
 
 _MIMO = {
@@ -49,6 +50,7 @@ _DEEPSEEK = {
     "embed_tokens.weight": "embed",
     "shared_head.norm.weight": "norm",
     "shared_head.head.weight": "output",
+    "final_layernorm.weight": "norm",  # of BailingMoeV2
 }
 _QWEN = {
     "pre_fc_norm_embedding.weight": "embed_norm",
@@ -56,14 +58,17 @@ _QWEN = {
     "fc.weight": "fuse",
     "norm.weight": "norm",
 }
-_NEXTN = {
+# Of GGUF files, behind the block's number.
+NEXTN = {
     "nextn.enorm.weight": "embed_norm",
     "nextn.hnorm.weight": "hidden_norm",
     "nextn.eh_proj.weight": "fuse",
     "nextn.embed_tokens.weight": "embed",
     "nextn.shared_head_norm.weight": "norm",
     "nextn.shared_head_head.weight": "output",
+    "layer_output_norm.weight": "norm",  # of BailingMoeV2
 }
+_COMPARED_ROWS = 64
 
 
 def _under(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
@@ -78,14 +83,14 @@ def _layouts(num_layers: int) -> tuple[_Layout, ...]:
         _Layout("mtp_layers.0.", _under("mtp_layers.0.", _MIMO)),
         _Layout("mtp.layers.0.", _under("mtp.", _QWEN)),
         _Layout("model.mtp.layers.0.", _under("model.mtp.", _QWEN)),
-        _Layout(deepseek, _under(deepseek, _DEEPSEEK), feeds_normed=False),
-        _Layout(gguf, _under(gguf, _NEXTN), is_gguf=True),
+        _Layout(deepseek, _under(deepseek, _DEEPSEEK)),
+        _Layout(gguf, _under(gguf, NEXTN), GGUF),
     )
 
 
 def is_mtp(files: HeadFiles) -> bool:
     """Whether a directory has the layout that speculators gives to such layers outside of their target."""
-    return files.fields.value("speculators_model_type") == "mtp"
+    return not files.is_gguf and files.fields.value("speculators_model_type") == "mtp"
 
 
 def read_mtp(files: HeadFiles, target: Checkpoint) -> Head:
@@ -93,13 +98,63 @@ def read_mtp(files: HeadFiles, target: Checkpoint) -> Head:
     return replace(_head(files.tensors, target, files.name), tokenizer=files.tokenizer)
 
 
-def own_mtp(target: Checkpoint) -> Head:
-    """The layer in the target's own checkpoint. Raises CheckpointError if it has none, or one that is not supported."""
-    if not target.prediction_layers:
-        raise CheckpointError(f"{target.path} cannot draft for itself: it has no layers for multi-token prediction; name a drafter")
-    if any(".experts." in name or "_exps." in name for name in target.prediction_layers):
-        raise CheckpointError(f"{target.path}: its layers for multi-token prediction are mixtures of experts, which do not draft")
-    return _head(target.prediction_layers, target, "mtp")
+def is_gguf_mtp(files: HeadFiles) -> bool:
+    """Whether a GGUF file has the last blocks of a model, which are for prediction, and none of those before them."""
+    return files.is_gguf and _counts(files)[1] > 0 and not any(name.startswith("blk.0.") for name in files.names)
+
+
+def read_gguf_mtp(files: HeadFiles, target: Checkpoint) -> Head:
+    """Such a file beside its target. Its copies of the target's embedding and last norm are not used, nor of the output matrix
+    unless the copy takes fewer bytes.
+    """
+    family = FAMILIES[target.config.architecture]
+    num_layers, number = _counts(files)
+    wanted = family.gguf_architecture or family.architecture
+    files.check("architecture", str(files.fields.value("general.architecture"))[:40], wanted, target)
+    files.check("number of layers before its own", num_layers - number, target.config.num_layers, target)
+    tensors = {name: tensor for name, tensor in files.tensors.items() if name.startswith("blk.")}
+    head = _head(tensors, target, files.name)
+    output, theirs = files.tensors.get("output.weight"), head.model.tensors["output"]
+    is_own = any(name.endswith("nextn.shared_head_head.weight") for name in tensors)
+    if is_own or output is None or output.shape != theirs.shape or output.format.bits >= theirs.format.bits:
+        return head
+    return replace(head, model=replace(head.model, tensors={**head.model.tensors, "output": output}))
+
+
+def _counts(files: HeadFiles) -> tuple[int, int]:
+    """The blocks that a GGUF file counts, and those of them that are for prediction; zeros where it does not say."""
+    architecture = files.fields.value("general.architecture")
+    found = [files.fields.value(f"{architecture}.{key}") for key in ("block_count", "nextn_predict_layers")]
+    return tuple(one if type(one) is int else 0 for one in found)  # type: ignore[return-value]
+
+
+def own_mtp(target: Checkpoint, mmap: bool = True) -> Head:
+    """The layer in the target's own checkpoint, or else in a file `mtp-*.gguf` beside the target's, as llama.cpp calls them.
+
+    Raises CheckpointError if there is none, or one that is not supported.
+    """
+    if target.prediction_layers:
+        return _head(target.prediction_layers, target, "mtp")
+    for path in _beside(target.path):
+        try:
+            files = HeadFiles.read(path, mmap)
+            if files and is_gguf_mtp(files):
+                return replace(read_gguf_mtp(files, target), name="mtp")
+        except CheckpointError:  # of another model, or damaged: it is as if it were not there
+            continue
+    raise CheckpointError(f"{target.path} cannot draft for itself: it has no layers for multi-token prediction; name a drafter")
+
+
+def _beside(target: Path) -> list[Path]:
+    """Files beside a GGUF model that may have its layers for prediction, the one of the most alike name first."""
+    if target.suffix != ".gguf":
+        return []
+
+    def alike(path: Path) -> int:
+        pairs = zip(path.name.removeprefix("mtp-").lower(), target.name.lower(), strict=False)
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    return sorted(target.parent.glob("mtp-*.gguf"), key=lambda path: (-alike(path), path.name))
 
 
 def _head(files: Mapping[str, QuantTensor], target: Checkpoint, name: str) -> Head:
@@ -111,29 +166,49 @@ def _head(files: Mapping[str, QuantTensor], target: Checkpoint, name: str) -> He
             f"{target.path}: the layout of its layers for multi-token prediction is not known; they begin with {min(files)!r}"
         )
     layout, family = layouts[0], FAMILIES[target.config.architecture]
-    parts = {theirs[0 if layout.is_gguf else 1]: ours for ours, theirs in family.layer_names.items()}
-    tensors: dict[str, QuantTensor] = {}
+    names, first = Names(family, layout.kind), ("blk.0.", "model.layers.0.")[layout.kind]
+    named: dict[str, QuantTensor] = {}
     for file_name, tensor in files.items():
         later = re.match(r"((?:model\.)?mtp(?:_layers|\.layers)|model\.layers|blk)\.(\d{1,9})\.", file_name)
         if file_name in layout.names:
-            tensors[layout.names[file_name]] = tensor
+            named[layout.names[file_name]] = tensor
         elif file_name.startswith(layout.layer):
-            part = file_name.removeprefix(layout.layer)
-            tensors[f"layers.0.{parts[part]}" if part in parts else file_name] = tensor
+            named[names.ours(first + file_name.removeprefix(layout.layer)) or file_name] = tensor
         elif not (later and int(later[2]) > 0):  # what predicts tokens further ahead is not used
-            tensors[file_name] = tensor
+            named[file_name] = tensor
+    try:
+        config = _config(target.config, named)
+    except ConfigError as error:
+        raise CheckpointError(f"{target.path}: its layer for multi-token prediction: {error}") from error
+    tensors = arranged(str(target.path), config, family, layout.kind, named, tensor_shapes(config))
     if "norm" not in tensors:
         tensors["norm"] = target.tensors["norm"]
     if layout.hidden_first:
         tensors["fuse"] = _swapped(tensors["fuse"])
-    last = target.config.num_layers - 1
-    config = replace(target.config.with_layers([last]), head=HeadConfig(), tied_embeddings=False)
-    if layout.is_gguf and family.pairs_neighbours:
-        raise CheckpointError(f"{target.path}: rows of its prediction layer's q and k pair neighbours, which is not supported")
-    model = Checkpoint(target.path, f"{target.name}-mtp", config, shared(target, tensors), target.vocabulary)
+    tensors = shared(target, {name: tensor for name, tensor in tensors.items() if not _is_copy(tensor, name, target)})
+    model = Checkpoint(target.path, f"{target.name}-mtp", config, tensors, target.vocabulary)
     norms = (final_norm(target),) if layout.normed else ()
-    state_norm = HeadNorm(tensors["norm"].dequantize(), config.norm_eps) if layout.feeds_normed else None
-    return Head("mtp", name, model, (last,), norms, state_norm, num_tokens=3)
+    state_norm = HeadNorm(tensors["norm"].dequantize(), config.norm_eps)
+    return Head("mtp", name, model, (target.config.num_layers - 1,), norms, state_norm, num_tokens=3)
+
+
+def _config(target: ModelConfig, named: Mapping[str, QuantTensor]) -> ModelConfig:
+    """The layer's shape: that of the target's last one, with experts if it has some."""
+    config = replace(target.with_layers([target.num_layers - 1]), head=HeadConfig(), tied_embeddings=False)
+    if "layers.0.router" in named:
+        return replace(config, layer_experts=())
+    return replace(config, experts=None, layer_experts=(), shared_size=0, shared_gate=False)
+
+
+def _is_copy(tensor: QuantTensor, name: str, target: Checkpoint) -> bool:
+    """Whether a layer's embedding or output matrix is the target's once more, by some of its rows. Drafts alone depend on it."""
+    if name not in ("embed", "output"):
+        return False
+    theirs = target.tensors["embed" if target.config.tied_embeddings else name]
+    if (tensor.format, tensor.shape) != (theirs.format, theirs.shape):
+        return False
+    rows = np.linspace(0, tensor.shape[0] - 1, min(_COMPARED_ROWS, tensor.shape[0])).astype(np.int64)
+    return np.array_equal(tensor.rows(rows), theirs.rows(rows))
 
 
 def _swapped(tensor: QuantTensor) -> QuantTensor:
