@@ -18,6 +18,7 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import norm_sha256
 from cpuspec.checkpoints.heads import Head, own_mtp
 from cpuspec.config import SamplingParams
+from cpuspec.engine.heads import of_frequent_tokens
 from cpuspec.errors import CheckpointError, ConfigError, DownloadError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
@@ -28,6 +29,7 @@ from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
 from cpuspec.speculation.drafters.heads import HeadProposer, Rule
 from cpuspec.speculation.drafters.parallel import draft_at_once
 from cpuspec.speculation.head_context import DraftedRows, HeadRows
+from cpuspec.text import make_tokenizer
 from tests.backends.models import MIXTURES, every_backend, tiny
 from tests.block_heads import make_block_head
 from tests.checkpoints.quantizers import compressed, save
@@ -412,9 +414,11 @@ def test_a_head_changes_no_answer(target: Checkpoint, heads: dict[str, RandomHea
     check_answers(target, name, [with_paths(spec, heads) for spec in (SPECS if name == "numba" else SPECS_OF_A_BACKEND)])
 
 
-@pytest.mark.parametrize("kind", ["EAGLE3", "EAGLE1", "PEAGLE"])
-def test_a_head_keeps_rows_for_their_salt_alone(target: Checkpoint, heads: dict[str, RandomHead], kind: str) -> None:
-    with llm_over(target, str(heads[kind].path), prefix_cache_gb=1) as llm:
+@pytest.mark.parametrize("kind", ["EAGLE3", "EAGLE1", "PEAGLE", "mtp"])
+def test_a_head_keeps_rows_for_their_salt_alone(
+    target: Checkpoint, own: Checkpoint, heads: dict[str, RandomHead], kind: str
+) -> None:
+    with llm_over(own if kind == "mtp" else target, with_paths(kind, heads), prefix_cache_gb=1) as llm:
 
         def num_shared(*salts: str) -> int:
             """Rows that the head had already for prompts of these salts, at once."""
@@ -441,6 +445,12 @@ def test_a_head_whose_rows_are_not_finite_changes_no_answer(target: Checkpoint, 
     write_head(made.path, made.config, broken)
     prefixes = ("", "draw:", "auto,", "ngram@2+", *(("tree:",) if kind not in ("PEAGLE", "DSpark") else ()))
     check_answers(target, "numba", [f"{prefix}{made.path}" for prefix in prefixes], drafts=False)
+
+
+@pytest.mark.parametrize("spec", ["mtp", "draw:mtp", "auto", "ngram@2+mtp", "tree:mtp"])
+def test_a_layer_of_the_target_whose_rows_are_not_finite_changes_no_answer(own: Checkpoint, spec: str) -> None:
+    broken = {name: QuantTensor.encode(get_format("f32"), np.full(t.shape, np.nan)) for name, t in own.prediction_layers.items()}
+    check_answers(replace(own, prediction_layers=broken), "numba", [spec], drafts=False)
 
 
 def naive_draft(target: Checkpoint, made: RandomHead, head: Head, tokens: list[int], number: int) -> list[int]:
@@ -480,6 +490,55 @@ def test_a_draft_is_what_the_formulas_say(target: Checkpoint, heads: dict[str, R
         assert drafted == naive_draft(target, made, opened(made, target), tokens, 3)
 
 
+def test_a_draft_of_the_targets_own_layer_is_what_rows_computed_anew_say(own: Checkpoint) -> None:
+    head = own_mtp(own)
+    backend, norm = make_backend("numpy", head.model, SETTINGS), head.feature_norms[0]
+    with llm_over(own, "mtp@3", "numpy") as llm:
+        notes = recorded(llm)
+        llm.generate(PROMPTS, PARAMS)
+        drafts = [(tokens, draft.tokens.tolist()) for tokens, draft in notes.drafts if len(draft) == 3]
+    assert len(drafts) > 20
+    for tokens, drafted in drafts[::7]:
+        string, hidden = tokens[1:], norm.applied(states_of(own, tokens[:-1], head.layers).astype(np.float32))
+        for token in drafted:
+            logits, states = rows_of(backend, head, string, hidden)
+            assert int(logits[-1].argmax()) == token
+            string, hidden = [*string, token], np.concatenate([hidden, states[-1:]])
+
+
+@pytest.mark.parametrize("spec", ["mtp@4", "EAGLE1@4", "draw:mtp"])
+def test_a_head_of_frequent_tokens_drafts_these_and_changes_no_answer(
+    target: Checkpoint, own: Checkpoint, heads: dict[str, RandomHead], spec: str
+) -> None:
+    target, ends = (own if "mtp" in spec else target), make_tokenizer(own).eos_ids
+    with llm_over(target, "none") as plain:
+        wanted = [answer.token_ids for answer in plain.generate(PROMPTS, PARAMS)]
+    with llm_over(target, with_paths(spec, heads), head_vocab=40) as llm:
+        notes = recorded(llm)
+        assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)] == wanted
+    drafted = {token for _, draft in notes.drafts for token in draft.tokens.tolist()}
+    assert len(drafted) > 5
+    assert drafted <= {*range(40), *ends}
+
+
+def test_few_tokens_are_drafted_where_the_output_matrix_is_most_of_a_layer(own: Checkpoint) -> None:
+    tokenizer, head = make_tokenizer(own), own_mtp(own)
+    assert of_frequent_tokens(head, None, tokenizer) is head
+
+    def with_vocabulary(size: int) -> Head:
+        few = QuantTensor.encode(get_format("f32"), np.zeros((size, own.config.hidden_size)))
+        config, tensors = replace(head.model.config, vocab_size=size), {**head.model.tensors, "embed": few, "output": few}
+        return replace(head, model=replace(head.model, config=config, tensors=tensors))
+
+    large = with_vocabulary(70_000)
+    cut = of_frequent_tokens(large, None, tokenizer)
+    assert cut.token_ids is not None
+    assert cut.model.tensors["output"].shape[0] == len(cut.token_ids) == (1 << 15)
+    assert of_frequent_tokens(large, 0, tokenizer) is large
+    assert of_frequent_tokens(with_vocabulary(60_000), None, tokenizer).token_ids is None
+    assert of_frequent_tokens(replace(large, method="eagle"), None, tokenizer).token_ids is None
+
+
 def test_the_likeliest_chain_of_a_tree_is_in_it(target: Checkpoint, heads: dict[str, RandomHead]) -> None:
     made = heads["EAGLE3"]
     with llm_over(target, f"tree:{made.path}@12", "numpy") as llm:
@@ -497,9 +556,9 @@ def test_the_likeliest_chain_of_a_tree_is_in_it(target: Checkpoint, heads: dict[
         assert chain == naive_draft(target, made, opened(made, target), tokens, len(chain))
 
 
-@pytest.mark.parametrize("spec", ["EAGLE3", "tree:EAGLE3@8", "EAGLE1", "PEAGLE"])
-def test_a_draft_does_not_depend_on_its_batch(target: Checkpoint, heads: dict[str, RandomHead], spec: str) -> None:
-    check_company(target, with_paths(spec, heads))
+@pytest.mark.parametrize("spec", ["EAGLE3", "tree:EAGLE3@8", "EAGLE1", "PEAGLE", "mtp", "tree:mtp@8"])
+def test_a_draft_does_not_depend_on_its_batch(target: Checkpoint, own: Checkpoint, heads: dict[str, RandomHead], spec: str) -> None:
+    check_company(own if "mtp" in spec else target, with_paths(spec, heads))
 
 
 @pytest.mark.parametrize("spec", ["EAGLE3@4", "tree:EAGLE3@4", "draw:EAGLE3@4", "EAGLE1@4", "tree:EAGLE1@4"])
