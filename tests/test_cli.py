@@ -1154,6 +1154,16 @@ def test_inspect_shows_experts_and_windows(tmp_path: Path) -> None:
     assert "experts 8 of 128, 3 for a token windows 8 tokens in 2 layers" in shown
 
 
+def test_inspect_tells_of_a_layer_for_prediction(tmp_path: Path) -> None:
+    path = make_tiny_gguf(tmp_path / "tiny.gguf", num_layers=3, predicts=True)
+    found = json.loads(ok("inspect", str(path), "--json", "--tensors", "--threads", "1"))
+    assert found["prediction"]["bytes"] == sum(tensor["bytes"] for tensor in found["prediction"]["tensors"])
+    assert not any("nextn" in tensor["name"] for tensor in found["tensors"])
+    shown = " ".join(ok("inspect", str(path), "--tensors", "--threads", "1").split())
+    assert "in 16 tensors for multi-token prediction: it drafts by --draft mtp, or where auto chooses it" in shown
+    assert "blk.2.nextn.eh_proj.weight" in shown
+
+
 def test_inspect_verifies_the_file_and_packed_weights(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "read_bandwidth", lambda threads: 1e9)
     monkeypatch.setattr(packed, "_SMALLEST_BYTES", 0)

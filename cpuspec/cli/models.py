@@ -1,6 +1,6 @@
 """Gathers the reports of `cpuspec models` and `cpuspec inspect` as plain data, and prints them as tables."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -233,11 +233,14 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
         "bound_tokens_per_s": bandwidth / read_bytes,
     }
     if with_tensors:
-        listed = [*tensors.items(), *checkpoint.prediction_layers.items()]
-        report["tensors"] = [
-            {"name": name, "format": t.format.name, "shape": list(t.shape), "bytes": t.num_bytes} for name, t in listed
-        ]
+        report["tensors"] = _listed(tensors)
+        if report["prediction"]:
+            report["prediction"]["tensors"] = _listed(checkpoint.prediction_layers)
     return report
+
+
+def _listed(tensors: Mapping[str, QuantTensor]) -> list[Report]:
+    return [{"name": name, "format": t.format.name, "shape": list(t.shape), "bytes": t.num_bytes} for name, t in tensors.items()]
 
 
 def _refused(checkpoint: Checkpoint) -> str:
@@ -353,5 +356,8 @@ def show_model(report: Report) -> None:
         emit("\n")
         print_table(
             ("tensor", "format", "shape", "size>"),
-            [(t["name"], t["format"], " x ".join(map(str, t["shape"])), size(t["bytes"])) for t in report["tensors"]],
+            [
+                (t["name"], t["format"], " x ".join(map(str, t["shape"])), size(t["bytes"]))
+                for t in [*report["tensors"], *(report["prediction"] or {}).get("tensors", [])]
+            ],
         )

@@ -256,7 +256,8 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
     Raises ConfigError, CheckpointError, DownloadError, TokenizerError or FormatError.
     """
     check_spec(spec)
-    if spec == AUTO and _predicts(target):
+    # Within a limit of memory, where experts may stay on the disk, nothing is loaded that nobody named.
+    if spec == AUTO and target.settings.memory == "auto" and _predicts(target):
         spec = SpecConfig((*AUTO.levels, LevelSpec(MTP)))
     is_planned, levels = _is_planned(spec), _levels(spec)
     num_tokens = MAX_TOKENS if is_planned else DEFAULT_NUM_TOKENS
