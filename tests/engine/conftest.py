@@ -16,6 +16,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_kv_he
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
     make_tiny_gguf(directory / "plain.gguf", num_layers=2, **SMALL)
+    make_tiny_gguf(directory / "predicting.gguf", num_layers=3, predicts=True, **SMALL)
     make_tiny_gguf(directory / "windows.gguf", "gemma3", num_layers=2, window=40, **SMALL)
     make_tiny_gguf(directory / "draft.gguf", seed=1, num_layers=1, **SMALL)
     return directory

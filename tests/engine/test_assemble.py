@@ -30,7 +30,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 3, "num_head
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, a draft of the same vocabulary with shorter context, padded and other vocabularies."""
     directory = tmp_path_factory.mktemp("models")
-    make_tiny_gguf(directory / "target.gguf", context_length=256, **SMALL)
+    make_tiny_gguf(directory / "target.gguf", context_length=256, **{**SMALL, "num_layers": 4}, predicts=True)
     make_tiny_gguf(directory / "draft.gguf", seed=1, context_length=64, **{**SMALL, "num_layers": 1})
     for name, vocab_size in (("padded", 400), ("fewer", 379), ("other", 300)):
         path = directory / f"{name}.gguf"
@@ -189,6 +189,8 @@ def test_auto_chooses_among_the_levels_after_it(models: Path) -> None:
     target = open_checkpoint(models / "target.gguf")
     with LLM(target) as llm:
         assert llm.spec == SpecConfig.parse("auto")
+        assert [one.name for one in llm.explain()] == ["none", "suffix", "mtp"]
+    with LLM(models / "draft.gguf") as llm:  # which has no layer for prediction
         assert [one.name for one in llm.explain()] == ["none", "suffix"]
     with LLM(target, f"auto,ngram,{models / 'draft.gguf'}@3,self:q4_0") as llm:
         told = [(one.name, one.verifies) for one in llm.explain()]
@@ -365,6 +367,7 @@ CHAINS = (
     "ngram,OTHER@4",
     "text:OTHER@4+ngram",
     "ngram@3,DRAFT@2,OTHER@3,match:DRAFT@4,self:q4_0@5",
+    *("mtp@1", "ngram@2+mtp@4", "DRAFT@2+mtp@6"),
 )
 
 

@@ -15,10 +15,10 @@ PROMPTS = [[5, 6, 7], LONG, [*LONG[:70], 3, 4], [8, 9, 5, 6, 8]]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
-    return tiny(tmp_path_factory, context_length=160)
+    return tiny(tmp_path_factory, context_length=160, num_layers=3, predicts=True)
 
 
-@pytest.mark.parametrize("spec", ["none", "suffix:tree", "ngram,self:q4_0@3"])
+@pytest.mark.parametrize("spec", ["none", "suffix:tree", "ngram,self:q4_0@3", "mtp@3"])
 @pytest.mark.parametrize("params", [SamplingParams(max_tokens=20), SamplingParams(0.8, seed=3, max_tokens=20)], ids=str)
 # Graph engines round activations to int8: last bits that depend on the batch become steps of 1/127.
 @every_backend([name for name in BACKENDS if name not in ("onnxruntime", "openvino")])

@@ -38,7 +38,9 @@ def shown(answers: list[Completion]) -> list[Any]:
 
 
 @pytest.mark.parametrize("how", PARAMS)
-@pytest.mark.parametrize(("spec", "model"), [*((spec, "plain") for spec in SPECS), ("self:mxfp4", "windows")])
+@pytest.mark.parametrize(
+    ("spec", "model"), [*((spec, "plain") for spec in SPECS), ("self:mxfp4", "windows"), ("mtp@3", "predicting")]
+)
 def test_an_answer_is_that_of_a_fresh_model_whatever_the_cache_holds(
     opened: Callable[..., LLM], tmp_path: Path, spec: str, model: str, how: str
 ) -> None:
