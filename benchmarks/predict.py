@@ -54,13 +54,15 @@ def main(
         for count in range(1, len(models))
     ]
     for name, costs in models:
-        by_rows = ", ".join(f"{n}: {costs.forward_s(n) / costs.forward_s(1):.2f}" for n in costs.rows)
+        by_rows = ", ".join(f"{n}: {costs.forward_s(n) / costs.forward_s(1):.2f}" for n in costs.measured_rows)
         print(f"{name}: {1e3 * costs.forward_s(1):.1f} ms; by rows {by_rows}")
     print("\n| acceptance | drafts | lengths | tokens a round | over plain |\n|---|---|---|---|---|")
     for one in predictions:
         lengths = ", ".join(map(str, one["lengths"]))
         print(f"| {one['acceptance']} | {one['levels']} | {lengths} | {one['tokens']:.2f} | {one['over_plain']:.2f}x |")
-    measured = [{"model": name, "rows": costs.rows, "seconds": costs.seconds} for name, costs in models]
+    measured = [
+        {"model": name, "rows": costs.measured_rows, "seconds": costs.seconds[: len(costs.measured_rows)]} for name, costs in models
+    ]
     save(record("predict", models[0].name, rounds) | {"costs": measured, "predictions": predictions}, json_file)
 
 

@@ -16,7 +16,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.metrics import LevelCounters, Reads, RequestMeter, RequestStats
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
-from cpuspec.speculation.context import Context, PromptChunk
+from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Cycle
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.round import Round, speculate
@@ -170,9 +170,7 @@ class Engine:
             waiting = [one for one in self._ready if one.request_id == request_id and one.finish_reason == "aborted"]
             self._ready = [one for one in self._ready if one not in waiting]
             return waiting[0] if waiting else None
-        request.seq.finish_reason = "aborted"
-        self._remove(request)
-        return Output(request_id, "", [], [], "aborted", request.meter.stats(), request.meter.num_cached_tokens)
+        return self._end(request, Output(request_id, "", [], []), "aborted")
 
     def step(self) -> list[Output]:
         """Run one round for every request whose prompt has been read, and read on in other prompts; returns the requests' outputs.
@@ -196,46 +194,31 @@ class Engine:
 
     def _step(self) -> None:
         self._admit()
-        seqs, chunks = self._scheduler.schedule(self._context.num_unfed, self._hastens)
+        context = self._context
+        seqs, chunks = self._scheduler.schedule(context.num_unfed, self._hastens)
         if not seqs and not chunks:
             if self._scheduler.waiting:
-                self._context.wait_for_prefix(_WAIT_S)
+                context.wait_for_prefix(_WAIT_S)
             return
-        requests = [self._requests[seq.id] for seq in seqs]
-        limits = []
-        for request in requests:
-            seq = request.seq
-            # Draft models would read the prompt while the first token waits, so that one comes without a draft.
-            waits = len(self._contexts) > 1 and not seq.num_output_tokens
-            # Drafted tokens and the bonus token together must not exceed the tokens that the request may have.
-            limits.append(0 if waits else min(request.max_length - len(seq.tokens) - 1, request.max_draft_tokens))
-        for context in self._contexts:
-            context.num_running = len(self._scheduler.running)
-        rounds = self._run(seqs, limits, chunks)
-        reads = self.reads()
-        for request, done in zip(requests, rounds, strict=True):
-            error = request.seq.error or done.error
-            self._ready.append(self._failed(request, error) if error else self._commit(request, done, reads))
-        for chunk in chunks:
-            request = self._requests[chunk.seq.id]
-            if request.shows_progress:
-                num_cached = request.meter.num_cached_tokens
-                num_read = len(chunk.seq.tokens) - 1 - self._context.num_unfed(chunk.seq)
-                self._ready.append(Output(chunk.seq.id, "", [], [], num_cached_tokens=num_cached, num_read_tokens=num_read))
-
-    def _run(self, seqs: list[Sequence], limits: list[int], chunks: list[PromptChunk]) -> list[Round]:
-        """`speculate`, which a shorter prompt may end where it only reads."""
-        num_stopped = self._context.num_stopped
+        for one in self._contexts:
+            one.num_running = len(self._scheduler.running)
+        requests, num_stopped = [self._requests[seq.id] for seq in seqs], context.num_stopped
         if not seqs and self._may_stop:
             self._num_only_read = sum(chunk.num_tokens for chunk in chunks)
         try:
-            rounds = speculate(self._context, self._proposer, seqs, limits, chunks, is_answer=True)
+            rounds = speculate(context, self._proposer, seqs, list(map(self._limit, requests)), chunks, is_answer=True)
         finally:
             self._num_only_read = 0
-        self._hastens = self._context.num_stopped > num_stopped
-        if not seqs:
-            self._may_stop = not self._hastens
-        return rounds
+        self._hastens = context.num_stopped > num_stopped
+        self._may_stop = not self._hastens if not seqs else self._may_stop
+        reads = self.reads()
+        for request, done in zip(requests, rounds, strict=True):
+            self._ready.append(self._commit(request, done, reads))
+        for request, seq in [(self._requests[chunk.seq.id], chunk.seq) for chunk in chunks]:
+            if request.shows_progress:
+                num_read = len(seq.tokens) - 1 - context.num_unfed(seq)
+                num_cached = request.meter.num_cached_tokens
+                self._ready.append(Output(seq.id, "", [], [], num_cached_tokens=num_cached, num_read_tokens=num_read))
 
     def _admit(self) -> None:
         """Begin waiting requests in their order while there are free slots.
@@ -253,13 +236,21 @@ class Engine:
             self._proposer.begin(seq, meter.num_cached_tokens)
             meter.begin(self.reads())
 
+    def _limit(self, request: Request) -> int:
+        """How many tokens may be drafted: with the round's own token they must not exceed the tokens that the request may have."""
+        if len(self._contexts) > 1 and not request.seq.num_output_tokens:
+            return 0  # draft models would read the prompt while the first token waits
+        return min(request.max_length - len(request.seq.tokens) - 1, request.max_draft_tokens)
+
     def reads(self) -> Reads:
         """The forwards of each model so far, the target's first, and the bytes of weights that they read."""
         return [(context.num_forwards, context.weight_bytes) for context in self._contexts]
 
     def _commit(self, request: Request, done: Round, reads: Reads) -> Output:
         """Take a round's tokens one by one, as plain decoding would, up to the one that ends the request."""
-        seq, new, reason, num_taken, error = request.seq, done.verdict.tokens, None, 0, None
+        seq, new, num_taken, reason, error = request.seq, done.verdict.tokens, 0, None, request.seq.error or done.error
+        if error:
+            return self._end(request, Output(seq.id, request.text.finish(), [], []), "error", error)
         texts = [""] * len(new)
         before = len(seq.tokens) - len(new)
         for num_taken, token in enumerate(new, 1):
@@ -282,29 +273,20 @@ class Engine:
         num_top = seq.params.logprobs
         chosen = [] if num_top is None else [logprobs(done.logits(i), new[i], num_top) for i in range(num_taken)]
         request.meter.record_step(num_taken, reads, done.cycles)
-        num_cached, sources, cycles = request.meter.num_cached_tokens, done.token_sources[:num_taken], [done.cycles]
-        if reason is None:
-            return Output(seq.id, "".join(texts), new, chosen, None, None, num_cached, texts, sources, cycles)
-        if not request.text.stopped:
+        if reason and not request.text.stopped:
             texts[num_taken - 1] += request.text.finish()
             reason = "stop" if request.text.stopped else reason
+        output = Output(seq.id, "".join(texts[:num_taken]), new[:num_taken], chosen)
+        output.num_cached_tokens, output.token_texts = request.meter.num_cached_tokens, texts[:num_taken]
+        output.token_sources, output.cycles = done.token_sources[:num_taken], [done.cycles]
+        if reason is None:
+            return output
         seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
-        self._remove(request)
-        return Output(
-            seq.id, "".join(texts[:num_taken]), new[:num_taken], chosen, reason, request.meter.stats(), num_cached,
-            texts[:num_taken], sources, cycles, error=error,
-        )  # fmt: skip
+        return self._end(request, output, reason, error)
 
-    def _failed(self, request: Request, error: str) -> Output:
-        """End a request that cannot go on."""
-        request.seq.finish_reason = "error"
-        self._remove(request)
-        meter = request.meter
-        return Output(
-            request.seq.id, request.text.finish(), [], [], "error", meter.stats(), meter.num_cached_tokens, error=error
-        )  # fmt: skip
-
-    def _remove(self, request: Request) -> None:
+    def _end(self, request: Request, output: Output, reason: str, error: str | None = None) -> Output:
+        """Forget a request and free its slot; returns its last output, completed."""
+        request.seq.finish_reason = reason
         self._scheduler.remove(request.seq)
         try:
             self._proposer.end(request.seq)
@@ -313,3 +295,6 @@ class Engine:
             if self._requests.pop(request.seq.id, None):
                 for source, counters in request.meter.levels.items():
                     self.levels[source] += counters
+        output.finish_reason, output.error, output.stats = reason, error, request.meter.stats()
+        output.num_cached_tokens = request.meter.num_cached_tokens
+        return output

@@ -25,18 +25,15 @@ _DEPTH = 32  # tokens of context under the measured forwards
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _SETTLED = 0.03  # a round that finds nothing quicker by more than this share ends the measurement
 
-# A Kalman filter corrects what was measured, over logarithms of seconds. Its prior standard deviations: of the pace of the machine,
-# of how the numbers of rows compare, and of a single round. A slow round is first of all a slow machine, which slows all numbers of
-# rows alike and changes no choice; only many rounds over different numbers change how these compare.
-_PACE, _SHAPE, _NOISE = 0.5, 0.2, 0.3
-_DRIFT = 0.01  # share of the prior variance that returns with every round
-_AGREES = 0.05  # a deviation (of logarithms) below this is noise
+# A slow round is first of all a slow machine, which slows all numbers of rows alike and changes no choice. So a share of a round's
+# deviation, of logarithms, goes to all numbers of rows, and a smaller one only to those nearest to its own.
+_PACE, _SHAPE = 0.1, 0.2
 _FAR_OFF = math.log(2)  # a larger deviation counts as this one: something else took the time
 _BOUND = math.log(4)  # the most that rounds may correct what was measured
 _VERSION = 3  # costs of before knew no bytes
 _WORTH_KEEPING = 0.1  # a correction of this share is written to the disk
 _MOST_ROWS = 384  # a round over more rows takes several forwards, and tells nothing of drafts
-_STEP = 4  # from the largest known number of rows to the next, if a batch has more
+_STEP = 4  # from the largest measured number of rows to the next, of batches
 _FADING = 0.8  # weight that a round's bytes keep from one round to the next: a text changes within some drafts
 _MOST_READ = 2.0  # of what rows of unrelated tokens read: the most that a round is believed to
 
@@ -45,8 +42,7 @@ class Costs:
     """Seconds of a forward with all logits, by its number of rows. More rows never cost less.
 
     They begin as measured and follow the time of rounds (`observe`): a machine that was busy during the measurement would mislead
-    the planner for ever. A batch of more rows than were measured adds a larger number, whose seconds begin as the smaller ones
-    suggest and are corrected likewise.
+    the planner for ever. Larger numbers of rows than were measured, as batches have, begin as the smaller ones suggest.
 
     Rows of a mixture read more experts the less they have in common, and rows of a text have much in common, above all those of a
     draft that is right. So a part of the seconds, the further experts', counts as much as the bytes of recent rounds say.
@@ -65,28 +61,24 @@ class Costs:
         Of a mixture, for each number of rows: num_bytes: of weights that a forward over rows of unrelated tokens reads.
         further_s: the part of its seconds that takes reading more than one row does.
         """
-        self.path = path
-        self._read = Ratio()  # bytes beyond one row's that recent rounds read, over those of rows of unrelated tokens
-        further = list(further_s) or [0.0] * len(rows)
-        alike = [all_s - of_further for all_s, of_further in zip(accumulate(seconds, max), further, strict=True)]
-        self._start(rows, list(accumulate(alike, max)), further, list(accumulate(num_bytes, max)) or [0.0] * len(rows))
-        self._kept = self._with(1.0)
-
-    def _start(self, rows: list[int], alike: list[float], further: list[float], num_bytes: list[float]) -> None:
-        """Believe these seconds, of rows that read no more than one and of what they read further, as if they were measured."""
-        self.rows = rows
-        self._alike, self._further, self._bytes = alike, further, num_bytes
-        self._between = [_between(rows, number) for number in range(rows[-1] + 1)]
-        self._corrections = [0.0] * len(rows)  # logarithms of the seconds that rounds take over those that were measured
-        # The covariance of the corrections: those of neighbouring numbers of rows go together.
-        self._prior = [[_PACE**2 + _SHAPE**2 * math.exp(-abs(math.log2(one / other))) for other in rows] for one in rows]
-        self._covariance = self._prior
-        self.seconds = self._with(self.read_share)
+        self.path, self.measured_rows, self.rows = path, rows, rows[:]
+        self._further = list(further_s) or [0.0] * len(rows)
+        alike = [all_s - of_further for all_s, of_further in zip(accumulate(seconds, max), self._further, strict=True)]
+        self._alike, self._bytes = list(accumulate(alike, max)), list(accumulate(num_bytes, max)) or [0.0] * len(rows)
+        while self.rows[-1] < _MOST_ROWS:
+            more = min(_STEP * self.rows[-1], _MOST_ROWS)
+            for values in (self._alike, self._further, self._bytes):
+                values.append(self._beyond(values, more))
+            self.rows.append(more)
+        self._between = [_between(self.rows, number) for number in range(_MOST_ROWS + 1)]
+        self._read = Ratio(1.0)  # bytes beyond one row's that recent rounds read, over those of rows of unrelated tokens
+        self._corrections = [0.0] * len(self.rows)  # logarithms of the seconds that rounds take over those that were measured
+        self.seconds = self._kept = self._with(1.0)
 
     @property
     def read_share(self) -> float:
         """The bytes beyond one row's that rows of this text read, over those of rows of unrelated tokens. 1 but for mixtures."""
-        return self._read.expected(1.0, weight=1.0)  # of one drafted row
+        return self._read.expected(weight=1.0)  # of one drafted row
 
     @property
     def reads_more(self) -> bool:
@@ -104,16 +96,20 @@ class Costs:
 
     def _at(self, values: list[float], rows: int) -> float:
         """The value at a number of rows, of values at the known ones."""
-        if rows < len(self._between):
-            below, above, share = self._between[rows]
-            return values[below] + share * (values[above] - values[below])
+        if rows > _MOST_ROWS:
+            return self._beyond(values, rows)
+        below, above, share = self._between[rows]
+        return values[below] + share * (values[above] - values[below])
+
+    def _beyond(self, values: list[float], rows: int) -> float:
         slope = (values[-1] - values[-2]) / (self.rows[-1] - self.rows[-2]) if len(self.rows) > 1 else values[0]
         return values[-1] + slope * (rows - self.rows[-1])
 
     @property
     def row_s(self) -> float:
         """Seconds that one row more takes where there are many."""
-        return self.forward_s(self.rows[-1] + 1) - self.seconds[-1]
+        last = len(self.measured_rows) - 1
+        return self.forward_s(self.rows[last] + 1) - self.seconds[last]
 
     def observe(self, rows: int, seconds: float, num_bytes: int = 0) -> None:
         """Learn from a round over `rows` rows: its seconds, and the bytes of weights that it read, 0 for unknown.
@@ -122,55 +118,35 @@ class Costs:
         """
         if rows > _MOST_ROWS or seconds <= 0:
             return
-        while rows > self.rows[-1]:
-            more = _STEP * self.rows[-1]
-            scales = [math.exp(c) for c in self._corrections]
-            corrected = [[s * scale for s, scale in zip(part, scales, strict=True)] for part in (self._alike, self._further)]
-            self._start([*self.rows, more], *([*values, self._at(values, more)] for values in (*corrected, self._bytes)))
         seconds_now, further_bytes = self.seconds, self._at(self._bytes, rows) - self._bytes[0]
         if num_bytes and further_bytes > 0:
             share = min(max((num_bytes - self._bytes[0]) / further_bytes, 0.0), _MOST_READ)
             self._read.record((rows - 1) * share, rows - 1, _FADING)
             seconds_now = self._with(share)
-            self.seconds = self._with(self.read_share)
-        deviation = math.log(seconds / self._at(seconds_now, rows))
-        if abs(deviation) < _AGREES:
-            return
-        deviation = min(max(deviation, -_FAR_OFF), _FAR_OFF)
+        deviation = min(max(math.log(seconds / self._at(seconds_now, rows)), -_FAR_OFF), _FAR_OFF)
         below, above, share = self._between[rows]
-        # In lists: for a matrix of ten by ten numpy takes longer.
-        covariance = [
-            [c + _DRIFT * p for c, p in zip(row, prior, strict=True)]
-            for row, prior in zip(self._covariance, self._prior, strict=True)
-        ]
-        shared = [(1 - share) * row[below] + share * row[above] for row in covariance]
-        variance = (1 - share) * shared[below] + share * shared[above] + _NOISE**2
-        gains = [one / variance for one in shared]
-        self._corrections = [
-            min(max(c + gain * deviation, -_BOUND), _BOUND) for c, gain in zip(self._corrections, gains, strict=True)
-        ]
-        self._covariance = [
-            [c - gain * one for c, one in zip(row, shared, strict=True)] for row, gain in zip(covariance, gains, strict=True)
-        ]
+        for i, correction in enumerate(self._corrections):
+            near = (i == below) * (1 - share) + (i == above) * share
+            self._corrections[i] = min(max(correction + (_PACE + _SHAPE * near) * deviation, -_BOUND), _BOUND)
         self.seconds = self._with(self.read_share)
 
     def keep(self) -> None:
         """Write the corrections to the disk for the next process, if they are worth it. What a text reads is not among them."""
         now = self._with(1.0)
-        changes = [abs(math.log(one / kept)) for one, kept in zip(now, self._kept, strict=False)]
+        changes = [abs(math.log(one / kept)) for one, kept in zip(now, self._kept, strict=True)]
         if self.path is None or max(changes) < _WORTH_KEEPING:
             return
         self._kept = now
         _write(self.path, self)
 
-    def as_dict(self) -> dict[str, list[float]]:
-        """The arguments to make them again, without numbers of rows that were never measured."""
-        scales = [math.exp(c) for c in self._corrections]
-        further = [s * scale for s, scale in zip(self._further, scales, strict=True)]
-        known = [one for one in zip(self.rows, self._with(1.0), self._bytes, further, strict=True) if one[0] in MEASURED_ROWS]
+    def as_dict(self) -> dict[str, Sequence[float]]:
+        """The arguments to make them again, as they are corrected now."""
+        n, further = len(self.measured_rows), [s * math.exp(c) for s, c in zip(self._further, self._corrections, strict=True)]
         return {
-            name: list(one)
-            for name, one in zip(("rows", "seconds", "num_bytes", "further_s"), zip(*known, strict=True), strict=True)
+            "rows": self.measured_rows,
+            "seconds": self._with(1.0)[:n],
+            "num_bytes": self._bytes[:n],
+            "further_s": further[:n],
         }
 
 

@@ -2,11 +2,9 @@
 
 A model's seconds for a token are those with its own drafters, so levels are settled from the bottom up (arXiv 2510.19705), each by
 a planner of its own. Looking up a draft takes time, too: a lookup is asked where it has gained more than it took. A model must
-first be fed the tokens that it missed: it is asked where drafts save more than that over the tokens to come, and, where lookups
-did much of earlier requests, once waiting for them has cost as much as feeding it, as in the ski-rental problem.
+first be fed the tokens that it missed: it is asked where drafts save more than that over the tokens to come.
 
-The more sequences share a forward, the more of its seconds are its rows', so fewer drafts pay, and in the end none. Where none of
-the acceptance that is expected could, nobody is asked, and trials have less time by as much as there is less to gain.
+The more sequences share a forward, the more of its seconds are its rows', so fewer drafts pay, and in the end none.
 """
 
 from collections import abc
@@ -22,26 +20,17 @@ from cpuspec.speculation.constrained import legal_part
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.heads import HeadProposer
-from cpuspec.speculation.planner.acceptance import Estimate
-from cpuspec.speculation.planner.choose import (
-    Option,
-    best_estimated,
-    break_even,
-    choose,
-)
+from cpuspec.speculation.planner.choose import Option, best_prefix
 from cpuspec.speculation.planner.costs import Costs, find_costs
-from cpuspec.speculation.planner.exploration import (
-    LOOKUP_PART,
-    TrialBudget,
-)
+from cpuspec.speculation.planner.exploration import TRIAL_TOKENS, TrialBudget
 from cpuspec.speculation.planner.lookup_drafter import LookupDrafter
 from cpuspec.speculation.planner.model_drafter import ModelDrafter
 from cpuspec.speculation.proposer import DraftModel, Proposer
 from cpuspec.speculation.verify import Verdict
 
 _PLAIN_LOOKS = 4  # one of this many forwards without a draft is timed: timing takes 1 % of a short token
+_WORTH = 1.05  # a looked-up draft must promise this over what is there: what seems to gain less loses as often
 _MOST_FED = 2  # rows fed for each that is judged, in a forward whose time tells what judged rows take
-_WAIT = 3.0  # share of a model's price that is waited for, over the lookups' share of earlier requests; never more than all
 
 
 @dataclass(frozen=True)
@@ -96,13 +85,10 @@ class Planner(Proposer):
         self._drafters: list[LookupDrafter | ModelDrafter] = [*self.lookups, *self.models]
         self.num_plain_rounds = 0  # of each sequence
         self._budget = TrialBudget(len(lookups) + len(models))
-        self._left = Estimate(1.0)  # share of the tokens that lookups leave to models
         self._serves = serves
         self._context = context
         self._nothing = Draft.chain([], self.name)
         self._chosen: dict[int, Option] = {}  # by sequence id: options of drafts that are out
-        self._beside: dict[int, list[Option]] = {}  # by sequence id: those of models whose drafts were not chosen
-        self._left_to_models: set[int] = set()  # ids of sequences in whose round a model promises more than lookups
         self._plain_s = 0.0  # seconds of the round that is out for each sequence, had nothing been drafted
         self._num_plain_forwards = 0
         # Rows that will be judged; rows fed, and bytes of weights read, before; and when that was.
@@ -116,86 +102,61 @@ class Planner(Proposer):
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """The draft of the best option for each sequence."""
         self._plain_s = self.costs.forward_s(len(seqs)) / len(seqs)
-        plain, least = Option(None, 0, 1.0, self._plain_s), break_even(self.costs, len(seqs))
-        options = [[plain] for _ in seqs]
+        best = [Option(None, 0, 1.0, self._plain_s, 0.0, self._nothing)] * len(seqs)
         for lookup in self.lookups:
-            self._look_up(lookup, seqs, limits, options, least)
-        if least < 1 or len(seqs) == 1:  # one sequence tries drafts even where none seems to pay
-            alone = seqs[0] if len(seqs) == 1 else None
-            for model in sorted(self.models, key=lambda one: -one.promise(self.costs, len(seqs), alone).tokens_per_s):
-                self._ask(model, seqs, limits, options)
-        chosen = [choose(known, self._budget) for known in options]
-        drafts = [one.draft.first(one.num_tokens) if one.draft else self._nothing for one in chosen]
-        for seq, one, known in zip(seqs, chosen, options, strict=True):
-            self._chosen[seq.id] = one
-            self._beside[seq.id] = [other for other in known if isinstance(other.drafter, ModelDrafter) and other is not one]
-            self.num_plain_rounds += not one.num_tokens
-        self._budget.earn(sum([one.seconds for one in chosen]) * self._hopes(len(seqs), least))
+            self._look_up(lookup, seqs, limits, best)
+        for model in sorted(self.models, key=lambda one: -one.promise(self.costs, len(seqs)).tokens_per_s):
+            self._ask(model, seqs, limits, best)
+        drafts = [one.draft.first(one.num_tokens) if one.draft else self._nothing for one in best]
+        self._chosen |= zip([seq.id for seq in seqs], best, strict=True)
+        self.num_plain_rounds += sum(not one.num_tokens for one in best)
+        self._budget.earn(self._plain_s * len(seqs))
         self._begin_timing(len(seqs), len(seqs) + sum(map(len, drafts)))
         return drafts
 
-    def _hopes(self, num_seqs: int, least: float) -> float:
-        """What drafts can gain at most where that many sequences share a forward, over what they can gain for one alone.
+    def _look_up(self, lookup: LookupDrafter, seqs: list[Sequence], limits: list[int], best: list[Option]) -> None:
+        """Put the lookup's options where they are better, or are tried.
 
-        least: the share of accepted tokens that pays.
+        It is asked where that has gained more than it takes, or the budget has its time.
         """
-        if num_seqs == 1:
-            return 1.0
-        alone = min(break_even(self.costs, 1), least)
-        return (1 - least) / (1 - alone) if least < 1 else 0.0
+        pays = lookup.gain.expected() * self._plain_s > lookup.seconds
+        asked = [i for i, limit in enumerate(limits) if limit and (pays or self._budget.take(lookup, lookup.seconds))]
+        if not asked:
+            return
+        some, begin_s = [seqs[i] for i in asked], self._now_s()
+        drafts = lookup.proposer.propose(some, [limits[i] for i in asked])
+        lookup.asked(len(asked), self._now_s() - begin_s)
+        for i, draft in zip(asked, map(legal_part, some, drafts), strict=True):
+            option = best_prefix(lookup, draft, self.costs, lookup.acceptance.expected(), len(seqs))
+            if option.tokens_per_s > _WORTH * best[i].tokens_per_s:
+                best[i] = option
+            elif len(draft) and not best[i].num_tokens:
+                trial = best_prefix(lookup, draft.first(TRIAL_TOKENS), self.costs, 1.0, len(seqs))
+                if trial.num_tokens and self._budget.take(lookup, trial.seconds - self._plain_s):
+                    best[i] = trial
 
-    def _look_up(
-        self, lookup: LookupDrafter, seqs: list[Sequence], limits: list[int], options: list[list[Option]], least: float
-    ) -> None:
-        """Add the lookup's options, for sequences in which asking it gains more than it takes, or the budget has its time.
+    def _ask(self, model: ModelDrafter, seqs: list[Sequence], limits: list[int], best: list[Option]) -> None:
+        """Put the model's options where they are better, asked for sequences to which it promises more, or in which it is tried.
 
-        least: the share of accepted tokens under which no draft pays.
+        Where another model's draft pays it is not asked: it is unsure where that one is, and costs 1 to 3 % (benchmarks/LOG.md).
         """
+        num_seqs, promise = len(seqs), model.promise(self.costs, len(seqs))
         asked = [
             i
-            for i, seq in enumerate(seqs)
-            if limits[i]
+            for i, (seq, limit, instead) in enumerate(zip(seqs, limits, best, strict=True))
+            if limit
+            and not isinstance(instead.drafter, ModelDrafter)
             and (
-                (
-                    min(lookup.acceptance.expected(seq), 1.0) > least
-                    and lookup.gain.expected(seq) * options[i][0].seconds > lookup.seconds
-                )
-                or self._budget.take((lookup, "asking"), lookup.seconds, LOOKUP_PART)
+                model.is_worth_its_price(seq, promise, instead)
+                or model.is_tried(seq, self.costs, limit, num_seqs, instead, self._budget)
             )
         ]
         if not asked:
             return
-        begin_s = self._now_s()
-        drafts = lookup.proposer.propose([seqs[i] for i in asked], [limits[i] for i in asked])
-        for i, draft in zip(asked, map(legal_part, [seqs[i] for i in asked], drafts), strict=True):
-            if len(draft):
-                options[i].append(lookup.option(seqs[i], draft, self.costs, len(seqs)))
-        lookup.asked([seqs[i] for i in asked], self._now_s() - begin_s)
-
-    def _ask(self, model: ModelDrafter, seqs: list[Sequence], limits: list[int], options: list[list[Option]]) -> None:
-        """Add the model's drafts, for sequences to which it promises more than is there already, or is tried.
-
-        Where another model's draft pays it is not asked: it is unsure where that one is, and costs 1 to 3 % (benchmarks/LOG.md).
-        """
-        asked, rates, num_seqs = [], [], len(seqs)
-        for i, (seq, limit, known) in enumerate(zip(seqs, limits, options, strict=True)):
-            instead = best_estimated(known)
-            if not limit or isinstance(instead.drafter, ModelDrafter):
-                continue
-            promise = model.promise(self.costs, num_seqs, seq)
-            if promise.tokens_per_s > instead.tokens_per_s:
-                self._left_to_models.add(seq.id)
-            wait = min(1.0, _WAIT * (1 - self._left.usual(seq)))
-            if model.is_worth_its_price(seq, promise, instead, self._left.expected(seq), wait) or model.is_tried(
-                seq, self.costs, limit, num_seqs, instead, self._budget
-            ):
-                asked.append(i)
-                rates.append(instead.tokens_per_s)
-        if not asked:
-            return
+        rates = [best[i].tokens_per_s for i in asked]
         found = model.propose([seqs[i] for i in asked], [limits[i] for i in asked], self.costs, num_seqs, rates)
         for i, option in zip(asked, found, strict=True):
-            options[i].append(option)
+            best[i] = max(best[i], option, key=lambda one: one.tokens_per_s)
 
     def _begin_timing(self, num_seqs: int, rows: int) -> None:
         """Time the forward, of which `rows` rows will be judged. Of plain ones time one of four."""
@@ -219,46 +180,33 @@ class Planner(Proposer):
         layers = dict(zip(self.hidden_layers, hidden, strict=True))
         for drafter in self._drafters if self._serves else self.lookups:
             drafter.proposer.accept(seq, verdict, tuple([layers[layer] for layer in drafter.proposer.hidden_layers]))
-        num_tokens, option = len(verdict.tokens), self._chosen.pop(seq.id, None)
-        if self.models:
-            by_lookup = seq.id not in self._left_to_models and option is not None and option.draft is not None
-            self._left.record(seq, 0 if by_lookup else num_tokens, num_tokens)
-            self._left_to_models.discard(seq.id)
-        for one in self._beside.pop(seq.id, ()):
-            if one.draft is not None and len(one.draft):
-                one.drafter.learn(seq, one.draft, num_tokens, len(one.draft.path_along(verdict.tokens)))
+        option, num_accepted = self._chosen.pop(seq.id, None), len(verdict.tokens) - 1
         if option and option.num_tokens:
-            if option.pays_back:
-                self._budget.give_back(option.drafter, (num_tokens - 1) * self._plain_s)
-            option.drafter.drafted.record(option.num_tokens, num_tokens - 1)
+            option.drafter.drafted.record(option.num_tokens, num_accepted)
             if isinstance(option.drafter, ModelDrafter):
-                assert option.draft
-                option.drafter.learn(seq, option.draft.first(option.num_tokens), option.num_tokens, num_tokens - 1)
+                option.drafter.learn(option, num_accepted)
             else:
-                option.drafter.learn(seq, option, num_tokens - 1, option.seconds / self._plain_s - 1)
+                option.drafter.learn(option, num_accepted, option.seconds / self._plain_s - 1)
 
     def end(self, seq: Sequence) -> None:
         """Forget the sequence, and keep what was learned of the costs."""
         self._chosen.pop(seq.id, None)
-        self._beside.pop(seq.id, None)
-        self._left_to_models.discard(seq.id)
         self._begun = None
-        self._left.end(seq)
         self.costs.keep()
+        for model in self.models:
+            model.end(seq)
         with ExitStack() as calls:  # every drafter is told, also where one raises
-            for drafter in reversed(self._drafters):
-                drafter.end(seq)
-                if self._serves:
-                    calls.callback(drafter.proposer.end, seq)
+            for drafter in reversed(self._drafters if self._serves else ()):
+                calls.callback(drafter.proposer.end, seq)
 
     def explain(self, verifies: str = "target") -> list[PlannedDrafter]:
         """The figures that it decides from, and those of the planners below."""
         plain_s = self.costs.forward_s(1)
-        cost_of_rows = {n: self.costs.forward_s(n) / plain_s for n in self.costs.rows}
+        cost_of_rows = {n: self.costs.forward_s(n) / plain_s for n in self.costs.measured_rows}
         read_share = self.costs.read_share if self.costs.reads_more else None
         table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, cost_of_rows, 0, 1.0, read_share)]
         for one in self._drafters:
-            costs = (one.acceptance.usual(), one.seconds / plain_s, cost_of_rows)
+            costs = (one.acceptance.expected(), one.seconds / plain_s, cost_of_rows)
             best = one.promise(self.costs, 1) if isinstance(one, ModelDrafter) else None
             planned = (best.num_tokens, best.tokens_per_s * plain_s) if best else (None, None)
             counts = (one.drafted.num_rounds, one.drafted.num_draft_tokens, one.drafted.num_accepted_tokens)
