@@ -111,16 +111,16 @@ class PrefixStats:
     """
 
     name: str
-    num_prompt_tokens: int
-    num_cached_tokens: int  # of these, the ones that were not computed again
-    kept_bytes: int
-    limit_bytes: int | None
-    num_evictions: int  # blocks that left the memory to make room
-    disk_bytes: int
-    num_blocks_read: int
-    num_blocks_written: int
-    num_blocks_refused: int
-    num_blocks_dropped: int  # that were not written: the disk was too slow for them
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # of these, the ones that were not computed again
+    kept_bytes: int = 0
+    limit_bytes: int | None = None
+    num_evictions: int = 0  # blocks that left the memory to make room
+    disk_bytes: int = 0
+    num_blocks_read: int = 0
+    num_blocks_written: int = 0
+    num_blocks_refused: int = 0
+    num_blocks_dropped: int = 0  # that were not written: the disk was too slow for them
 
 
 @dataclass(frozen=True)

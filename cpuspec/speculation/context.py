@@ -325,21 +325,14 @@ class Context:
 
     def prefix_stats(self, name: str) -> PrefixStats:
         """The figures of the prefix cache; `name` says which model it is."""
-        store, queue = self._store, self._store.queue if self._store else None
-        directory = queue.directory if queue else None
-        return PrefixStats(
-            name,
-            self.num_acquired_tokens,
-            self.num_cached_tokens,
-            self.kept_bytes,
-            self._max_kept_bytes,
-            store.num_evictions if store else 0,
-            directory.num_bytes if directory else 0,
-            directory.num_read if directory else 0,
-            directory.num_written if directory else 0,
-            directory.num_refused if directory else 0,
-            queue.num_dropped if queue else 0,
-        )
+        store, counts = self._store, (self.num_acquired_tokens, self.num_cached_tokens, self.kept_bytes, self._max_kept_bytes)
+        if store is None:
+            return PrefixStats(name, *counts)
+        if store.queue is None:
+            return PrefixStats(name, *counts, store.num_evictions)
+        disk = store.queue.directory
+        of_disk = (disk.num_bytes, disk.num_read, disk.num_written, disk.num_refused, store.queue.num_dropped)
+        return PrefixStats(name, *counts, store.num_evictions, *of_disk)
 
     @property
     def kept_bytes(self) -> int:

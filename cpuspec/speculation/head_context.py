@@ -218,7 +218,7 @@ class HeadContext:
     def prefix_stats(self, name: str) -> PrefixStats:
         """The figures of what finished sequences have left; `name` says which head it is."""
         counts = (self._num_rows, self._num_shared_rows, self.kept_bytes, self._max_kept_bytes, self._num_evictions)
-        return PrefixStats(name, *counts, 0, 0, 0, 0, 0)
+        return PrefixStats(name, *counts)
 
     def forget_prefixes(self) -> None:
         """Forget what finished sequences have left."""

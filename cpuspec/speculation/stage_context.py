@@ -95,7 +95,7 @@ class StageContext:
 
     def prefix_stats(self, name: str) -> PrefixStats:
         """No figures."""
-        return PrefixStats(name, 0, 0, 0, None, 0, 0, 0, 0, 0, 0)
+        return PrefixStats(name)
 
     def forget_prefixes(self) -> None:
         """Do nothing."""
