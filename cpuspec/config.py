@@ -174,6 +174,58 @@ class Experts:
             raise ConfigError(f"experts: {self.groups_used} groups of {self.count // self.groups} have no {self.used} to choose")
 
 
+@dataclass(frozen=True)
+class DeltaNet:
+    """A mixer that keeps a matrix for each value head instead of all keys and values: the gated delta net (arXiv 2412.06464).
+
+    key_heads, key_dims: heads of keys and of queries, and the numbers of each; value_heads, value_dims: likewise of values.
+    taps: rows that the causal convolution over queries, keys and values reads, the row's own included. tiled: whether value head i
+    reads key head i % key_heads, as in GGUF files of Qwen3.5; else neighbours share one.
+    """
+
+    key_heads: int
+    key_dims: int
+    value_heads: int
+    value_dims: int
+    taps: int = 4
+    tiled: bool = False
+
+    def __post_init__(self) -> None:
+        limits = {"key_heads": 1 << 12, "key_dims": 1 << 10, "value_heads": 1 << 12, "value_dims": 1 << 10}
+        for name, limit in limits.items():
+            if not _fits(partial(whole, low=1, high=limit), getattr(self, name)):
+                raise ConfigError(f"delta net: {name} must be an integer from 1 to {limit}, got {_shown(getattr(self, name))}")
+        if not _fits(partial(whole, low=2, high=16), self.taps):
+            raise ConfigError(f"delta net: taps must be an integer from 2 to 16, got {_shown(self.taps)}")
+        if self.value_heads % self.key_heads:
+            raise ConfigError(f"delta net: {self.value_heads} value heads are no multiple of {self.key_heads} key heads")
+        if self.key_dims % 16 or self.value_dims % 16:
+            raise ConfigError(f"delta net: heads of {self.key_dims} and {self.value_dims} numbers; wanted multiples of 16")
+
+    projections = ("delta_qkv", "delta_gate", "delta_beta", "delta_alpha")
+    output = "delta_o"
+
+    @property
+    def key_head_of_values(self) -> list[int]:
+        """Of each value head the key head that it reads."""
+        shared = self.value_heads // self.key_heads
+        return [i % self.key_heads if self.tiled else i // shared for i in range(self.value_heads)]
+
+    @property
+    def channels(self) -> int:
+        """Numbers that the convolution goes over: those of queries, keys and values, in this order."""
+        return 2 * self.key_heads * self.key_dims + self.value_heads * self.value_dims
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each of its tensors, by part. decay: below 0, the factor of the step in the logarithm of the decay."""
+        values, heads = self.value_heads * self.value_dims, (self.value_heads,)
+        return {
+            "delta_qkv": (self.channels, hidden), "delta_gate": (values, hidden), "delta_beta": (*heads, hidden),
+            "delta_alpha": (*heads, hidden), "delta_conv": (self.channels, self.taps), "delta_dt": heads, "delta_decay": heads,
+            "delta_norm": (self.value_dims,), "delta_o": (hidden, values),
+        }  # fmt: skip
+
+
 # min(gate, LIMIT) * sigmoid(ALPHA * min(gate, LIMIT)) * (up clamped to +-LIMIT, + 1): the activation "swiglu_oai" of gpt-oss.
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
@@ -216,6 +268,10 @@ class HeadConfig:
             raise ConfigError(f"num_logits must be an integer from 1 to {1 << 24}, got {_shown(self.num_logits)}")
 
 
+# Fields of ModelConfig that have an entry for each layer, or none.
+_PER_LAYER = ("layer_windows", "layer_ropes", "layer_experts", "layer_recurrent")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and flags of one decoder-only transformer: everything that a forward needs besides the weights.
@@ -240,6 +296,8 @@ class ModelConfig:
     part of `intermediate_size`; empty for all layers. shared_size: of a dense part that rows go through beside their experts, 0 for
     none; shared_gate: whether the sigmoid of a row's product with a vector weighs it.
     residual_scale: factor of every branch. logit_scale: of logits.
+    gated_attention: whether the sigmoid of numbers made like queries weighs attention's results, number by number.
+    recurrent: the mixer of layers without attention; layer_recurrent: for each layer whether it has that; empty for no layer.
     """
 
     architecture: str
@@ -285,6 +343,9 @@ class ModelConfig:
     query_growth: float = 0.0
     query_growth_length: int = 0
     sinks: bool = False
+    gated_attention: bool = False
+    recurrent: DeltaNet | None = None
+    layer_recurrent: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         choices = {
@@ -334,7 +395,7 @@ class ModelConfig:
         turned = self.rope_dims or self.head_dim
         if scaling is not None and scaling.kind in ("factors", "longrope") and len(scaling.factors) != turned // 2:
             raise ConfigError(f"rope factors must be half of {turned} dimensions, got {len(scaling.factors)} numbers")
-        for name in ("layer_windows", "layer_ropes", "layer_experts"):
+        for name in _PER_LAYER:
             per_layer = getattr(self, name)
             if len(per_layer) not in (0, self.num_layers):
                 raise ConfigError(f"{name} must have an entry for each of the {self.num_layers} layers, got {len(per_layer)}")
@@ -357,6 +418,10 @@ class ModelConfig:
             raise ConfigError('parallel branches read one norm; wanted norms "before"')
         if self.rotates_first and (self.norm_spans != "head" or not self.qk_norm):
             raise ConfigError("rotates_first needs norms of the heads of queries and keys")
+        if self.layer_recurrent and (self.recurrent is None or self.parallel or (self.head and any(self.layer_recurrent))):
+            raise ConfigError("layer_recurrent needs a recurrent mixer, in a model that is no head and has no parallel branches")
+        if all(self.layer_recurrent) and self.layer_recurrent:
+            raise ConfigError("every layer is recurrent; wanted one with attention at least")
         length = self.query_growth_length
         if not _fits(partial(number, low=0, high=100), self.query_growth) or (
             self.query_growth and not _fits(partial(whole, low=1, high=_LONGEST_CONTEXT), length)
@@ -370,17 +435,23 @@ class ModelConfig:
         return self.head is not None and self.head.fuses != "none"
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps a state instead of keys and values."""
+        return any(self.layer_recurrent)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """How many layers keep keys and values."""
+        return self.num_layers - sum(self.layer_recurrent)
+
+    @property
     def num_logits(self) -> int:
         """The length of a row of logits."""
         return self.head.num_logits if self.head and self.head.num_logits else self.vocab_size
 
     def with_layers(self, kept: Sequence[int]) -> "ModelConfig":
         """The model that has some of these layers, in this order."""
-        per_layer: dict[str, Any] = {
-            name: tuple(given[i] for i in kept)
-            for name in ("layer_windows", "layer_ropes", "layer_experts")
-            if (given := getattr(self, name))
-        }
+        per_layer: dict[str, Any] = {name: tuple(given[i] for i in kept) for name in _PER_LAYER if (given := getattr(self, name))}
         return replace(self, num_layers=len(kept), **per_layer)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.config import Experts, ModelConfig, Rope
+from cpuspec.config import DeltaNet, Experts, ModelConfig, Rope
 
 I32 = NDArray[np.int32]
 
@@ -24,7 +24,7 @@ class Attention:
     rotated. query_rope: of queries.
     scale: factor of scores. softcap: c in c * tanh(x / c) for scores, 0 for none. norm: what RMS norms of queries and keys are
     over, each "head" or the "row" of all heads; "" for none. rotates_first: they follow the rotation. sinks: whether softmax counts
-    a score of each head besides, which no value belongs to.
+    a score of each head besides, which no value belongs to. gated: whether `q_gate` weighs the results.
     """
 
     heads: int
@@ -40,6 +40,35 @@ class Attention:
     query_rope: Rope | None
     rotates_first: bool
     sinks: bool
+    gated: bool
+
+    output = "o"
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Parts that the layer's normed rows are multiplied with."""
+        return ("q", "k", "v", "q_gate") if self.gated else ("q", "k", "v")
+
+    def tensors(self, hidden: int) -> dict[str, Shape]:
+        """The shape of each of its tensors, by part."""
+        q, kv = self.heads * self.dims, self.kv_heads * self.dims
+        found: dict[str, Shape] = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+        if self.gated:
+            found["q_gate"] = (q, hidden)
+        if self.qkv_bias:
+            found |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+        found["o"] = (hidden, q)
+        if self.o_bias:
+            found["o_bias"] = (hidden,)
+        if self.norm:
+            found |= {"q_norm": (self.dims,), "k_norm": (self.dims,)} if self.norm == "head" else {"q_norm": (q,), "k_norm": (kv,)}
+        if self.sinks:
+            found["sinks"] = (self.heads,)
+        return found
+
+
+# Parts of a layer that mix rows: each says its `tensors`, its `projections` and its `output` matrix.
+Mixer = Attention | DeltaNet
 
 
 @dataclass(frozen=True)
@@ -62,17 +91,25 @@ class FeedForward:
 class Layer:
     """One layer.
 
+    state_index: its place among the layers that keep the same kind of state: keys and values, or that of a recurrence.
     normed_before, normed_after: whether branches have norms of their inputs, and of their outputs. norm_bias: whether those have
     biases. parallel: both branches read one norm and are added to its input.
     """
 
     index: int
-    mixer: Attention
+    state_index: int
+    mixer: Mixer
     feed: FeedForward
     normed_before: bool
     normed_after: bool
     norm_bias: bool = False
     parallel: bool = False
+
+    @property
+    def attention(self) -> Attention:
+        """Its mixer, of a layer that has attention."""
+        assert isinstance(self.mixer, Attention), f"layer {self.index} has no attention"
+        return self.mixer
 
     def weight(self, part: str) -> str:
         """The canonical name of one of its tensors."""
@@ -80,21 +117,9 @@ class Layer:
 
     def tensors(self, hidden: int) -> dict[str, Shape]:
         """The shape of each of its tensors, by part. hidden: numbers of a row."""
-        mixer, feed, experts = self.mixer, self.feed, self.feed.experts
-        q, kv = mixer.heads * mixer.dims, mixer.kv_heads * mixer.dims
+        feed, experts = self.feed, self.feed.experts
         found: dict[str, Shape] = {"attn_norm": (hidden,)} if self.normed_before else {}
-        found |= {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
-        if mixer.qkv_bias:
-            found |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-        found["o"] = (hidden, q)
-        if mixer.o_bias:
-            found["o_bias"] = (hidden,)
-        if mixer.norm:
-            found |= (
-                {"q_norm": (mixer.dims,), "k_norm": (mixer.dims,)} if mixer.norm == "head" else {"q_norm": (q,), "k_norm": (kv,)}
-            )
-        if mixer.sinks:
-            found["sinks"] = (mixer.heads,)
+        found |= self.mixer.tensors(hidden)
         if self.normed_before and not self.parallel:
             found["mlp_norm"] = (hidden,)
         if self.norm_bias:
@@ -150,15 +175,33 @@ def layers_of(config: ModelConfig) -> list[Layer]:
     scale = 1 / math.sqrt(c.head_dim) if c.query_scale is None else c.query_scale
     norm = c.norm_spans if c.qk_norm else ""
 
-    def mixer(i: int) -> Attention:
+    recurs = c.layer_recurrent or (False,) * c.num_layers
+
+    def mixer(i: int) -> Mixer:
+        if recurs[i] and c.recurrent:
+            return c.recurrent
         rope = ropes[kinds[i]]
         of_queries = rope and replace(rope, growth=c.query_growth, growth_length=c.query_growth_length)
         return Attention(
             c.num_heads, c.num_kv_heads, c.head_dim, windows[i] or None, rope, scale, c.attention_softcap, norm,
-            c.qkv_bias, c.o_bias, of_queries, c.rotates_first, c.sinks,
+            c.qkv_bias, c.o_bias, of_queries, c.rotates_first, c.sinks, c.gated_attention,
         )  # fmt: skip
 
     return [
-        Layer(i, mixer(i), mixture if mixtures[i] else dense, c.norms != "after", c.norms != "before", c.norm_bias, c.parallel)
+        Layer(
+            i,
+            recurs[:i].count(recurs[i]),
+            mixer(i),
+            mixture if mixtures[i] else dense,
+            c.norms != "after",
+            c.norms != "before",
+            c.norm_bias,
+            c.parallel,
+        )
         for i in range(c.num_layers)
     ]
+
+
+def attention_layers(config: ModelConfig) -> list[Layer]:
+    """The layers that keep keys and values."""
+    return [layer for layer in layers_of(config) if isinstance(layer.mixer, Attention)]

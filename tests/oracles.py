@@ -58,9 +58,9 @@ class ToyBackend:
         def views(storage: np.ndarray, number: int) -> tuple[np.ndarray]:
             return (storage[number * self.block_size : (number + 1) * self.block_size].view(np.uint8).reshape(1, -1),)
 
-        blocks = BlockAccess(self.block_size, 2, (1, 1), views, f"toy {self._recent[0, 0]}") if self.block_size else None
+        blocks = BlockAccess(self.block_size, 2, (1, 1), views) if self.block_size else None
         new_storage = partial(np.full, (capacity, 2), -1, np.int64)
-        return KVCache(num_slots, capacity, new_storage, copy_rows, copy_prefix, 16, blocks=blocks)
+        return KVCache(num_slots, capacity, new_storage, copy_rows, copy_prefix, 16, blocks, f"toy {self._recent[0, 0]}")
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         c = self.config
@@ -138,12 +138,10 @@ class RecurrentBackend:
         def copy_prefix(source: States, storage: States, length: int) -> None:
             storage |= {number: state for number, state in source.items() if number <= length}
 
-        def restore(storage: States, length: int) -> int:
-            for number in [number for number in storage if number > length]:
-                del storage[number]
-            return max(storage)
+        def reach(storage: States, length: int) -> int:
+            return max(number for number in storage if number <= length)
 
-        return KVCache(num_slots, capacity, lambda: {0: np.zeros(4)}, copy_rows, copy_prefix, 8, restore)
+        return KVCache(num_slots, capacity, lambda: {0: np.zeros(4)}, copy_rows, copy_prefix, 8, reach=reach)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         batch.check(self.config, cache, self.max_rows)
@@ -152,6 +150,8 @@ class RecurrentBackend:
         for b, slot in enumerate(batch.slots):
             start, end, held = int(batch.q_start[b]), int(batch.q_start[b + 1]), cache.lengths[slot]
             storage = cache.storage(slot)
+            for number in [number for number in storage if number > held]:
+                del storage[number]
             for t in range(start, end):
                 parent = t - 1 if batch.parents is None else int(batch.parents[t])
                 before = states[parent] if parent >= start else storage[held]

@@ -27,7 +27,7 @@ from cpuspec.checkpoints.canonical import GGUF, HF, file_names
 from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, layer_flags
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
-from cpuspec.config import Experts, ModelConfig, RopeScaling
+from cpuspec.config import DeltaNet, Experts, ModelConfig, RopeScaling
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32, U8
 
@@ -187,12 +187,13 @@ def tiny_config(
     query_growth: float = 0.0,
     router: Mapping[str, Any] = MappingProxyType({}),
     qk_norm: bool | None = None,
+    delta: DeltaNet | None = None,
 ) -> ModelConfig:
     """A small ModelConfig; biases default to what the architecture has, and the default sizes suit every format.
 
     num_experts to router: of families with experts; dense_layers: those that have none; shared_size: of the part beside them;
     router: fields of `Experts`.
-    A Granite has factors that matter.
+    A Granite has factors that matter. delta: of families with gated delta nets, in all layers but each fourth (or the last).
     window: of all layers, or in a Gemma of each layer but every second; it defaults to 8 in a Gemma and else to none. Gemma 2's
     softcaps are small enough to matter.
     """
@@ -236,6 +237,13 @@ def tiny_config(
     if architecture == "ministral3":  # whose class has both by default
         own = RopeScaling("yarn", 4.0, original_context_length=context_length // 8, attention_factor=1.0)
         rope_scaling, query_growth = rope_scaling or own, query_growth or 0.125
+    if family.delta_layers:
+        interval = min(4, num_layers)
+        mixture |= {
+            "recurrent": delta or DeltaNet(2, 64, 4, 64, tiled=family.tiles_values),
+            "layer_recurrent": tuple((i + 1) % interval != 0 for i in range(num_layers)),
+        }
+        rope_dims = rope_dims or head_dim // 4
     every_bias = family.hf_defaults.get("use_bias") is True
     size = (8 if has_windows else 0) if window is None else window
     slides = [not (has_windows or family.turns_in_windows) or i % 2 == 0 for i in range(num_layers)]
@@ -283,6 +291,10 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, F32]:
     for name, shape in tensor_shapes(config).items():
         mean, deviation = _moments(name, shape)
         weights[name] = (mean + deviation * rng.standard_normal(shape)).astype(np.float32)
+        if config.recurrent and name.endswith("delta_qkv"):
+            # Keys resemble queries: a result that nearly vanishes would have its rounding errors magnified by the norm behind it.
+            size = config.recurrent.key_heads * config.recurrent.key_dims
+            weights[name][size : 2 * size] += weights[name][:size]
     return weights
 
 
@@ -301,6 +313,8 @@ def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation of a tensor's random values."""
     if name.endswith("norm"):
         return 1.0, 0.1
+    if name.endswith("delta_decay"):  # below 0
+        return -1.0, 0.15
     if name.endswith(("expert_gate_bias", "expert_up_bias")):
         return 0.0, 4.0  # some are clamped
     if name.endswith("bias"):
@@ -372,8 +386,10 @@ def write_gguf(
     chosen = {"embed": embed_format or weight_format, "output": output_format or weight_format}
     rows = {name: _file_rows(name, values, config, family.pairs_neighbours) for name, values in weights.items()}
     for theirs, ours in _gguf_parts(config, list(weights)).items():
-        values = _joined([rows[name] for name in ours])
-        format_name = "f32" if ours[0].endswith("_bias") else _fitting_format(chosen.get(ours[0], weight_format), values.shape)
+        values = _joined_by_head(config, {name.rpartition(".")[2]: rows[name] for name in ours}, in_gguf=True)
+        format_name = (
+            "f32" if ours[0].endswith(("_bias", "_conv")) else _fitting_format(chosen.get(ours[0], weight_format), values.shape)
+        )
         stored = QuantTensor.encode(get_format(format_name), values)
         writer.add_tensor(theirs, stored.data, raw_dtype=gguf.GGMLQuantizationType[format_name.upper()])
     if predicting:
@@ -411,7 +427,7 @@ def write_random_gguf(
         asked = output_format if name == "output" and output_format else weight_format
         if asked == "mxfp4" and "expert_" not in name:  # as files of gpt-oss have it
             asked = "q8_0"
-        format = get_format("f32" if name.endswith("_bias") else _fitting_format(asked, dims))
+        format = get_format("f32" if name.endswith(("_bias", "_conv")) else _fitting_format(asked, dims))
         formats.append((name, format, dims))
         byte_shape = (*dims[:-1], format.row_bytes(dims[-1]))
         writer.add_tensor_info(
@@ -452,7 +468,7 @@ def write_huggingface(
     family = FAMILIES[config.architecture]
     stored: dict[str, QuantTensor] = {}
     rows = {
-        name: _file_rows(name, values - np.float32(family.norm_offset * name.endswith("norm")), config, family.hf_pairs_neighbours)
+        name: _hf_values(config, name, _file_rows(name, values, config, family.hf_pairs_neighbours), family.norm_offset)
         for name, values in weights.items()
     }
     prefix = "model.language_model." if family.text_alike else "model."
@@ -460,8 +476,7 @@ def write_huggingface(
         stored |= {name: QuantTensor.encode(get_format(dtype), values) for name, values in gpt_oss_experts(rows).items()}
     others = [name for name in weights if not any(f"expert_{part}" in name for part in ("gate", "up", "down") if config.sinks)]
     for name, ours in file_names(family, HF, others).items():
-        values = _of_key_heads(config, [rows[name] for name in ours]) if family.hf_groups_heads else rows[ours[0]]
-        values = values if family.hf_groups_heads else _joined([rows[name] for name in ours])
+        values = _joined_by_head(config, {name.rpartition(".")[2]: rows[name] for name in ours})
         if family.hf_shift_is_row and ours[0].endswith("router_shift"):
             values = values[None]
         theirs = prefix + name.removeprefix("model.") if name.startswith("model.") else name
@@ -495,6 +510,17 @@ def write_huggingface(
     (directory / "config.json").write_text(json.dumps(settings, indent=2), "utf-8")
     _write_hf_tokenizer(directory, config)
     return directory
+
+
+def _hf_values(config: ModelConfig, name: str, values: F32, norm_offset: float) -> F32:
+    """A tensor's numbers as Hugging Face files of a family have them."""
+    if config.recurrent and config.recurrent.tiled:
+        values = _untiled(config.recurrent, name, values)
+    if name.endswith("delta_decay"):
+        return np.log(-values)
+    if name.endswith("delta_conv"):
+        return values[:, None]
+    return values - np.float32(norm_offset * (name.endswith("norm") and not name.endswith("delta_norm")))
 
 
 def gpt_oss_experts(weights: Mapping[str, F32]) -> dict[str, F32]:
@@ -548,18 +574,41 @@ def _fitting_format(name: str, shape: tuple[int, ...]) -> str:
     return name if shape[-1] % get_format(name).block_size == 0 else "f16"
 
 
-def _of_key_heads(config: ModelConfig, parts: list[F32]) -> F32:
-    """Queries, keys and values in InternLM2's order: for each key head its queries, itself, its value. Other parts as they are."""
-    if len(parts) == 1:
-        return parts[0]
-    groups = [part.reshape(config.num_kv_heads, -1, *part.shape[1:]) for part in parts]
-    return np.concatenate(groups, axis=1).reshape(-1, *parts[0].shape[1:])
+def _untiled(delta: DeltaNet, name: str, values: F32) -> F32:
+    """A tensor whose value heads go round the key heads in turns, with those of each key head side by side."""
+    part, keys, size = name.rpartition(".")[2], 2 * delta.key_heads * delta.key_dims, delta.value_heads // delta.key_heads
+    if not part.startswith("delta_") or part == "delta_norm":
+        return values
+    if part == "delta_o":
+        return _untiled(delta, "delta_gate", values.T).T.copy()
+    first = keys if part in ("delta_qkv", "delta_conv") else 0
+    heads = values[first:].reshape(size, delta.key_heads, -1, *values.shape[1:]).swapaxes(0, 1)
+    return np.concatenate([values[:first], heads.reshape(values[first:].shape)])
+
+
+def _joined_by_head(config: ModelConfig, parts: Mapping[str, F32], in_gguf: bool = False) -> F32:
+    """Parts of one tensor by name: head by head where files of the family have them so, else one after another."""
+    rows, delta = list(parts.values()), config.recurrent
+    match list(parts):
+        case ["q", "q_gate"]:
+            heads = config.num_heads
+        case ["q" | "q_bias", _, _] if FAMILIES[config.architecture].hf_groups_heads and not in_gguf:
+            heads = config.num_kv_heads  # of InternLM2: for each key head its queries, itself, its value
+        case ["delta_qkv", "delta_gate"] if delta:
+            size, heads = delta.key_heads * delta.key_dims, delta.key_heads
+            rows = [*np.split(rows[0], [size, 2 * size]), rows[1]]
+        case ["delta_beta", "delta_alpha"] if delta:
+            heads = delta.key_heads
+        case _:
+            return _joined(rows)
+    groups = [part.reshape(heads, -1, *part.shape[1:]) for part in rows]
+    return np.concatenate(groups, axis=1).reshape(-1, *rows[0].shape[1:])
 
 
 def _gguf_parts(config: ModelConfig, names: list[str]) -> dict[str, tuple[str, ...]]:
     """Tensors as llama.cpp's converter writes them, with what each holds: named by the gguf package's own table."""
     family = FAMILIES[config.architecture]
-    if family.hf_groups_heads or config.architecture in ("gpt-oss", "granitemoe"):  # the converter takes them apart
+    if family.hf_groups_heads or config.architecture in ("gpt-oss", "granitemoe", "qwen3next"):  # the converter takes them apart
         return file_names(family, GGUF, names)
     return {_gguf_name(theirs, config): ours for theirs, ours in file_names(family, HF, names).items()}
 
@@ -574,6 +623,7 @@ def _gguf_name(name: str, config: ModelConfig) -> str:
         return "output.weight"
     # The converter joins experts, and looks their names up without a number.
     theirs = name.replace(".*.", ".").replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
+    theirs = theirs.replace("dt_bias", "dt_proj.bias")
     found = _gguf_names(_gguf_architecture(config), config.num_layers).get_name(theirs, (".weight", ".bias"))
     assert found, f"gguf has no name for {name} of {config.architecture}"
     return found
@@ -628,7 +678,8 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
     if FAMILIES[config.architecture].has_logit_scale:
         writer.add_logit_scale(config.logit_scale)
     if FAMILIES[config.architecture].has_sections:
-        writer.add_rope_dimension_sections([(config.head_dim // 2 + 2 - i) // 3 for i in range(3)] + [0])
+        half = (config.rope_dims or config.head_dim) // 2
+        writer.add_rope_dimension_sections([(half + 2 - i) // 3 for i in range(3)] + [0])
     if config.query_growth:
         writer.add_attn_temperature_scale(config.query_growth)
     if config.experts:
@@ -654,6 +705,14 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
         writer.add_residual_scale(config.residual_scale)
         writer.add_logit_scale(1 / config.logit_scale)
         writer.add_attention_scale(config.query_scale or 0.0)
+    if config.recurrent:
+        d, name = config.recurrent, _gguf_architecture(config)
+        writer.add_ssm_conv_kernel(d.taps)
+        writer.add_ssm_inner_size(d.value_heads * d.value_dims)
+        writer.add_ssm_state_size(d.key_dims)
+        writer.add_ssm_time_step_rank(d.value_heads)
+        writer.add_ssm_group_count(d.key_heads)
+        writer.add_uint32(f"{name}.full_attention_interval", config.layer_recurrent.index(False) + 1)
     _add_gguf_rope_scaling(writer, config)
     if config.layer_windows:
         writer.add_sliding_window(max(config.layer_windows))
@@ -807,6 +866,11 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         if config.qkv_bias != config.o_bias and "attention_out_bias" not in FAMILIES[config.architecture].hf_defaults:
             raise ValueError("attention_bias means q, k, v and o together: give qkv_bias and o_bias, or neither")
         fields["attention_bias"] = config.qkv_bias
+    if config.recurrent:
+        d = config.recurrent
+        fields["layer_types"] = ["linear_attention" if recurs else "full_attention" for recurs in config.layer_recurrent]
+        fields |= {"linear_num_key_heads": d.key_heads, "linear_key_head_dim": d.key_dims, "linear_conv_kernel_dim": d.taps}
+        fields |= {"linear_num_value_heads": d.value_heads, "linear_value_head_dim": d.value_dims}
     if config.mlp_bias and "use_bias" not in family.hf_defaults:
         fields["mlp_bias"] = True
     return fields

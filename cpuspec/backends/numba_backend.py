@@ -187,7 +187,7 @@ class NumbaBackend:
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model, in the order that `kernels.attention` reads."""
-        dims, heads = self.config.head_dim, self.config.num_layers * self.config.num_kv_heads
+        dims, heads = self.config.head_dim, self.config.num_attention_layers * self.config.num_kv_heads
         size = kv_rows.head_bytes(self._kv_format.name, dims, capacity)
 
         def new_storage() -> _Storage:
@@ -208,8 +208,8 @@ class NumbaBackend:
             return chunk[:, : kv_rows.CHUNK * stored], chunk[:, kv_rows.CHUNK * stored :]
 
         # Keys lie in blocks of LANES positions.
-        blocks = BlockAccess(kv_rows.CHUNK, simd.LANES, (2, heads), views, self._identity)
-        return KVCache(num_slots, capacity, new_storage, copy_rows, copy_prefix, heads * 2 * stored, blocks=blocks)
+        blocks = BlockAccess(kv_rows.CHUNK, simd.LANES, (2, heads), views)
+        return KVCache(num_slots, capacity, new_storage, copy_rows, copy_prefix, heads * 2 * stored, blocks, self._identity)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states.
@@ -356,7 +356,7 @@ class NumbaBackend:
 
     def _check_cache(self, cache: KVCache) -> None:
         """Raise BackendError for a cache of another model or another KV format: kernels write where this backend's lie."""
-        if cache.blocks is None or cache.blocks.identity != self._identity:
+        if cache.identity != self._identity:
             raise BackendError("this cache was made for another model or other settings; take one of this backend's `new_cache`")
 
     def _write_first_rows(self, batch: ForwardBatch) -> None:
@@ -440,11 +440,12 @@ class _Routing:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Room for rows of numbers, f32 [max_rows, features padded to whole groups]; of a gate activation(numbers), times `up`."""
+    """Room for rows of numbers, f32 [max_rows, features padded to whole groups]; of a gate with an activation,
+    activation(numbers) * `up`."""
 
     numbers: F32
     up: F32 | None = None
-    is_gate: bool = False
+    activation: str = ""
 
 
 class _Writer:
@@ -515,10 +516,10 @@ class _Writer:
 
     def rotate(self, layer: Layer, q: _Rows, k: _Rows) -> tuple[_Rows, _Rows]:
         for rows, part in ((q, "q_norm"), (k, "k_norm")):
-            if layer.mixer.norm == "row":
+            if layer.attention.norm == "row":
                 weight = self._vectors[layer.weight(part)]
                 operands = {"rows": _at(rows.numbers), "stride": rows.numbers.strides[0], "weight": _at(weight)}
-                features = (layer.mixer.heads if rows is q else layer.mixer.kv_heads) * layer.mixer.dims
+                features = (layer.attention.heads if rows is q else layer.attention.kv_heads) * layer.attention.dims
                 self.operations.append(("norm", operands | {"features": features, "eps": self._config.norm_eps}))
         return q, k
 
@@ -527,10 +528,10 @@ class _Writer:
 
     def _rotate(self, layer: Layer, q: _Rows | None, k: _Rows, v: _Rows) -> None:
         """Rotate queries, if there are any, and keys, and append keys and values."""
-        mixer = layer.mixer
+        mixer = layer.attention
         norms = self._vectors if mixer.norm == "head" else {}  # `rotate` has written those of rows
         operands = {
-            "heads": mixer.heads if q else 0, "kv_heads": mixer.kv_heads, "dims": mixer.dims, "layer": layer.index,
+            "heads": mixer.heads if q else 0, "kv_heads": mixer.kv_heads, "dims": mixer.dims, "layer": layer.state_index,
             "keys": _at(k.numbers), "k_stride": k.numbers.strides[0], "k_norm": _at(norms.get(layer.weight("k_norm"))),
             "values": _at(v.numbers), "v_stride": v.numbers.strides[0], "eps": self._config.norm_eps, "scale": mixer.scale,
             "rotation": self._rotation(mixer.rope), "q_rotation": self._rotation(mixer.query_rope if q else None),
@@ -553,14 +554,14 @@ class _Writer:
         return self.ropes.index(rope)
 
     def attention(self, layer: Layer, q: _Rows, k: _Rows, v: _Rows) -> _Rows:
-        mixer = layer.mixer
+        mixer = layer.attention
         self._rotate(layer, q, k, v)
         out = self._rows("attention", mixer.heads * mixer.dims)
         kernel, together = attention.attend_kernel, attention.QUERIES
         if self.of_prompts and mixer.dims % 2 == 0:
             kernel, together = attention_tiles.attend_kernel, MAX_QUERIES
         attend = {
-            "heads": mixer.heads, "kv_heads": mixer.kv_heads, "dims": mixer.dims, "layer": layer.index,
+            "heads": mixer.heads, "kv_heads": mixer.kv_heads, "dims": mixer.dims, "layer": layer.state_index,
             "queries": _at(q.numbers), "stride": q.numbers.strides[0], "out": _at(out), "out_stride": out.strides[0],
             "kernel": kernel(self._kv_format, mixer.window is not None, mixer.softcap > 0), "together": together,
             "partials_at": attention.partials_offset(self._kv_format, mixer.dims),
@@ -571,8 +572,14 @@ class _Writer:
         self.operations.append(("attend", attend))
         return _Rows(out)
 
-    def gate(self, gate: _Rows, up: _Rows | None) -> _Rows:
-        return _Rows(gate.numbers, None if up is None else up.numbers, is_gate=True)
+    def convolve(self, layer: Layer, x: _Rows) -> _Rows:
+        raise BackendError(f"layer {layer.index} is recurrent; use the numpy or torch backend")
+
+    def delta_net(self, layer: Layer, qkv: _Rows, beta: _Rows, alpha: _Rows) -> _Rows:
+        raise AssertionError("`convolve` has refused it")
+
+    def gate(self, gate: _Rows, up: _Rows | None, activation: str) -> _Rows:
+        return _Rows(gate.numbers, None if up is None else up.numbers, activation)
 
     def add(self, x: _Rows, branch: _Rows, name: str, norm: str | None) -> _Rows:
         scale = self._config.residual_scale
@@ -631,7 +638,9 @@ class _Writer:
         for name, tensor in zip(names, tensors, strict=True):
             tensor["one_row"] = _at(self._inputs[orders[name]])
         self.operations.append(("linear", {"num_tensors": 2, "features": hidden, "used": used, "tensors": tensors}))
-        inside, of_down = self.gate(*map(_Rows, outputs.values())), self._inputs_of_pairs[orders[down]]
+        gate, up = map(_Rows, outputs.values())
+        inside = self.gate(gate, up, layer.feed.activation)
+        of_down = self._inputs_of_pairs[orders[down]]
         self.operations.append(("prepare", self._prepare(inside, None, experts.size, {orders[down]: of_down}) | {"used": used}))
         out = self._rows("expert_down", hidden, pairs)
         tensors = [self._tensor(down, orders[down], of_down, out)]
@@ -707,12 +716,12 @@ class _Writer:
     def _prepare(self, x: _Rows, norm: str | None, features: int, to: Mapping[str, U8]) -> dict[str, Any]:
         """Rows to activations. to: where they go, by their order."""
         c, kind, other = self._config, pointwise.PLAIN if norm is None else pointwise.NORM, x.up
-        if x.is_gate:
+        if x.activation:
             kinds = {
                 "silu": (pointwise.SILU, pointwise.SILU_ALONE), "gelu_tanh": (pointwise.GELU, pointwise.GELU_ALONE),
-                "swiglu_oai": (pointwise.SWIGLU_OAI, pointwise.PLAIN),
+                "swiglu_oai": (pointwise.SWIGLU_OAI, pointwise.PLAIN), "sigmoid": (pointwise.SIGMOID, pointwise.PLAIN),
             }  # fmt: skip
-            kind = kinds[c.activation][x.up is None]
+            kind = kinds[x.activation][x.up is None]
         elif norm is not None and c.norm_kind == "layer":
             kind = pointwise.LAYER_NORM
             other = self._vectors[norm + "_bias"] if c.norm_bias else self._rows("no bias", features, 1)

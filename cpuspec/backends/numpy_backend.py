@@ -5,21 +5,24 @@ products are the BLAS library's: exact meaning, but a row's last bits may depend
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import DTypeLike, NDArray
 
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, EngineConfig, Experts, ModelConfig, Rope
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, remembered
-from cpuspec.layers import Layer
+from cpuspec.layers import Layer, layers_of
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
+from cpuspec.model.recurrence import LENGTH_EPS, RecurrentState, delta_step, new_state, recurrent_slots
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
 
@@ -28,10 +31,11 @@ Array = NDArray[np.floating]
 
 @dataclass(frozen=True)
 class Storage:
-    """Decoded keys and values of a slot."""
+    """Decoded keys and values of a slot, by layers with attention, and the states of recurrent ones."""
 
     keys: Array  # [L, S, G, D]
     values: Array  # [L, S, G, D]
+    states: list[RecurrentState]
 
 
 @dataclass(frozen=True)
@@ -97,13 +101,15 @@ class NumpyBackend:
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model: decoded keys and values, rounded as the KV format rounds them."""
         c, dtype = self.config, self._model.dtype
-        shape = (c.num_layers, capacity, c.num_kv_heads, c.head_dim)
-        per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * dtype.itemsize
+        shape = (c.num_attention_layers, capacity, c.num_kv_heads, c.head_dim)
+        per_token = 2 * c.num_attention_layers * c.num_kv_heads * c.head_dim * dtype.itemsize
+        zeros, mixers = partial(np.zeros, dtype=dtype), [layer.mixer for layer in layers_of(c)]
 
         def new_storage() -> Storage:
-            return Storage(np.zeros(shape, dtype), np.zeros(shape, dtype))
+            states = [new_state(mixer, zeros) for mixer in mixers if isinstance(mixer, DeltaNet)]
+            return Storage(np.zeros(shape, dtype), np.zeros(shape, dtype), states)
 
-        return KVCache(num_slots, capacity, new_storage, _copy_rows, _copy_prefix, per_token)
+        return KVCache(num_slots, capacity, new_storage, _copy_rows, _copy_prefix, per_token, **recurrent_slots(c, dtype.itemsize))
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
@@ -156,10 +162,12 @@ class Forward:
 
     def rotate(self, layer: Layer, q: Array, k: Array) -> tuple[Array, Array]:
         """Queries [T, H, D] and keys [T, G, D]. Pairs (i, i + D/2) turn by the row's position (arXiv 2104.09864)."""
-        return self._rotated(layer, q, "q_norm", layer.mixer.query_rope), self._rotated(layer, k, "k_norm", layer.mixer.rope)
+        return self._rotated(layer, q, "q_norm", layer.attention.query_rope), self._rotated(
+            layer, k, "k_norm", layer.attention.rope
+        )
 
     def _rotated(self, layer: Layer, x: Array, norm: str, rope: Rope | None) -> Array:
-        mixer = layer.mixer
+        mixer = layer.attention
         if mixer.norm == "row":
             x = self.norm(x, layer.weight(norm))
         heads = x.reshape(len(x), -1, mixer.dims)
@@ -174,14 +182,14 @@ class Forward:
 
     def attention(self, layer: Layer, q: Array, k: Array, v: Array) -> Array:
         """Scores are q k^T times the query scale, under the softcap if the model has one, and the sinks beside them."""
-        mixer, batch = layer.mixer, self._batch
+        mixer, batch = layer.attention, self._batch
         self._append(layer, k, v)
         out = np.empty((len(q), mixer.heads * mixer.dims), self._model.dtype)
         for b, slot in enumerate(batch.slots):
             rows, prefix = slice(batch.q_start[b], batch.q_start[b + 1]), self._cache.lengths[slot]
             storage, end = self._cache.storage(slot), prefix + rows.stop - rows.start
-            keys = storage.keys[layer.index, :end].repeat(mixer.heads // mixer.kv_heads, axis=1)  # [S, H, D]
-            values = storage.values[layer.index, :end].repeat(mixer.heads // mixer.kv_heads, axis=1)
+            keys = storage.keys[layer.state_index, :end].repeat(mixer.heads // mixer.kv_heads, axis=1)  # [S, H, D]
+            values = storage.values[layer.state_index, :end].repeat(mixer.heads // mixer.kv_heads, axis=1)
             scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) * self._number(mixer.scale)  # [H, T, S]
             scores = self._softcapped(scores, mixer.softcap)
             scores[:, ~visible(batch, b, prefix, mixer.window)] = -np.inf
@@ -193,27 +201,65 @@ class Forward:
             out[rows] = np.matmul(weights, values.transpose(1, 0, 2)).transpose(1, 0, 2).reshape(-1, out.shape[1])
         return out
 
+    def _states(self, layer: Layer) -> Iterator[tuple[slice, RecurrentState, int]]:
+        """Of each sequence its rows, a recurrent layer's memory of it, and how many tokens its slot holds."""
+        batch = self._batch
+        for slot, start, end in zip(batch.slots, batch.q_start, batch.q_start[1:], strict=False):
+            yield slice(start, end), self._cache.storage(slot).states[layer.state_index], self._cache.lengths[slot]
+
+    def convolve(self, layer: Layer, x: Array) -> Array:
+        out, weights = np.empty_like(x), self._model.weights[layer.weight("delta_conv")]
+        for rows, state, length in self._states(layer):
+            state.begin(length)
+            state.inputs = np.concatenate([state.inputs, x[rows]])
+            windows = sliding_window_view(state.inputs[length - state.folded :], state.taps, axis=0)  # [rows, channels, taps]
+            out[rows] = (windows * weights).sum(axis=-1)
+        return self.gate(out, None, "silu")
+
+    def delta_net(self, layer: Layer, qkv: Array, beta: Array, alpha: Array) -> Array:
+        mixer, weight, numbers = layer.mixer, layer.weight, self._model.weights
+        assert isinstance(mixer, DeltaNet), "the layer is one"
+        size = mixer.key_heads * mixer.key_dims
+        q, k = (x.reshape(len(x), -1, mixer.key_dims) for x in np.split(qkv[:, : 2 * size], 2, axis=1))
+        q, k = (x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + self._number(LENGTH_EPS)) for x in (q, k))
+        of_values = mixer.key_head_of_values
+        q, k = q[:, of_values] / self._number(math.sqrt(mixer.key_dims)), k[:, of_values]  # [T, value heads, key dims]
+        v = qkv[:, 2 * size :].reshape(len(qkv), -1, mixer.value_dims)
+        beta = self.gate(beta, None, "sigmoid")
+        steps = np.logaddexp(self._number(0), alpha + numbers[weight("delta_dt")])  # softplus
+        decays = np.exp(numbers[weight("delta_decay")] * steps)
+        out = np.empty_like(v)
+        for rows, memory, _ in self._states(layer):
+            state = memory.last()
+            for t in range(rows.start, rows.stop):
+                known = np.matmul(k[t, :, None], state * decays[t, :, None, None])[:, 0]  # [value heads, value dims]
+                record = decays[t], k[t], (v[t] - known) * beta[t, :, None]
+                state = delta_step(state, record)
+                memory.records.append(record)
+                out[t] = np.matmul(q[t, :, None], state)[:, 0]
+        return self.norm(out, weight("delta_norm")).reshape(len(out), -1)
+
     def append(self, layer: Layer, k: Array, v: Array) -> None:
-        self._append(layer, self._rotated(layer, k, "k_norm", layer.mixer.rope), v)
+        self._append(layer, self._rotated(layer, k, "k_norm", layer.attention.rope), v)
 
     def _append(self, layer: Layer, k: Array, v: Array) -> None:
-        v, batch = v.reshape(len(v), -1, layer.mixer.dims), self._batch
+        v, batch = v.reshape(len(v), -1, layer.attention.dims), self._batch
         if layer.index in self._model.centres:
             k = k - self._model.centres[layer.index]
         for slot, start, end in zip(batch.slots, batch.q_start, batch.q_start[1:], strict=False):
             storage, prefix = self._cache.storage(slot), self._cache.lengths[slot]
             for held, new in ((storage.keys, k), (storage.values, v)):
                 given = new[start:end].astype(np.float32, copy=False)
-                held[layer.index, prefix : prefix + end - start] = remembered(self._model.kv_format, given)
+                held[layer.state_index, prefix : prefix + end - start] = remembered(self._model.kv_format, given)
 
-    def gate(self, gate: Array, up: Array | None) -> Array:
-        if self._config.activation == "swiglu_oai":
+    def gate(self, gate: Array, up: Array | None, activation: str) -> Array:
+        if activation == "swiglu_oai":
             assert up is not None, "`ModelConfig` has seen to it"
             limit, alpha = self._number(SWIGLU_LIMIT), self._number(SWIGLU_ALPHA)
             gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
             return gate / (1 + np.exp(-alpha * gate)) * (up + self._number(1))
-        if self._config.activation == "silu":
-            active = gate / (1 + np.exp(-gate))
+        if activation in ("silu", "sigmoid"):
+            active = (gate if activation == "silu" else self._number(1)) / (1 + np.exp(-gate))
         else:
             inner = self._number(math.sqrt(2 / math.pi)) * (gate + self._number(0.044715) * gate**3)
             active = self._number(0.5) * gate * (1 + np.tanh(inner))
@@ -239,7 +285,8 @@ class Forward:
             rows, places = np.nonzero(chosen == expert)
             given, names = normed[rows], (weight("expert_gate"), weight("expert_up"))
             on_inputs(given, names, expert)
-            hidden = self.gate(*(self.linear(given, name, expert) for name in names))
+            gate, up = (self.linear(given, name, expert) for name in names)
+            hidden = self.gate(gate, up, layer.feed.activation)
             on_inputs(hidden, (weight("expert_down"),), expert)
             outputs[rows, places] = self.linear(hidden, weight("expert_down"), expert)
         branch = (outputs * factors[:, :, None]).sum(axis=1)
@@ -325,6 +372,7 @@ def _copy_rows(storage: Storage, rows: I32, first: int) -> None:
 def _copy_prefix(source: Storage, storage: Storage, length: int) -> None:
     storage.keys[:, :length] = source.keys[:, :length]
     storage.values[:, :length] = source.values[:, :length]
+    storage.states[:] = [state.copy() for state in source.states]
 
 
 def _turned(x: Array, cos: Array, sin: Array) -> Array:

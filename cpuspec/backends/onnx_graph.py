@@ -177,7 +177,7 @@ class _Writer:
 
     def rotate(self, layer: Layer, q: str, k: str) -> tuple[str, str]:
         """Queries and keys, [rows, heads, D]; both are turned at once, for fewer nodes."""
-        mixer, norms = layer.mixer, (layer.weight("q_norm"), layer.weight("k_norm"))
+        mixer, norms = layer.attention, (layer.weight("q_norm"), layer.weight("k_norm"))
         if mixer.norm == "row":
             q, k = (self._norm(x, norm) for x, norm in zip((q, k), norms, strict=True))
         q, k = self._heads(q), self._heads(k)
@@ -199,7 +199,7 @@ class _Writer:
         return self._node("Add", self._scaled(logs, rope.growth), self._number(1))
 
     def _turned(self, layer: Layer, q: str, k: str) -> tuple[str, str]:
-        mixer = layer.mixer
+        mixer = layer.attention
         assert mixer.rope is not None, "the layer rotates"
         cos, sin = self._rotations(mixer.rope)
         x = self._node("Concat", q, k, axis=1)
@@ -212,7 +212,7 @@ class _Writer:
     def attention(self, layer: Layer, q: str, k: str, v: str) -> str:
         """Attention over the past and the rows, which are not copied together."""
         c = self._config
-        if layer.mixer.sinks:
+        if layer.attention.sinks:
             raise BackendError(
                 f"layer {layer.index} has attention sinks, which this graph cannot compute; use the numba, numpy or torch backend"
             )
@@ -221,25 +221,36 @@ class _Writer:
         keys, values = (self._cached(x, f"{kind}.{layer.index}") for x, kind in ((k, "keys"), (self._heads(v), "values")))
         past_keys, past_values = (f"past_{kind}.{layer.index}" for kind in ("keys", "values"))
         queries = c.num_heads // c.num_kv_heads
-        q = self._node("Mul", q, self._number(layer.mixer.scale))
+        q = self._node("Mul", q, self._number(layer.attention.scale))
         q = self._node("Reshape", q, self._integers(0, c.num_kv_heads, queries, c.head_dim))
         q = self._node("Reshape", self._node("Transpose", q, perm=[1, 2, 0, 3]), self._integers(c.num_kv_heads, -1, c.head_dim))
         parts = [self._node("MatMul", q, self._node("Transpose", part, perm=[0, 2, 1])) for part in (past_keys, keys)]
         scores = self._softcapped(self._node("Concat", *parts, axis=2), c.attention_softcap)
-        weights = self._node("Softmax", self._node("Add", scores, self._mask(layer.mixer.window)), axis=2)
+        weights = self._node("Softmax", self._node("Add", scores, self._mask(layer.attention.window)), axis=2)
         of_past, of_rows = self._split(weights, self._lengths(), axis=2)
         out = self._node("Add", self._node("MatMul", of_past, past_values), self._node("MatMul", of_rows, values))
         out = self._node("Reshape", out, self._integers(c.num_kv_heads, queries, -1, c.head_dim))
         return self._node("Reshape", self._node("Transpose", out, perm=[2, 0, 1, 3]), self._integers(-1, c.num_heads * c.head_dim))
 
-    def gate(self, gate: str, up: str | None) -> str:
-        if self._config.activation == "swiglu_oai":
+    def convolve(self, layer: Layer, x: str) -> str:
+        raise BackendError(
+            f"layer {layer.index} is a gated delta net, which this graph cannot compute; use the numba, numpy or torch backend"
+        )
+
+    def delta_net(self, layer: Layer, qkv: str, beta: str, alpha: str) -> str:
+        raise AssertionError("`convolve` has refused it")
+
+    def gate(self, gate: str, up: str | None, activation: str) -> str:
+        if activation == "sigmoid":
+            active = self._node("Sigmoid", gate)
+            return active if up is None else self._node("Mul", active, up)
+        if activation == "swiglu_oai":
             assert up is not None, "`ModelConfig` has seen to it"
             gate = self._node("Min", gate, self._number(SWIGLU_LIMIT))
             active = self._node("Mul", gate, self._node("Sigmoid", self._scaled(gate, SWIGLU_ALPHA)))
             clamped = self._node("Clip", up, self._number(-SWIGLU_LIMIT), self._number(SWIGLU_LIMIT))
             return self._node("Mul", active, self._node("Add", clamped, self._number(1)))
-        if self._config.activation == "silu":
+        if activation == "silu":
             active = self._node("Mul", gate, self._node("Sigmoid", gate))
         else:
             active = self._node("Gelu", gate, approximate="tanh")

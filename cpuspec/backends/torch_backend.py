@@ -5,6 +5,7 @@ row's last bits may depend on what it is batched with, so this backend is not ro
 leave those without where two tokens are nearly as likely.
 """
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,15 +26,16 @@ from cpuspec.backends.torch_weights import Codes, Matrix, OfExperts, Values, few
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_matrix
-from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, EngineConfig, Experts, ModelConfig, Rope
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, ModelConfig, Rope
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format
 from cpuspec.formats.kv import get_kv_format, hadamard, hadamard_size
 from cpuspec.kernels.encode import recode
-from cpuspec.layers import Layer, layers_of
+from cpuspec.layers import Layer, attention_layers, layers_of
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
+from cpuspec.model.recurrence import LENGTH_EPS, delta_step, new_state, recurrent_slots
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
 
@@ -53,6 +55,7 @@ class _Part:
 
     rows: slice
     storage: Storage
+    length: int  # tokens that the slot holds
     span: int  # cache indices that the rows look at
 
 
@@ -122,16 +125,16 @@ class TorchBackend:
         self.threads: int = engine.threads or usable_cores()
         self.device = find_device(engine.device)
         self._kind = _WeightKind.chosen(engine, self.device)
-        # The host decides which experts run, so a forward with a mixture cannot be recorded as a graph.
-        recorded = self.device.type == "cuda" and not self.config.experts
+        # The host decides which experts run and when a state is folded: a forward with these cannot be recorded as a graph.
+        recorded = self.device.type == "cuda" and not self.config.experts and not self.config.is_recurrent
         self._recorder = Recorder(record_cuda_graph) if recorded else None
         kv_format = get_kv_format(engine.kv_format)
         self._kv_layout = KV_LAYOUTS[kv_format.name]
         self._embed = checkpoint.tensors["embed"]  # stays where the file is: a forward wants a few rows of it
-        layers = layers_of(self.config)
-        ropes = {rope for layer in layers for rope in (layer.mixer.rope, layer.mixer.query_rope)}
+        layers = attention_layers(self.config)
+        ropes = {rope for layer in layers for rope in (layer.attention.rope, layer.attention.query_rope)}
         self._ropes = [rope for rope in ropes if rope is not None]
-        self._windows = {layer.mixer.window for layer in layers}
+        self._windows = {layer.attention.window for layer in layers}
         tensors = weight_tensors(checkpoint, casts, lambda tensor, format: Cast(tensor, format, recode))
         del tensors["embed"]
         size, dims = hadamard_size(kv_format, self.config.head_dim), self.config.head_dim
@@ -156,9 +159,11 @@ class TorchBackend:
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model, on its device."""
         c, layout, recorder = self.config, self._kv_layout, self._recorder
+        zeros, mixers = partial(torch.zeros, device=self.device), [layer.mixer for layer in layers_of(c)]
 
         def new_storage() -> Storage:
-            storage = Storage(layout, c.num_layers, c.num_kv_heads, c.head_dim, capacity, self.device)
+            storage = Storage(layout, c.num_attention_layers, c.num_kv_heads, c.head_dim, capacity, self.device)
+            storage.states = [new_state(mixer, zeros) for mixer in mixers if isinstance(mixer, DeltaNet)]
             if recorder:
                 finalize(storage, recorder.clear)  # recordings know its memory, and do not hold it
             return storage
@@ -168,8 +173,8 @@ class TorchBackend:
                 recorder.clear()
             source.copy_prefix(storage, length)
 
-        per_token = 2 * c.num_layers * c.num_kv_heads * layout.row_bytes(c.head_dim)
-        return KVCache(num_slots, capacity, new_storage, Storage.copy_rows, copy_prefix, per_token)
+        per_token = 2 * c.num_attention_layers * c.num_kv_heads * layout.row_bytes(c.head_dim)
+        return KVCache(num_slots, capacity, new_storage, Storage.copy_rows, copy_prefix, per_token, **recurrent_slots(c, 4))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
@@ -242,7 +247,7 @@ class TorchBackend:
             if storage.provide(end) and self._recorder:
                 self._recorder.clear()
             span = min(storage.size, max(_SPAN, 1 << (end - 1).bit_length())) if for_recording else end
-            parts.append(_Part(slice(start, stop), storage, span))
+            parts.append(_Part(slice(start, stop), storage, prefix, span))
             arrays["at", b] = np.arange(prefix, end)
             for window in self._windows:
                 arrays["mask", b, window] = np.pad(visible(batch, b, prefix, window), ((0, 0), (0, span - end)))
@@ -294,10 +299,12 @@ class _Forward:
 
     def rotate(self, layer: Layer, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, H, D] and keys [T, G, D]."""
-        return self._rotated(layer, q, "q_norm", layer.mixer.query_rope), self._rotated(layer, k, "k_norm", layer.mixer.rope)
+        return self._rotated(layer, q, "q_norm", layer.attention.query_rope), self._rotated(
+            layer, k, "k_norm", layer.attention.rope
+        )
 
     def _rotated(self, layer: Layer, x: Tensor, norm: str, rope: Rope | None) -> Tensor:
-        mixer = layer.mixer
+        mixer = layer.attention
         if mixer.norm == "row":
             x = self._norm(x, layer.weight(norm))
         heads = x.unflatten(1, (-1, mixer.dims))
@@ -308,22 +315,57 @@ class _Forward:
         return self._norm(heads, layer.weight(norm)) if mixer.rotates_first else heads
 
     def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, v = self._heads.turned(q * layer.mixer.scale), v.unflatten(1, (-1, layer.mixer.dims))
+        q, v = self._heads.turned(q * layer.attention.scale), v.unflatten(1, (-1, layer.attention.dims))
         k, v = self._heads.kept(layer, k, v)
         return torch.cat([self._attend(layer, b, q[p.rows], k[p.rows], v[p.rows]) for b, p in enumerate(self._step.parts)])
 
-    def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
-        k, v = self._heads.kept(layer, self._rotated(layer, k, "k_norm", layer.mixer.rope), v.unflatten(1, (-1, layer.mixer.dims)))
-        for b, part in enumerate(self._step.parts):
-            part.storage.append(layer.index, self._tensors["at", b], k[part.rows], v[part.rows])
+    def convolve(self, layer: Layer, x: Tensor) -> Tensor:
+        out, weights = torch.empty_like(x), self._vectors[layer.weight("delta_conv")]
+        for part in self._step.parts:
+            state = part.storage.states[layer.state_index]
+            state.begin(part.length)
+            state.inputs = torch.cat([state.inputs, x[part.rows]])
+            windows = state.inputs[part.length - state.folded :].unfold(0, state.taps, 1)  # [rows, channels, taps]
+            out[part.rows] = (windows * weights).sum(-1)
+        return functional.silu(out)
 
-    def gate(self, gate: Tensor, up: Tensor | None) -> Tensor:
-        if self._config.activation == "swiglu_oai":
+    def delta_net(self, layer: Layer, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
+        mixer, weight, numbers = layer.mixer, layer.weight, self._vectors
+        assert isinstance(mixer, DeltaNet), "the layer is one"
+        size = mixer.key_heads * mixer.key_dims
+        of_values = torch.tensor(mixer.key_head_of_values, device=qkv.device)
+        q, k = (qkv[:, i * size : (i + 1) * size].unflatten(1, (-1, mixer.key_dims)) for i in range(2))
+        q, k = (x / (x.square().sum(-1, keepdim=True) + LENGTH_EPS).sqrt() for x in (q, k))
+        q, k = q[:, of_values] / math.sqrt(mixer.key_dims), k[:, of_values]  # [T, value heads, key dims]
+        v, beta = qkv[:, 2 * size :].unflatten(1, (-1, mixer.value_dims)), beta.sigmoid()
+        decays = (numbers[weight("delta_decay")] * functional.softplus(alpha + numbers[weight("delta_dt")])).exp()
+        out = torch.empty_like(v)
+        for part in self._step.parts:
+            memory = part.storage.states[layer.state_index]
+            state = memory.last()
+            for t in range(part.rows.start, part.rows.stop):
+                known = (k[t, :, None] @ (state * decays[t, :, None, None]))[:, 0]  # [value heads, value dims]
+                record = decays[t], k[t], (v[t] - known) * beta[t, :, None]
+                state = delta_step(state, record)
+                memory.records.append(record)
+                out[t] = (q[t, :, None] @ state)[:, 0]
+        return self._norm(out, weight("delta_norm")).flatten(1)
+
+    def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
+        k, v = self._heads.kept(
+            layer, self._rotated(layer, k, "k_norm", layer.attention.rope), v.unflatten(1, (-1, layer.attention.dims))
+        )
+        for b, part in enumerate(self._step.parts):
+            part.storage.append(layer.state_index, self._tensors["at", b], k[part.rows], v[part.rows])
+
+    def gate(self, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+        if activation == "sigmoid":
+            return gate.sigmoid() if up is None else gate.sigmoid() * up
+        if activation == "swiglu_oai":
             assert up is not None, "`ModelConfig` has seen to it"
             gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
             return gate * (gate * SWIGLU_ALPHA).sigmoid() * (up + 1)
-        silu = self._config.activation == "silu"
-        active = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
+        active = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
         return active if up is None else active * up
 
     def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None) -> Tensor:
@@ -338,7 +380,7 @@ class _Forward:
         for expert in chosen.unique().tolist():
             rows, places = (chosen == expert).nonzero(as_tuple=True)
             gate, up = (self.linear(normed[rows], weight(f"expert_{part}"), expert) for part in ("gate", "up"))
-            outputs[rows, places] = self.linear(self.gate(gate, up), weight("expert_down"), expert)
+            outputs[rows, places] = self.linear(self.gate(gate, up, layer.feed.activation), weight("expert_down"), expert)
         branch = (outputs * factors[:, :, None]).sum(1)
         if shared:
             rows_of_all, factor = shared
@@ -375,9 +417,9 @@ class _Forward:
 
     def _attend(self, layer: Layer, b: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One sequence's attention, F32 [t, H * D]. q: scaled queries [t, H, D]."""
-        part, mask = self._step.parts[b], self._tensors["mask", b, layer.mixer.window]
-        part.storage.append(layer.index, self._tensors["at", b], k, v)
-        keys, values = part.storage.read(layer.index, part.span)  # [G, span, D]
+        part, mask = self._step.parts[b], self._tensors["mask", b, layer.attention.window]
+        part.storage.append(layer.state_index, self._tensors["at", b], k, v)
+        keys, values = part.storage.read(layer.state_index, part.span)  # [G, span, D]
         if self._step.is_padded:  # with forgotten values, which may be infinite
             values = torch.where(mask.any(0)[:, None], values, 0)
         t, heads, dims = q.shape
@@ -388,9 +430,9 @@ class _Forward:
         for start in range(0, t, at_once):
             rows = slice(start, start + at_once)
             some = q[:, :, rows]
-            scores = _softcapped((some.flatten(1, 2) @ keys.mT).view(*some.shape[:3], part.span), layer.mixer.softcap)
+            scores = _softcapped((some.flatten(1, 2) @ keys.mT).view(*some.shape[:3], part.span), layer.attention.softcap)
             scores = scores.masked_fill(~mask[rows], -torch.inf)
-            if layer.mixer.sinks:
+            if layer.attention.sinks:
                 sinks = self._vectors[layer.weight("sinks")].view(groups, -1, 1, 1).expand(*scores.shape[:3], 1)
                 scores = torch.cat([scores, sinks], -1)
             weights = scores.softmax(-1)[..., : part.span]

@@ -11,6 +11,7 @@ from torch import Tensor
 from cpuspec.errors import CacheError
 from cpuspec.formats.kv import GROUP, INT4_GROUP, LANES
 from cpuspec.model.batch import I32
+from cpuspec.model.recurrence import RecurrentState
 
 _SMALLEST = 256  # tokens that the first allocation of a slot holds
 
@@ -100,6 +101,7 @@ class Storage:
 
     def __init__(self, layout: KVLayout, layers: int, heads: int, dims: int, capacity: int, device: torch.device) -> None:
         self.layout, self.capacity, self.size = layout, capacity, 0
+        self.states: list[RecurrentState] = []  # of layers without keys and values
         self._dims = dims
         shape = (2, layers, heads, 0)
         self._planes = tuple(torch.zeros((*shape, width), dtype=dtype, device=device) for width, dtype in layout.widths(dims))
@@ -147,3 +149,4 @@ class Storage:
         """Copy the first `length` keys and values, bit for bit, to the beginning of a storage that has room for them."""
         for plane, other in zip(self._planes, storage._planes, strict=True):
             other[:, :, :, :length] = plane[:, :, :, :length]
+        storage.states = [state.copy() for state in self.states]

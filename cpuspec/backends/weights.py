@@ -70,10 +70,10 @@ def key_centres(config: ModelConfig, kv_format: Format, tensors: Mapping[str, We
     if kv_format.name == "f32":
         return {}
     return {
-        layer.index: mean_over_positions(layer.mixer.rope, bias.dequantize().reshape(layer.mixer.kv_heads, -1))
+        layer.index: mean_over_positions(layer.attention.rope, bias.dequantize().reshape(layer.attention.kv_heads, -1))
         for layer in layers_of(config)
         if (bias := tensors.get(layer.weight("k_bias"))) is not None
-        and not (layer.mixer.softcap or layer.mixer.norm or layer.mixer.sinks)
+        and not (layer.attention.softcap or layer.attention.norm or layer.attention.sinks)
     }
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpuspec.checkpoints.families import FUSED, GLOBAL_NAMES, Family
 from cpuspec.config import ModelConfig
@@ -83,9 +84,8 @@ def joined(config: ModelConfig, family: Family, kind: int, tensors: Mapping[str,
     data = [np.stack([matrix.data for matrix in part.matrices]) if part.parts else part.data for part in parts]
     shape = joined_shape([part.shape for part in parts])
     whole = QuantTensor(first.format, shape, np.concatenate(data, axis=int(len(shape) == 3)), first.order)
-    if family.hf_groups_heads and kind == HF and next(iter(tensors)).endswith((".q", ".q_bias")):
-        whole = whole.permute_rows(np.argsort(_of_key_heads(config)))
-    return whole
+    order = _by_group(config, family, kind, "+".join(name.rpartition(".")[2] for name in tensors))
+    return whole if order is None else whole.permute_rows(np.argsort(order))
 
 
 def joined_shape(shapes: Sequence[Shape]) -> Shape:
@@ -94,12 +94,22 @@ def joined_shape(shapes: Sequence[Shape]) -> Shape:
     return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
 
 
-def _of_key_heads(config: ModelConfig) -> I32:
-    """For each row of q, k and v, one after another, its place where they go key head by key head."""
-    c, queries = config, config.num_heads // config.num_kv_heads
-    rows = np.arange((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, dtype=np.int32)
-    by_head = rows.reshape(c.num_kv_heads, queries + 2, c.head_dim)
-    return np.concatenate([by_head[:, :queries].reshape(-1), by_head[:, queries].reshape(-1), by_head[:, queries + 1].reshape(-1)])
+def _by_group(config: ModelConfig, family: Family, kind: int, parts: str) -> I32 | None:
+    """For each row of parts that are joined, one after another, its place in a file that has them head by head; None for others."""
+    c, delta = config, config.recurrent
+    if parts == "q+q_gate":
+        heads, sizes = c.num_heads, [c.head_dim, c.head_dim]
+    elif parts in ("q+k+v", "q_bias+k_bias+v_bias") and family.hf_groups_heads and kind == HF:
+        heads, sizes = c.num_kv_heads, [c.num_heads // c.num_kv_heads * c.head_dim, c.head_dim, c.head_dim]
+    elif parts == "delta_qkv+delta_gate" and delta:
+        values = delta.value_heads // delta.key_heads * delta.value_dims
+        heads, sizes = delta.key_heads, [delta.key_dims, delta.key_dims, values, values]
+    elif parts == "delta_beta+delta_alpha" and delta:
+        heads, sizes = delta.key_heads, [delta.value_heads // delta.key_heads] * 2
+    else:
+        return None
+    rows = np.arange(heads * sum(sizes), dtype=np.int32).reshape(heads, -1)
+    return np.concatenate([part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)])
 
 
 def arranged(
@@ -113,9 +123,9 @@ def arranged(
     experts: dict[str, dict[int, QuantTensor]] = {}
 
     def add(name: str, tensor: QuantTensor) -> None:
-        whole_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        if family.hf_groups_heads and kind == HF and "+v" in name and tensor.shape[0] == whole_rows:
-            tensor = tensor.permute_rows(_of_key_heads(config))
+        order = _by_group(config, family, kind, name.rpartition(".")[2])
+        if order is not None and tensor.shape[0] == len(order):
+            tensor = tensor.permute_rows(order)
         parts = _split(what, name, tensor, wanted)
         if twice := parts.keys() & tensors.keys():
             raise CheckpointError(f"{what}: tensor {min(twice)} is there twice, alone and as a part of another; wanted it once")
@@ -136,17 +146,18 @@ def arranged(
             add(name, QuantTensor.stack([of_each[i] for i in range(len(of_each))]))
         except FormatError as error:
             raise CheckpointError(f"{what}: {name}: {error}") from error
-    offset = family.norm_offset if kind == HF else 0.0
-    for name, tensor in tensors.items():
-        if offset and name.endswith("norm"):
-            tensors[name] = with_offset(tensor, offset)
-        elif tensor.shape == wanted.get(name):
-            tensors[name] = in_our_order(config, family, kind, name, tensor)
-        elif name.endswith("shared_weight") and len(tensor.shape) == 1:
-            tensors[name] = QuantTensor(tensor.format, (1, *tensor.shape), tensor.data[None])
-        elif name.endswith("router_shift") and len(tensor.shape) == 2 and tensor.shape[0] == 1:
-            tensors[name] = QuantTensor(tensor.format, tensor.shape[1:], tensor.data[0])
-    return tensors
+    return {name: _arranged(config, family, kind, name, tensor, wanted.get(name, ())) for name, tensor in tensors.items()}
+
+
+def _arranged(config: ModelConfig, family: Family, kind: int, name: str, tensor: QuantTensor, shape: Shape) -> QuantTensor:
+    """One canonical tensor in our order, of our shape but for axes of length 1, and with our numbers."""
+    if shape and tensor.shape != shape and [n for n in tensor.shape if n > 1] == [n for n in shape if n > 1] and not tensor.parts:
+        tensor = QuantTensor(tensor.format, shape, tensor.data.reshape(*shape[:-1], -1))
+    if name.endswith("delta_decay") and kind == HF:  # whose files have the logarithm of its negative
+        tensor = QuantTensor.encode(get_format("f32"), -np.exp(tensor.dequantize()))
+    if kind == HF and name.endswith("norm") and not name.endswith("delta_norm"):
+        tensor = with_offset(tensor, family.norm_offset)
+    return in_our_order(config, family, kind, name, tensor) if tensor.shape == shape else tensor
 
 
 def _split(what: str, name: str, tensor: QuantTensor, wanted: Mapping[str, Shape]) -> dict[str, QuantTensor]:
@@ -204,20 +215,41 @@ def with_offset(tensor: QuantTensor, offset: float) -> QuantTensor:
 
 
 def in_our_order(config: ModelConfig, family: Family, kind: int, name: str, tensor: QuantTensor) -> QuantTensor:
-    """A tensor of a file, by its canonical name, with rows of queries and keys in our order."""
+    """A tensor of a file, by its canonical name, with rows of queries and keys, and value heads, in our order."""
     order = _order(config, family, kind, name)
-    return tensor if order is None else tensor.permute_rows(order)
+    return tensor if order is None else _permuted(config, name, tensor, order)
 
 
 def in_file_order(config: ModelConfig, family: Family, kind: int, name: str, tensor: QuantTensor) -> QuantTensor:
     """A tensor by its canonical name, its rows as files have them: the inverse of what `arranged` does to their order."""
     order = _order(config, family, kind, name)
-    return tensor if order is None else tensor.permute_rows(np.argsort(order))
+    return tensor if order is None else _permuted(config, name, tensor, np.argsort(order))
+
+
+def _permuted(config: ModelConfig, name: str, tensor: QuantTensor, order: NDArray[np.integer]) -> QuantTensor:
+    """The tensor with its rows in another order; of the matrix that reads value heads, with its columns, by head.
+
+    Raises FormatError where heads are no whole blocks.
+    """
+    if not name.endswith("delta_o"):
+        return tensor.permute_rows(order.astype(np.int32))
+    assert config.recurrent, "the layer has a delta net"
+    if config.recurrent.value_dims % tensor.format.block_size or tensor.order is not None:
+        raise FormatError(f"{name} is {tensor.format.name}, whose blocks are longer than a head of {config.recurrent.value_dims}")
+    heads = tensor.data.reshape(tensor.shape[0], len(order), -1)
+    return QuantTensor(tensor.format, tensor.shape, np.ascontiguousarray(heads[:, order]).reshape(tensor.data.shape))
 
 
 def _order(config: ModelConfig, family: Family, kind: int, name: str) -> I32 | None:
-    """For each row of queries or keys, its place in the file. None if the file has our order."""
+    """For each row of queries or keys, or of value heads (for `delta_o` each head), its place in the file. None for our order."""
     part = name.rpartition(".")[2]
+    if part.startswith("delta_") and part != "delta_norm" and family.tiles_values and kind == HF and config.recurrent:
+        delta, keys = config.recurrent, 0
+        if part in ("delta_qkv", "delta_conv"):
+            keys = 2 * delta.key_heads * delta.key_dims
+        size = delta.value_dims if part in ("delta_qkv", "delta_conv", "delta_gate") else 1
+        rows = keys + np.arange(delta.value_heads * size, dtype=np.int32).reshape(delta.key_heads, -1, size)
+        return np.concatenate([np.arange(keys, dtype=np.int32), rows.swapaxes(0, 1).reshape(-1)])
     if part not in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm"):
         return None
     turned = config.rope_dims or config.head_dim

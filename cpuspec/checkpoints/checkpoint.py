@@ -101,13 +101,15 @@ class Checkpoint:
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is one matrix, or one of each expert, and neither a norm nor biases."""
-    return len(shape) > 1 and not name.endswith("_bias")
+    """Whether a tensor is one matrix, or one of each expert, and neither a norm, biases nor the weights of a convolution."""
+    return len(shape) > 1 and not name.endswith(("_bias", "_conv"))
 
 
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a matrix that fewer bits pay for: a router is small, and decides what else is computed."""
-    return is_matrix(name, shape) and name.rpartition(".")[2] not in ("router", "shared_weight")
+    """Whether a tensor is a matrix that fewer bits pay for: a router is small, and decides what else is computed, and so are the
+    matrices of a decay.
+    """
+    return is_matrix(name, shape) and name.rpartition(".")[2] not in ("router", "shared_weight", "delta_beta", "delta_alpha")
 
 
 def norm_sha256(checkpoint: Checkpoint) -> str:

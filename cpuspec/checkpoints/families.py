@@ -91,6 +91,38 @@ _GEMMA_NAMES = {
 }
 
 
+# Of the layers of Qwen3.5 and Qwen3-Next, whose queries have gates beside them, head by head.
+_GATED_NAMES = {
+    **{part: theirs for part, theirs in _EXPERT_NAMES.items() if part not in ("q", "q_bias", "k_bias", "v_bias")},
+    "q+q_gate": ("attn_q.weight", "self_attn.q_proj.weight"),
+    "mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
+    "delta_conv": ("ssm_conv1d.weight", "linear_attn.conv1d.weight"),
+    "delta_dt": ("ssm_dt.bias", "linear_attn.dt_bias"),
+    "delta_decay": ("ssm_a", "linear_attn.A_log"),
+    "delta_norm": ("ssm_norm.weight", "linear_attn.norm.weight"),
+    "delta_o": ("ssm_out.weight", "linear_attn.out_proj.weight"),
+}
+_QWEN35_NAMES = {
+    **_GATED_NAMES,
+    "delta_qkv": ("attn_qkv.weight", "linear_attn.in_proj_qkv.weight"),
+    "delta_gate": ("attn_gate.weight", "linear_attn.in_proj_z.weight"),
+    "delta_beta": ("ssm_beta.weight", "linear_attn.in_proj_b.weight"),
+    "delta_alpha": ("ssm_alpha.weight", "linear_attn.in_proj_a.weight"),
+}
+_QWEN3_NEXT_NAMES = {
+    **_GATED_NAMES,
+    "delta_qkv": ("attn_qkv.weight", ""),
+    "delta_gate": ("attn_gate.weight", ""),
+    "delta_qkv+delta_gate": ("", "linear_attn.in_proj_qkvz.weight"),
+    "delta_beta+delta_alpha": ("ssm_ba.weight", "linear_attn.in_proj_ba.weight"),
+}
+# transformers' Qwen3_5TextConfig; Qwen3NextConfig has the same sizes of linear layers.
+_DELTA_DEFAULTS: dict[str, object] = {
+    **{"head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "attn_output_gate": True},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "linear_conv_kernel_dim": 4,
+}
+
 _BIASED_NORMS = {
     **_LAYER_NAMES,
     "attn_norm_bias": ("attn_norm.bias", "input_layernorm.bias"),
@@ -126,6 +158,8 @@ class Family:
     grows: files may have a temperature of queries that grows with the position. turns_in_windows: in a model with windows, only
     layers that have one have rotary positions.
     norm_offset: what a model adds to norm weights of Hugging Face files; GGUF files hold the sum.
+    delta_layers: whether layers without attention are gated delta nets. tiles_values: GGUF files have value heads of these in the
+    order of `DeltaNet.tiled`, which ours is then; Hugging Face files have neighbours share a key head.
     scales_embeddings: by the root of the hidden size. unrotated_every: each n-th layer has no rotary positions, 0 for none.
     """
 
@@ -158,6 +192,8 @@ class Family:
     norm_offset: float = 0.0
     scales_embeddings: bool = False
     unrotated_every: int = 0
+    delta_layers: bool = False
+    tiles_values: bool = False
     gguf_mark: str = ""  # a key of GGUF files that others of the same `gguf_architecture` have not, or at 0
     gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
 
@@ -271,6 +307,58 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 },
                 gguf_defaults={"expert_weights_norm": False},
                 layer_names=_EXPERT_NAMES,
+            ),
+            Family(
+                "qwen35",
+                "Qwen3_5ForCausalLM",
+                hf_wrapper="Qwen3_5ForConditionalGeneration",
+                hf_types=("qwen3_5_text", "qwen3_5"),
+                flags={"qk_norm": True, "gated_attention": True},
+                hf_defaults=_DELTA_DEFAULTS,
+                gguf_defaults={"full_attention_interval": 4},
+                layer_names=_QWEN35_NAMES,
+                has_sections=True,
+                norm_offset=1.0,
+                delta_layers=True,
+                tiles_values=True,
+            ),
+            Family(
+                "qwen35moe",
+                "Qwen3_5MoeForCausalLM",
+                hf_wrapper="Qwen3_5MoeForConditionalGeneration",
+                hf_types=("qwen3_5_moe_text", "qwen3_5_moe"),
+                flags={"qk_norm": True, "gated_attention": True},
+                experts={},
+                gates_shared=True,
+                hf_defaults={
+                    **_DELTA_DEFAULTS,
+                    **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
+                    **{"shared_expert_intermediate_size": 512, "intermediate_size": 512},
+                },
+                gguf_defaults={"full_attention_interval": 4, "feed_forward_length": 512},
+                layer_names=_QWEN35_NAMES,
+                has_sections=True,
+                norm_offset=1.0,
+                delta_layers=True,
+                tiles_values=True,
+            ),
+            Family(
+                "qwen3next",
+                "Qwen3NextForCausalLM",
+                hf_types=("qwen3_next", ""),
+                flags={"qk_norm": True, "gated_attention": True},
+                experts={},
+                gates_shared=True,
+                hf_defaults={
+                    **_DELTA_DEFAULTS,
+                    **{"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512},
+                    **{"shared_expert_intermediate_size": 512, "decoder_sparse_step": 1},
+                },
+                gguf_defaults={"full_attention_interval": 4, "feed_forward_length": 512},
+                layer_names=_QWEN3_NEXT_NAMES,
+                other_names={"ssm_in.weight": "delta_qkv+delta_gate"},
+                norm_offset=1.0,
+                delta_layers=True,
             ),
             Family(
                 "olmoe",
@@ -673,7 +761,6 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
 NOT_COMPUTED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("lfm2", "lfm2moe", "lfm2_moe"), "short convolutions"),
-        **dict.fromkeys(("qwen3next", "qwen3_next", "qwen35", "qwen35moe", "qwen3_5", "qwen3_5_moe"), "gated delta nets"),
         **dict.fromkeys(
             ("mamba", "mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1", "falcon_h1"), "state spaces"
         ),

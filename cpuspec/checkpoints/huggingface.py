@@ -24,6 +24,7 @@ from cpuspec.config import (
     SAMPLING_FIELDS,
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
+    DeltaNet,
     Experts,
     ModelConfig,
     RopeScaling,
@@ -330,6 +331,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
         local_rope_base=local.number("rope_theta", _local_base(fields, rope_base)) if has_local_rope else 1e4,
         **layer_flags(window, slides, rotated, has_local_rope),
+        **_read_delta_net(fields, family, num_layers),
         **{
             "qk_norm": "use_qk_norm" in family.hf_defaults and fields.boolean("use_qk_norm"),
             **family.flags,
@@ -409,6 +411,24 @@ def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, 
     }
 
 
+def _read_delta_net(fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
+    """The gated delta net of layers without attention, and which these are, as arguments of `ModelConfig`."""
+    if not family.delta_layers:
+        return {}
+    if not fields.boolean("attn_output_gate", True):
+        fields.fail("attn_output_gate", "true; attention without a gate is not supported in this family")
+    types, interval = fields.items("layer_types"), fields.integer("full_attention_interval")
+    if interval < 1:
+        fields.fail("full_attention_interval", "at least 1")
+    parts = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
+    key_heads, key_dims, value_heads, value_dims, taps = (fields.integer(f"linear_{part}") for part in parts)
+    return {
+        "recurrent": DeltaNet(key_heads, key_dims, value_heads, value_dims, taps, family.tiles_values),
+        "layer_recurrent": tuple(kind == "linear_attention" for kind in types)
+        or each_layer(num_layers, lambda i: (i + 1) % interval != 0),
+    }
+
+
 def _rotated(fields: Fields, family: Family, num_layers: int) -> tuple[bool, ...]:
     """For each layer whether it has rotary positions."""
     if not family.unrotated_every:
@@ -427,7 +447,7 @@ def _slides(fields: Fields, family: Family, window: int, rotated: tuple[bool, ..
     if window and "sliding_window" not in family.hf_defaults:
         fields.fail("use_sliding_window", f"false; {family.architecture} models have no sliding windows")
     types, num_layers = fields.items("layer_types"), len(rotated)
-    allowed = ("full_attention", "sliding_attention") if window else ("full_attention",)
+    allowed = ("full_attention", *(["sliding_attention"] if window else []), *(["linear_attention"] if family.delta_layers else []))
     if any(kind not in allowed for kind in types) or len(types) not in (0, num_layers):
         fields.fail("layer_types", f"{' or '.join(allowed)} in every layer")
     if types or not window:

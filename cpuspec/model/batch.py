@@ -150,6 +150,10 @@ class ForwardBatch:
             raise BackendError("this model takes no hidden states")
         if self.both_ways and parents is not None:
             raise BackendError("rows of a tree see their ancestors; rows that see each other have no parents")
+        if config.is_recurrent and (self.both_ways or parents is not None):
+            raise BackendError(
+                "a recurrent layer reads rows one after another; a tree, or rows that see each other, are not possible"
+            )
         if self.of_prompts and parents is not None:
             raise BackendError("rows of a tree are drafts, and no tokens of prompts")
         if takes_hidden:

@@ -1,8 +1,9 @@
 """The KV cache as the engine sees it: slots, one length per slot for all layers. Rollback is setting a length.
 
-The backend owns the storage of a slot; this file owns lengths and limits. Keys and values can be truncated anywhere. The state of a
-convolution or of a delta net cannot: copies of it are kept at some lengths only. `truncate`, `keep_path` and `copy` therefore
-return the length that the slot really holds, and the caller feeds the rest again.
+The backend owns the storage of a slot; this file owns lengths and limits. Keys and values can be truncated anywhere. A recurrent
+layer's state covers some first tokens of the slot, and the inputs of later ones are kept as rows: it can be truncated among these.
+Below, nothing is left but the empty slot. `truncate`, `keep_path` and `copy` therefore return the length that the slot really
+holds, and the caller feeds the rest again.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,10 @@ from cpuspec.errors import CacheError
 from cpuspec.formats.tensor import U8
 from cpuspec.model.batch import I32, ForwardBatch
 
+# Of a recurrent layer, how many of the last rows before a forward can be truncated afterwards, besides the forward's own: what a
+# draft model that drafts token by token takes back. Each costs every later forward a replay of its row (`model.recurrence`).
+KEPT_ROWS = 8
+
 
 @dataclass(frozen=True)
 class BlockAccess:
@@ -25,14 +30,12 @@ class BlockAccess:
     shape: (arrays, parts) that a block lies in.
     views(storage, number): block `number`, a writable U8 [parts, size * k] for each array; its indices 0..n-1 are the first n * k
     bytes of each part, with one k for all arrays. The last block may be cut off at the capacity.
-    identity: of weights, arithmetic and layout: where it is the same, in whatever process, the same tokens give the same bytes.
     """
 
     size: int
     step: int
     shape: tuple[int, int]
     views: Callable[[Any, int], tuple[U8, ...]]
-    identity: str
 
 
 class KVCache:
@@ -43,9 +46,11 @@ class KVCache:
 
     copy_rows(storage, rows, first): copy what the rising cache indices `rows` hold, bit for bit, to `first` and following.
     copy_prefix(source, storage, length): copy what the first `length` indices of another storage hold, bit for bit.
-    restore(storage, length): return to the state after at most `length` tokens and forget every later one; returns how many tokens
-    that state covers. None where nothing but keys and values is stored: those cover any length.
+    reach(storage, length): the longest length, up to `length`, that the storage has all states of. A forward forgets those beyond
+    its slot's length. None where nothing but keys and values is stored, which cover any length.
     blocks: for a cache whose contents may be kept outside of its slots; None where they may not.
+    identity: of weights, arithmetic and layout: where it is the same, in whatever process, the same tokens give the same bytes.
+    bytes_per_slot: of a slot that holds a token, besides those of its tokens.
     """
 
     def __init__(
@@ -56,8 +61,10 @@ class KVCache:
         copy_rows: Callable[[Any, I32, int], None],
         copy_prefix: Callable[[Any, Any, int], None],
         bytes_per_token: int,
-        restore: Callable[[Any, int], int] | None = None,
         blocks: BlockAccess | None = None,
+        identity: str = "",
+        reach: Callable[[Any, int], int] | None = None,
+        bytes_per_slot: int = 0,
     ) -> None:
         if num_slots < 1 or capacity < 1:
             raise CacheError(f"a cache needs at least one slot and one token, got {num_slots} slots of {capacity} tokens")
@@ -67,10 +74,12 @@ class KVCache:
         self.lengths = [0] * num_slots  # tokens that each slot holds
         self._longest = [0] * num_slots  # the most tokens that each slot held when it was shortened
         self.blocks = blocks
+        self.identity = identity
+        self.bytes_per_slot = bytes_per_slot
         self._new_storage = new_storage
         self._copy_rows = copy_rows
         self._copy_prefix = copy_prefix
-        self._restore = restore
+        self._reach = reach
         self._storage: list[Any] = [None] * num_slots
 
     def storage(self, slot: int) -> Any:
@@ -80,24 +89,38 @@ class KVCache:
                 self._storage[slot] = self._new_storage()
             except MemoryError:
                 raise CacheError(
-                    f"no memory for a cache slot of {self.capacity} tokens ({self.capacity * self.bytes_per_token} bytes); "
+                    f"no memory for a cache slot of {self.capacity} tokens ({self.bytes_of(self.capacity)} bytes); "
                     "ask for a smaller context_length or fewer sequences"
                 ) from None
         return self._storage[slot]
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of keys and values that were written so far; forgotten ones count as well."""
+        """Bytes of keys, values and states that were written so far; forgotten ones count as well."""
         return sum(map(self.slot_bytes, range(self.num_slots)))
 
     def slot_bytes(self, slot: int) -> int:
-        """Bytes of keys and values that were written to a slot; forgotten ones count as well."""
-        return max(self.lengths[slot], self._longest[slot]) * self.bytes_per_token
+        """Bytes of keys, values and states that were written to a slot; forgotten ones count as well."""
+        return self.bytes_of(max(self.lengths[slot], self._longest[slot]))
+
+    def bytes_of(self, length: int) -> int:
+        """Bytes of a slot that holds so many tokens."""
+        return length * self.bytes_per_token + (self.bytes_per_slot if length else 0)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a slot can be truncated to some lengths only."""
+        return self._reach is not None
+
+    def reachable(self, slot: int, length: int) -> int:
+        """The longest length, up to `length`, that the slot can be truncated or copied to."""
+        storage = self._storage[slot]
+        return length if self._reach is None or storage is None else self._reach(storage, length)
 
     def truncate(self, slot: int, length: int) -> int:
         """Forget every token of `slot` from `length` on. O(1): rows stay and are overwritten later.
 
-        Returns the length that the slot now holds: `length`, or less where a state of that length was not kept.
+        Returns the length that the slot now holds, as `reachable` tells.
         Raises CacheError if `length` exceeds the slot's length or is negative.
         """
         self._check_slot(slot)
@@ -137,9 +160,11 @@ class KVCache:
         if source == slot or not 0 <= length <= self.lengths[source]:
             raise CacheError(f"cannot copy {length} tokens from slot {source}, which holds {self.lengths[source]}, to slot {slot}")
         self._shorten(slot, 0)
-        self._copy_prefix(self.storage(source), self.storage(slot), length)
+        length = self.reachable(source, length)
+        if length:
+            self._copy_prefix(self.storage(source), self.storage(slot), length)
         self.lengths[slot] = length
-        return self._shorten(slot, length)
+        return length
 
     def block_shape(self, length: int) -> tuple[int, int, int]:
         """The shape of the first `length` indices of a block, U8 [arrays, parts, length * k]."""
@@ -178,9 +203,7 @@ class KVCache:
 
     def _shorten(self, slot: int, length: int) -> int:
         self._longest[slot] = max(self._longest[slot], self.lengths[slot])
-        if self._restore and self._storage[slot] is not None:
-            length = self._restore(self._storage[slot], length)
-        self.lengths[slot] = length
+        self.lengths[slot] = length = self.reachable(slot, length)
         return length
 
     def _check_slot(self, slot: int) -> None:

@@ -7,7 +7,7 @@ as data (`cpuspec.layers`) and a name map in its reader; a new operation is a li
 from typing import Protocol, TypeVar
 
 from cpuspec.config import HeadConfig, ModelConfig
-from cpuspec.layers import Layer, layers_of
+from cpuspec.layers import Attention, Layer, layers_of
 
 V = TypeVar("V")  # a backend's rows of numbers: an array, a tensor, the name of a node, or a buffer
 
@@ -39,8 +39,20 @@ class Operations(Protocol[V]):
         """Append keys and values to the cache, then softmax(scores) v over the tokens that each row sees, [T, H * D]."""
         ...
 
-    def gate(self, gate: V, up: V | None) -> V:
-        """activation(gate) * up, None for 1."""
+    def convolve(self, layer: Layer, x: V) -> V:
+        """SiLU of a causal convolution of each of a recurrent layer's channels, [T, channels]. The state keeps the last inputs."""
+        ...
+
+    def delta_net(self, layer: Layer, qkv: V, beta: V, alpha: V) -> V:
+        """The gated delta rule on the convolved queries, keys and values, then an RMS norm of each head, [T, value heads * dims].
+
+        Of each value head with a matrix S: S *= decay, d = sigmoid(beta) (v - S^T k), S += k d^T, result S^T q. q and k have length
+        1, and q is divided by the root of its dims; log(decay) = `delta_decay` * softplus(alpha + `delta_dt`). The state keeps S.
+        """
+        ...
+
+    def gate(self, gate: V, up: V | None, activation: str) -> V:
+        """activation(gate) * up, None for 1. activation: one of `ModelConfig`, or "sigmoid"."""
         ...
 
     def add(self, x: V, branch: V, name: str, norm: str | None) -> V:
@@ -89,33 +101,40 @@ def decode(config: ModelConfig, ops: Operations[V]) -> V:
         read = _joined(head, ops, x)
         x = ops.hidden("hidden_norm" if head.normed_residual else None)
     for layer in layers_of(config):
-        weight = layer.weight
-        projections = weight("q"), weight("k"), weight("v")
         if layer.parallel:
             x = _parallel(ops, layer, x)
-            ops.keep(layer, x)
-            continue
-        if read is None:
-            q, k, v = ops.linears(x, projections, _norm_before(layer, "attn_norm"))
         else:
-            (q, k, v), read = ops.linears(read, projections, None), None
-        q, k = ops.rotate(layer, q, k)
-        x = ops.add(x, ops.attention(layer, q, k, v), weight("o"), _norm_after(layer, "attn_post_norm"))
-        x = _feed_forward(ops, layer, x)
+            norm = _norm_before(layer, "attn_norm") if read is None else None
+            mixed, read = _mix(ops, layer, x if read is None else read, norm), None
+            x = ops.add(x, mixed, layer.weight(layer.mixer.output), _norm_after(layer, "attn_post_norm"))
+            x = _feed_forward(ops, layer, x)
         ops.keep(layer, x)
     return ops.logits(x, "output", "norm" if head is None or head.final_norm else None)
+
+
+def _mix(ops: Operations[V], layer: Layer, x: V, norm: str | None) -> V:
+    """The mixer of a layer, up to its output matrix. A kind of mixer is a case here."""
+    mixer = layer.mixer
+    rows = ops.linears(x, tuple(map(layer.weight, mixer.projections)), norm)
+    if isinstance(mixer, Attention):
+        q, k, v, *gates = rows
+        q, k = ops.rotate(layer, q, k)
+        mixed = ops.attention(layer, q, k, v)
+        return ops.gate(gates[0], mixed, "sigmoid") if gates else mixed
+    qkv, gate, beta, alpha = rows
+    return ops.gate(gate, ops.delta_net(layer, ops.convolve(layer, qkv), beta, alpha), "silu")
 
 
 def _feed_forward(ops: Operations[V], layer: Layer, x: V) -> V:
     weight, feed, norm = layer.weight, layer.feed, _norm_before(layer, "mlp_norm")
     if not feed.experts:
-        inside = ops.gate(*_two(ops.linears(x, _inner(layer), norm)))
+        inside = ops.gate(*_two(ops.linears(x, _inner(layer), norm)), feed.activation)
         return ops.add(x, inside, weight("down"), _norm_after(layer, "mlp_post_norm"))
     shared: tuple[V, V | None] | None = None
     if feed.size:
         matrices = ["shared_gate", "shared_up", *(["shared_weight"] if feed.is_gated else [])]
         gate, up, *factors = ops.linears(x, tuple(map(weight, matrices)), norm)
-        shared = ops.gate(gate, up), factors[0] if factors else None
+        shared = ops.gate(gate, up, feed.activation), factors[0] if factors else None
     return ops.experts(layer, x, norm, shared)
 
 
@@ -134,7 +153,7 @@ def _parallel(ops: Operations[V], layer: Layer, x: V) -> V:
     q, k, v, *inner = ops.linears(x, (weight("q"), weight("k"), weight("v"), *_inner(layer)), weight("attn_norm"))
     q, k = ops.rotate(layer, q, k)
     x = ops.add(x, ops.attention(layer, q, k, v), weight("o"), None)
-    return ops.add(x, ops.gate(*_two(tuple(inner))), weight("down"), None)
+    return ops.add(x, ops.gate(*_two(tuple(inner)), layer.feed.activation), weight("down"), None)
 
 
 def inject(config: ModelConfig, ops: Injection[V]) -> None:

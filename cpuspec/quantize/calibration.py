@@ -5,17 +5,20 @@ that is quantized while it is looked at is used as quantized from there on.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from cpuspec.backends.numpy_backend import Array, Forward, Model, Storage
 from cpuspec.checkpoints.checkpoint import is_linear
+from cpuspec.config import DeltaNet
 from cpuspec.errors import ConfigError
 from cpuspec.formats import QuantTensor, get_format
-from cpuspec.layers import Layer
+from cpuspec.layers import Layer, layers_of
 from cpuspec.model.batch import I32, ForwardBatch
 from cpuspec.model.cache import KVCache
+from cpuspec.model.recurrence import new_state
 from cpuspec.model.transformer import decode
 from cpuspec.quantize.weights import Weights
 
@@ -47,8 +50,12 @@ def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, Q
     def new_storage() -> Storage:
         # A layer's keys and values are read right after they are written: all layers share the room of one.
         arrays = [np.zeros(one, np.float32) for _ in range(2)]
-        shape, strides = (config.num_layers, *one[1:]), (0, *arrays[0].strides[1:])
-        return Storage(*(np.lib.stride_tricks.as_strided(array, shape, strides) for array in arrays))
+        shape, strides = (config.num_attention_layers, *one[1:]), (0, *arrays[0].strides[1:])
+        keys, values = (np.lib.stride_tricks.as_strided(array, shape, strides) for array in arrays)
+        mixers = (layer.mixer for layer in layers_of(config))
+        return Storage(
+            keys, values, [new_state(mixer, partial(np.zeros, dtype=np.float32)) for mixer in mixers if isinstance(mixer, DeltaNet)]
+        )
 
     cache = KVCache(count, length, new_storage, _never, _never, 0)
     batch = ForwardBatch(
@@ -108,6 +115,7 @@ class _Watched:
     def __init__(self, forward: Forward, on_inputs: OnInputs, with_logits: bool) -> None:
         self._forward, self._on_inputs, self._with_logits = forward, on_inputs, with_logits
         self.embed, self.rotate, self.attention, self.gate = forward.embed, forward.rotate, forward.attention, forward.gate
+        self.convolve, self.delta_net = forward.convolve, forward.delta_net
         self.hidden, self.join = forward.hidden, forward.join  # of draft heads alone
 
     def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:

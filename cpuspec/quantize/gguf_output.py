@@ -193,7 +193,7 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
         found["attention.temperature_scale"] = c.query_growth
     if FAMILIES[c.architecture].has_sections:
         # Of time, height and width, which are one for texts: those of every published model, or of so many pairs in turns.
-        turned = c.head_dim // 2
+        turned = (c.rope_dims or c.head_dim) // 2
         sections = [24, 20, 20] if turned == 64 else [(turned + 2 - i) // 3 for i in range(3)]
         found["rope.dimension_sections"] = np.array([*sections, 0], np.int32)
     if FAMILIES[c.architecture].has_logit_scale:
@@ -221,6 +221,17 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
             "expert_group_used_count": c.experts.groups_used,
             "leading_dense_block_count": c.layer_experts.index(True) if c.layer_experts else 0,
             "interleave_moe_layer_step": 1,
+        }
+    if c.recurrent:
+        delta = c.recurrent
+        found |= {
+            "ssm.conv_kernel": delta.taps,
+            "ssm.inner_size": delta.value_heads * delta.value_dims,
+            "ssm.state_size": delta.key_dims,
+            "ssm.time_step_rank": delta.value_heads,
+            "ssm.group_count": delta.key_heads,
+            "full_attention_interval": c.layer_recurrent.index(False) + 1,
+            "attention.recurrent_layers": np.array(c.layer_recurrent),
         }
     scaling = c.rope_scaling
     if scaling is not None and scaling.kind == "longrope":

@@ -191,7 +191,7 @@ class Context:
 
     def awaits_prefix(self, seq: Sequence) -> bool:
         """Whether a running sequence will soon hold a useful prefix of this one that is nowhere yet: acquire it then."""
-        if len(seq.tokens) < _MANY or not self._shares:
+        if len(seq.tokens) < _MANY or not self._shares or self.cache.is_recurrent:
             return False
         others = (one.seq for one in self._assignments.values() if one.seq.salt == seq.salt)
         wanted = self._reusable(seq)
@@ -342,7 +342,8 @@ class Context:
     def _shared(self, seq: Sequence) -> list[int]:
         """For each slot the number of the sequence's leading tokens that it holds and the sequence may use."""
         wanted, held = self._kept(seq, seq.tokens), zip(self._all_kept(), self._salts, strict=True)
-        return [shared_prefix(one, wanted) if self._shares and salt == seq.salt else 0 for one, salt in held]
+        shared = [shared_prefix(one, wanted) if self._shares and salt == seq.salt else 0 for one, salt in held]
+        return list(map(self.cache.reachable, range(len(shared)), shared))
 
     def _stored(self, seq: Sequence) -> int:
         """The number of the sequence's tokens, all but the last at most, that the store holds."""
@@ -429,6 +430,8 @@ class Context:
         """The rows of a sequence and its draft that its slot lacks."""
         assigned, num_drafted, num_committed = self._assignments[seq.id], len(draft), len(seq.tokens)
         tree = None if draft.is_chain else draft
+        if tree and self.backend.config.is_recurrent:
+            raise ConfigError(f"{tree.source} drafted a tree, and recurrent layers read one path alone; take a drafter of chains")
         if tree and num_drafted > self.backend.max_rows:
             raise ConfigError(
                 f"a forward takes {self.backend.max_rows} rows, and {tree.source} drafted a tree of {num_drafted} tokens"

@@ -1,6 +1,6 @@
 """Keys and values of prefixes in files: one line of JSON, then the bytes of their blocks. Files are trusted in nothing.
 
-The line names the model, its arithmetic and the layout (`BlockAccess.identity`), the tokens, and a checksum. A file that does not
+The line names the model, its arithmetic and the layout (`KVCache.identity`), the tokens, and a checksum. A file that does not
 fit is refused: other keys and values than those that the model would compute are wrong answers.
 """
 
@@ -54,7 +54,7 @@ class PrefixFiles:
     def __init__(self, cache: KVCache, vocab_size: int) -> None:
         assert cache.blocks, "asked of caches that have blocks only"
         self._cache, self._blocks, self._vocab_size = cache, cache.blocks, vocab_size
-        self._identity = hashlib.sha256(repr((cache.blocks.identity, cache.blocks.size)).encode()).hexdigest()[:32]
+        self._identity = hashlib.sha256(repr((cache.identity, cache.blocks.size)).encode()).hexdigest()[:32]
 
     def name(self, key: bytes) -> str:
         """The name of the file of a block: files of other models and layouts have other names."""

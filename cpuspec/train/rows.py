@@ -57,11 +57,12 @@ class Rows:
         assert not config.attention_softcap, "the caller has refused it"
         device = next(iter(weights.values())).device
         self._tables = {
-            layer.mixer.rope: tuple(
-                torch.from_numpy(table)[:, None].to(device) for table in rope_table(layer.mixer.rope, config.head_dim, positions)
+            layer.attention.rope: tuple(
+                torch.from_numpy(table)[:, None].to(device)
+                for table in rope_table(layer.attention.rope, config.head_dim, positions)
             )
             for layer in layers_of(config)
-            if layer.mixer.rope
+            if layer.attention.rope
         }
 
     def embed(self) -> Tensor:
@@ -86,14 +87,22 @@ class Rows:
 
     def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         v = v.unflatten(1, (-1, self._config.head_dim))
-        return self._attention.attend(layer.index, q, k, v, layer.mixer.scale).flatten(1)
+        return self._attention.attend(layer.index, q, k, v, layer.attention.scale).flatten(1)
+
+    def convolve(self, layer: Layer, x: Tensor) -> Tensor:
+        raise AssertionError("heads are not recurrent (`ModelConfig`)")
+
+    def delta_net(self, layer: Layer, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
+        raise AssertionError("heads are not recurrent (`ModelConfig`)")
 
     def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
         self._attention.append(layer.index, self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, self._config.head_dim)))
 
-    def gate(self, gate: Tensor, up: Tensor | None) -> Tensor:
-        silu = self._config.activation == "silu"
-        gated = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
+    def gate(self, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+        if activation == "sigmoid":
+            gated = torch.sigmoid(gate)
+        else:
+            gated = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
         return gated if up is None else gated * up
 
     def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None) -> Tensor:
@@ -122,14 +131,14 @@ class Rows:
         return functional.linear(x, self._weights[name], self._weights.get(f"{name}_bias"))
 
     def _rotated(self, layer: Layer, x: Tensor, norm: str) -> Tensor:
-        if layer.mixer.norm == "row":
+        if layer.attention.norm == "row":
             x = self.norm(x, layer.weight(norm))
-        heads = x.unflatten(1, (-1, layer.mixer.dims))
-        if layer.mixer.norm == "head":
+        heads = x.unflatten(1, (-1, layer.attention.dims))
+        if layer.attention.norm == "head":
             heads = self.norm(heads, layer.weight(norm))
-        if layer.mixer.rope is None:
+        if layer.attention.rope is None:
             return heads
-        cos, sin = self._tables[layer.mixer.rope]
+        cos, sin = self._tables[layer.attention.rope]
         a, b = heads.float().chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 

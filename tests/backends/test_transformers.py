@@ -10,7 +10,7 @@ from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES
-from cpuspec.config import EngineConfig, RopeScaling
+from cpuspec.config import DeltaNet, EngineConfig, RopeScaling
 from tests.backends.models import MIXTURES, forward
 from tools.make_tiny_model import make_tiny_hf, write_huggingface
 
@@ -44,6 +44,10 @@ MODELS = {
     "qwen2 with windows": {"architecture": "qwen2", "window": 9},
     "qwen3 with windows": {"architecture": "qwen3", "window": 30},
     **MIXTURES,
+    "qwen35": {"architecture": "qwen35", "num_layers": 4},
+    "qwen35 with one layer of each kind": {"architecture": "qwen35", "tied": False},
+    "qwen35moe": {"architecture": "qwen35moe", "num_layers": 4, "shared_size": 96, "tied": False},
+    "qwen3next": {"architecture": "qwen3next", "num_layers": 5, "shared_size": 96, "tied": False, "dense_layers": (0,)},
     "gpt-oss": {
         **{"architecture": "gpt-oss", "num_layers": 3, "tied": False, "rope_base": 150000.0},
         "rope_scaling": RopeScaling("yarn", 32.0, original_context_length=64, truncate=False),
@@ -85,6 +89,7 @@ def _values(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
 
 # Settings with which a model must compute something else: the comparison sees each of them.
 WRONG: dict[str, list[dict]] = {
+    "qwen35": [{"recurrent": DeltaNet(2, 64, 4, 64)}, {"rope_dims": 0}, {"gated_attention": False}],
     "qwen2 tied": [{"rope_base": 20000.0}],
     "gemma3": [
         {"rope_base": 2e6},

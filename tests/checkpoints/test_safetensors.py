@@ -61,7 +61,8 @@ def test_configuration_and_values_come_back_as_written_in_either_container(tmp_p
         assert checkpoint.config == wanted
         assert checkpoint.tensors.keys() == weights.keys()
         for name, values in weights.items():
-            assert np.array_equal(checkpoint.tensors[name].dequantize(), values), name
+            rtol = 1e-6 * name.endswith("delta_decay")  # of which directories have the logarithm
+            np.testing.assert_allclose(checkpoint.tensors[name].dequantize(), values, rtol=rtol, atol=0, err_msg=name)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: s.kind if s else "none")

@@ -190,7 +190,7 @@ OF_TENSORS = {
     *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
     *("qkv_bias", "o_bias", "qk_norm", "tied_embeddings", "norms", "head"),
     *("norm_spans", "experts", "layer_experts", "shared_size", "shared_gate", "norm_kind", "norm_bias", "gated", "mlp_bias"),
-    *("parallel", "rotates_first", "query_growth_length", "sinks"),
+    *("parallel", "rotates_first", "query_growth_length", "sinks", "gated_attention", "recurrent", "layer_recurrent"),
 }
 
 

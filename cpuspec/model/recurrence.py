@@ -1,0 +1,95 @@
+"""What a recurrent layer remembers of a sequence, so that truncating it sets a length: the numpy and torch backends' form.
+
+A state covers the sequence's first tokens; it is folded there. Of each later token a record is kept: what its step changed the
+state by. Truncating among these forgets records. The state of any token is the folded one with the records' steps done again: the
+very operations of decoding, in their order. So no bit depends on where the state was folded, nor on what was drafted in between.
+`kernels/recurrent.py` does the same in compiled code.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cpuspec.config import DeltaNet, ModelConfig
+from cpuspec.layers import layers_of
+from cpuspec.model.cache import KEPT_ROWS
+
+Record = tuple[Any, ...]
+
+# Added to the squared length of queries and keys of a delta net before they are divided by it.
+LENGTH_EPS = 1e-6
+
+
+@dataclass
+class RecurrentState:
+    """One layer's memory of one sequence. Arrays are the backend's.
+
+    taps: rows that the layer's convolution reads. zeros: makes an array of zeros of a shape. step: makes the state after a record.
+    state: after the first `folded` tokens. records: of the following ones. inputs: [n, channels] of the convolution, from token
+    folded - taps + 1 on, zeros before token 0.
+    """
+
+    taps: int
+    channels: int
+    state_shape: tuple[int, ...]
+    zeros: Callable[[tuple[int, ...]], Any]
+    step: Callable[[Any, Record], Any]
+    folded: int = 0
+    state: Any = None
+    inputs: Any = None
+    records: list[Record] = field(default_factory=list)
+
+    def begin(self, length: int) -> None:
+        """Forget everything from token `length` on, and fold what no later truncation asks for. Call it before a forward's rows."""
+        if length == 0:
+            self.folded, self.records = 0, []
+            self.state, self.inputs = self.zeros(self.state_shape), self.zeros((self.taps - 1, self.channels))
+        assert length >= self.folded, "`KVCache.reachable` has seen to it"
+        del self.records[length - self.folded :]
+        self.inputs = self.inputs[: length - self.folded + self.taps - 1]
+        while self.folded < length - KEPT_ROWS:
+            self.state, self.inputs = self.step(self.state, self.records.pop(0)), self.inputs[1:]
+            self.folded += 1
+
+    def last(self) -> Any:
+        """The state after the last record."""
+        state = self.state
+        for record in self.records:
+            state = self.step(state, record)
+        return state
+
+    def copy(self) -> "RecurrentState":
+        """The same memory, for another slot: no array of it is ever written to."""
+        return replace(self, records=self.records.copy())
+
+
+def new_state(mixer: DeltaNet, zeros: Callable[[tuple[int, ...]], Any]) -> RecurrentState:
+    """An empty memory of a layer with this mixer."""
+    return RecurrentState(mixer.taps, mixer.channels, (mixer.value_heads, mixer.key_dims, mixer.value_dims), zeros, delta_step)
+
+
+def state_numbers(config: ModelConfig, rows: int) -> int:
+    """Numbers that the recurrent layers of a slot keep: their states, and records and inputs of so many rows."""
+    found = 0
+    for mixer in (layer.mixer for layer in layers_of(config)):
+        if isinstance(mixer, DeltaNet):
+            values = mixer.value_heads * mixer.value_dims
+            record = mixer.value_heads + mixer.key_heads * mixer.key_dims + values
+            found += values * mixer.key_dims + rows * record + (rows + mixer.taps - 1) * mixer.channels
+    return found
+
+
+def recurrent_slots(config: ModelConfig, number_bytes: int) -> dict[str, Any]:
+    """Arguments of `KVCache` for storages with a list `states` of RecurrentState; none for a model without recurrent layers."""
+    if not config.is_recurrent:
+        return {}
+    return {
+        "reach": lambda storage, length: length if all(state.folded <= length for state in storage.states) else 0,
+        "bytes_per_slot": number_bytes * state_numbers(config, KEPT_ROWS),
+    }
+
+
+def delta_step(state: Any, record: Record) -> Any:
+    """The state [value heads, key dims, value dims] of a gated delta net after a record (decay, key, update)."""
+    decay, key, update = record
+    return state * decay[:, None, None] + key[:, :, None] * update[:, None]
