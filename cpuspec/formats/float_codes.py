@@ -13,8 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from cpuspec.formats.format import F32, U8, Affine, Format, Parts
-from cpuspec.formats.int4 import codes_in_order, fields_in_order
+from cpuspec.formats.format import F32, U8, Affine, CodeField, Format, Parts
 from cpuspec.formats.packing import lanes, nibble_pairs
 
 _EXPONENT, _MANTISSA = np.divmod(np.arange(127), 8)
@@ -54,7 +53,7 @@ def _fp8(group: int) -> Format:
         np.dtype([("d", "<f4"), ("codes", "u1", group)]),
         group,
         partial(encode, E4M3),
-        affine=Affine(levels=E4M3),
+        Affine(levels=E4M3),
         planes=(lanes("codes", "u1", 1), lanes("d", "<f4", group)),
         reader="e4m3",
     )
@@ -66,9 +65,8 @@ def _table(name: str, levels: tuple[float, ...]) -> Format:
         np.dtype([("d", "<f4"), ("codes", "u1", 32)]),
         64,
         partial(encode, levels),
-        codes_in_order,
-        fields_in_order,
         Affine(levels=levels),
+        (CodeField("codes", 4),),
         planes=(nibble_pairs(), lanes("d", "<f4", 64)),
         reader="table",
     )

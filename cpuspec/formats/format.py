@@ -11,6 +11,7 @@ A new format is a file beside this one with its row, and a line in `formats.FORM
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,18 +31,56 @@ CHUNK_VALUES = 1 << 17
 # Type numbers in GGUF files from this one on ("CP") are this project's; other readers refuse them.
 OWN_GGUF_TYPES = 0x43500000
 
-# Fields that hold bits of codes. They are no parts of their own.
-_CODE_BITS = ("low", "high")
+
+@dataclass(frozen=True)
+class CodeField:
+    """The field of a block that holds all codes, or `bits` bits of each.
+
+    A byte holds 8 / bits codes, the first in its lowest bits. They are `stride` codes apart: `stride` bytes hold the codes of
+    stride * 8 / bits consecutive values, byte i those of values i, stride + i, 2 * stride + i and so on.
+    """
+
+    name: str
+    bits: int
+    stride: int = 1
+    at: int = 0  # the lowest of the code's bits that the field holds
+    flipped: int = 0  # the bits of each byte that are stored inverted: 0x80 turns signed bytes into codes
+
+    def read(self, fields: NDArray[Any]) -> U8:
+        """The bits of the codes in records [n], U8 [n, codes of a block], in their places of a code."""
+        packed = fields[self.name].reshape(len(fields), -1, self.stride) ^ np.uint8(self.flipped)
+        codes = np.empty((*packed.shape[:2], 8 // self.bits, self.stride), np.uint8)
+        for number in range(8 // self.bits):
+            codes[:, :, number] = (packed >> np.uint8(number * self.bits) & self._mask) << np.uint8(self.at)
+        return codes.reshape(len(fields), -1)
+
+    def write(self, codes: U8) -> U8:
+        """The field of blocks whose codes are U8 [n, codes of a block]."""
+        apart = (codes >> np.uint8(self.at) & self._mask).reshape(len(codes), -1, 8 // self.bits, self.stride)
+        packed = np.full((*apart.shape[:2], self.stride), self.flipped, np.uint8)
+        for number in range(8 // self.bits):
+            packed ^= apart[:, :, number] << np.uint8(number * self.bits)
+        return packed.reshape(len(codes), -1)
+
+    @property
+    def _mask(self) -> np.uint8:
+        return np.uint8((1 << self.bits) - 1)
 
 
 @dataclass(frozen=True)
 class Plane:
-    """The place of a part, or of some bits of it, in a packed panel: [steps along the inputs][16 rows]."""
+    """The place of a part, or of some bits of the codes, in a packed panel: [steps along the inputs][16 rows].
+
+    dtype: of a number. inputs: how many inputs share one. Of planes of codes `at` is the lowest of the code's bits that they hold.
+    """
 
     part: str
     bits: float  # per weight
     lay: Callable[[NDArray[Any]], NDArray[Any]]  # part of 16n rows -> [n, steps, 16]
     lift: Callable[[NDArray[Any]], NDArray[Any]]  # the inverse
+    dtype: str = ""
+    inputs: int = 0
+    at: int = 0
 
 
 class Scales(NamedTuple):
@@ -103,27 +142,31 @@ class Format:
     """A format: blocks of `block_size` consecutive values of a row, each a record of `layout`.
 
     encode_blocks: F32 [n, block_size] -> the parts of n blocks, each [n, numbers of a block].
-    encode_weighed: the same with an importance of each value, F32 [n, block_size]; only for formats with a search of their own.
-    free_codes: whether a code may have any value whatever its neighbours are. Codes that come from points of a grid may not.
-    to_parts: records [n] -> `codes` [n, block_size], unsigned, and the other parts that differ from the field of their name.
-    to_fields: parts -> the fields that differ from the part of their name.
     affine: the meaning of codes. A format of plain numbers has `decode_numbers` instead: parts -> F32 [n, 1].
-    planes: the order in which packed weights hold the parts. reader: the kind of `kernels.readers` that unpacks them.
+    code_fields: the fields that hold the codes. Without any, the field or `to_parts` has them as they are, [n, block_size].
+    to_parts: records [n] -> the other parts that differ from the field of their name.
+    to_fields: parts -> the fields, other than `code_fields`, that differ from the part of their name.
+    planes: the order in which packed weights hold the parts.
+    reader: how kernels read the planes: "affine", or one of the exceptions of `kernels.readers`.
     padded_to: packed rows are padded with zeros to a multiple of this many inputs.
     gguf_type, safetensors_dtype: the type of such a tensor in these files, if they can hold it.
-    Formats of the KV cache are neither packed nor stored in files, so they have none of these four.
+    encode_weighed: as encode_blocks, with an importance of each value, F32 [n, block_size]; only for formats with a search of their
+    own.
+    free_codes: whether a code may have any value whatever its neighbours are. Codes that come from points of a grid may not.
+    Formats of the KV cache are neither packed nor stored in files, so they have no planes and no types.
     """
 
     name: str
     layout: np.dtype[Any]
     block_size: int
     encode_blocks: Callable[[F32], Parts]
+    affine: Affine | None = None
+    code_fields: tuple[CodeField, ...] = ()
     to_parts: Callable[[NDArray[Any]], Parts] = _nothing
     to_fields: Callable[[Parts], Parts] = _nothing
-    affine: Affine | None = None
     decode_numbers: Callable[[Parts], F32] | None = None
     planes: tuple[Plane, ...] = ()
-    reader: str = ""
+    reader: str = "affine"
     padded_to: int = 1
     gguf_type: int | None = None
     safetensors_dtype: str | None = None
@@ -149,6 +192,12 @@ class Format:
         """Bits of a code as kernels read it."""
         return int(sum(plane.bits for plane in self.planes if plane.part == "codes"))
 
+    @cached_property
+    def group_size(self) -> int:
+        """Consecutive values that share a scale."""
+        d, s, _, _ = scales_of(self.split(np.zeros((1, self.block_bytes), np.uint8)))
+        return self.block_size // per_group(d, s).shape[1]
+
     def row_bytes(self, in_features: int) -> int:
         """Bytes of a row of `in_features` values. Raises FormatError if they do not fill whole blocks."""
         if in_features % self.block_size:
@@ -161,15 +210,18 @@ class Format:
     def split(self, rows: U8) -> Parts:
         """Rows U8 [N, row_bytes] taken apart: every part as [N, numbers of a row]. Raises nothing: rows have whole blocks."""
         fields = np.ascontiguousarray(rows).reshape(-1).view(self.layout)
-        as_they_are = {name: fields[name] for name in self.layout.names or () if name not in _CODE_BITS}
-        return {name: part.reshape(len(rows), -1) for name, part in (as_they_are | self.to_parts(fields)).items()}
+        of_codes = [field.name for field in self.code_fields]
+        parts = {name: fields[name] for name in self.layout.names or () if name not in of_codes} | self.to_parts(fields)
+        if self.code_fields:
+            parts["codes"] = reduce(np.bitwise_or, [field.read(fields) for field in self.code_fields])
+        return {name: part.reshape(len(rows), -1) for name, part in parts.items()}
 
     def join(self, parts: Parts) -> U8:
         """The inverse of `split`, to the byte."""
         rows, columns = parts["codes"].shape
         blocks = {name: part.reshape(rows * columns // self.block_size, -1) for name, part in parts.items()}
         fields = np.empty(rows * columns // self.block_size, self.layout)
-        filled = blocks | self.to_fields(blocks)
+        filled = blocks | self.to_fields(blocks) | {field.name: field.write(blocks["codes"]) for field in self.code_fields}
         for name in self.layout.names or ():
             fields[name] = filled[name].reshape(fields[name].shape)
         return fields.view(np.uint8).reshape(rows, -1)

@@ -12,10 +12,12 @@ need code for each instruction set.
 """
 
 import base64
+import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,15 +40,15 @@ _SHARES = (0.2, 0.58, 0.75, 0.9, 1.05, 1.2)
 class Grid:
     """The combinations of magnitudes that consecutive values may have. Points are in ascending order; their last value counts most.
 
-    held: one bit for each conceivable point, whether the grid has it, compressed. magnitudes: the possible magnitudes of a value,
-    in units of `unit`. moved: a sign moves the value down by this, and no sign moves it up; 0 where a sign makes the value
-    negative.
+    name: of its points in grids.json: one bit for each conceivable point, whether the grid has it, compressed and in base 85.
+    dims: how many values a point stands for. magnitudes: those that a value may have, in units of `unit`. moved: a sign moves the
+    value down by this, and no sign moves it up; 0 where a sign makes the value negative.
     """
 
+    name: str
     dims: int
     magnitudes: tuple[int, ...]
     unit: float
-    held: str
     moved: int = 0
 
     @property
@@ -80,7 +82,8 @@ class Grid:
     @cached_property
     def points(self) -> NDArray[np.uint8]:
         """The places of magnitudes, U8 [points, dims]."""
-        there = np.unpackbits(np.frombuffer(zlib.decompress(base64.b85decode(self.held)), np.uint8))
+        held = json.loads(Path(__file__).with_name("grids.json").read_text("utf-8"))[self.name]
+        there = np.unpackbits(np.frombuffer(zlib.decompress(base64.b85decode(held)), np.uint8))
         numbers = np.flatnonzero(there)[:, None] // self._weights % len(self.magnitudes)
         return numbers.astype(np.uint8)
 
@@ -137,63 +140,12 @@ class Grid:
         return near
 
 
-_IQ2_XXS = Grid(
-    8,
-    (8, 25, 43),
-    1 / 8,
-    "c-nPRORj`4470MbdWwiuj~R8vF<3s$DPNNQV8mEdDvh1mfzMz4@MsNM4-kL~Dg?0u3Z<Q}s#5&i%a^YL7=qILyw)W4Cso8iRnlpCLd`c4Du;C<RlH?aajd"
-    "+e<FY7)k8>WSTt@47wX1jPqB41q=2e+&9hy;#r#nzQ(d`wV2I-N(E<X_7hks$x7)Do8!;TEvZcdv+$;Bf*s-;99+U-&7)=?KnsoS&M%ZZjW8ztGaG<oin^"
-    ")>q~!#84@<5Q?C;cAe-jqH$lW6s<jvF<nQc*Z$~yKl@H%B$)D{-`Y{-_v~Aze0c0{sHUUCpi",
-)
-_IQ2_XS = Grid(
-    8,
-    (8, 25, 43),
-    1 / 8,
-    "c-mc2ORj`4470L|dWwh@;*?QWh*MOoP)|Aew9xme83;|{*iP^L>UVu^J$f&9<)%0;rYcZH@zkTcz*1-`0#F4vd)cqIa~EY0S(m36us~sl4e+uqnt+xnD5p"
-    "1ifdk&k2^cqyDKl&hVwLuN#<u{Y#82-D2r2AS*#~B;6>b%zZ?$An2Qav5OyP;?IjC1*OUa>YNXBOJs!l*N%2M9ag1pZ#qbS<pDODX)Ys@FiGwcn?g7z}ZU"
-    "J85J?WuXe7)kq!xj_MC=sehbo`f6hw91-EjVApg;SBK(#S-ctqy5bslAAu_xaBeODLPcR%XL4jpOCvsj1dP@iIwgyVBr<uBI!nKMuUZZ1qQNNP<bV}FGN4"
-    "KvRv{ky>(2~*Gt;x6q$P={6Cb#@3Dfxx_wWh`vWo0U*P",
-)
-_IQ2_S = Grid(
-    8,
-    (8, 25, 43),
-    1 / 8,
-    "c-n1JOKt@r42!agI0c#&;*=39#3>LflvCCTO#7-9jpk=;Y=fB%TefG%OIlXuE_Fz<Ougf=%xu>+l3Bq8hyjg~lMrunmZ<Wy`~YGiEi#3On5vBd<vmKZSi%"
-    "aW(psKWGWlAsphF>8rUC+;ZDfa(=s@_F#i0yss$-8fvv#Vf@jNV{kuiVLgA~66J1A2@4RVJKUxH}IH-$JpaZ^g})pmKjjd>lmojtPqGOJ!xqXVV(I)s3f1"
-    "HneH&<4|id_Zsqi~d9|fZw$~1nHWO$bgs-@JBFei6qb36Asxo<#s4;BRhd~d<sfnbhG0<$t^)oE$@gK%zO1xyELVB%s1k`FAKZeJ@WjCtPZ6s4%XC=!ChZ"
-    "<C{I5t%jB|RQ$q0^0H^%ZVVCdNfJ9HPfzZdmWSrg_I({bPgptf%^rJMcpz`hTS7u<>s9rVvW-WSa`T|j+oGk",
-)
-_IQ1 = Grid(
-    8,
-    (-8, 0, 8),
-    1 / 8,
-    "c-k#eO>0z16uqyx#k83y_qA0qE*kA7fk#%6iL;cd<W&+S(JE7AEBc6nlGQ*KX*Z#@1057+gows$6w-}Cbfte_m;o2UY|_#*VZa~*x^U%6T=`Mm&aUdhx#y"
-    "gF&eKOplgaU0)cQ?aLaWb`!=%}lC@i-gZEZ5CFdhU_><`D{U2pdIZAiiRBZ^Tjpc--1mjt-&r-O_l7bZy)3*%3zRUeyRXfJ~s5?<5PM<UK4aB<I3L}>n{h"
-    "nc{+>K$G67mn>zvR$=UOtZPa7LUsmQWQ2bN)ou!Kj_yfb~LQyR=nku)`P+=g=?+GNRyF#AueD^;Yg67k)HG=(os>Uh!rG~(gRxZza2HhyPsM)=qh9|ehXU"
-    "ldkU;_wA!C+2Fv`rcq!34!0Fqz%0;&7#XeAmBu`}t6ci#>+3WlSwzITy{$0C$RU8lhlWkibbyz6nxOL=l|4%yAAJ4G^LV^S*V!(*CwdNU%)Qrh$#q9cyW*"
-    "tq|@QQ}j896#XTv`6q5lhc&*LLPVeEGcad$xT4&D*b^FV9bJ+^}ih*A`2jX2rIue$9q9{)`S!jt!g=X1D{vGEMnukjj}Wcvs!oqc~_d61@aP1V3Bvcjc9u"
-    "Wpgt6=l#-;vm1GpU-HX*>(|GJ!F2C{R9{8qA7trFiLFJ0VD+S2Ny_0+jiaiUvPbU!Gt<44HyL$nQ%A{iI)xZW(;0iU=zRoe)YSg8LFF!L&Ei&Q)FngSxd="
-    "=b)ez8IIEAq?gCPR1z1`cE#svx$dBcgrdMr~`+vY{G*{j)LdH7J(;|V_S3+rEqj0{aUGZ~5`z3=#nUT2ypkIbf^7Qd%#dKF#22&cWI$B=(k{y*i-P-%7a6"
-    "aqltG8tC11XWn$8wuQe)#`Rb$ezM@h+=MX6ehv4>@KW-1MD8)wE",
-    moved=1,
-)
-_IQ3_XXS = Grid(
-    4,
-    (2, 6, 10, 14, 18, 22, 26, 31),
-    1 / 2,
-    "c-l=-K?=h#3{ye}VW$qZd!FLL9+1HvWO^EVh1sdkoaHp#R7#szmgHo6m{j1}>~2z^o7e*jro|>W6f;suxGq5ThwwrH-tdy3S=*8VCKknJ;ww~xN=C-Lt2k"
-    "c1f`n?I#<sN&{qc;xi`rsIog^>xCi>0vO72GEj+P?`#G30*;dkafo0(MD70~26E5oy)Fh-PS2J_iYxE!Gh>5A3e2Aw8l#Lz*UZ2xyz&!sE!Xy7=t?heopu"
-    "bnm$;UMyR4j1Wf!f;*xLWT6+u!rw*Hy!tqyDZ17JdzPtf@!~_J7yrh&WtZi",
-)
-_IQ3_S = Grid(
-    4,
-    (1, 3, 5, 7, 9, 11, 13, 15),
-    1,
-    "c-k#dK}rKb5Ud?m7(7iN59ovqtiR~U2pdlmS^v`sIn3TR;sZue5Z@6$Amj-`@D=vV+J}a&>aMEU{rNq)_mDQ1)6rXa`g-zl6)-xV9&D<-%sLtw(&E+K!8j"
-    "AZAn=FIh`{BX?s3iZ9eL!0y{saQwa{i<M_rV8i?Gza!ZNf5Tx$=B>&%}&x2aFnb2>I1DZfG3@eJJ?w}Hf9jj>U<u}qaX$V(Q{%bJZi0qBwX8+P2=0D&xpG"
-    "^*kpx3aC_+^woo1gDy;frCMb5s>PfCelExhl@Z5=M_J&lZwQK<TIaOt1Nd_t_Z4Nkqr(Irw~QLK*sjOloy2EUU#sN3YKfvLC9pG+yhGG#kO><KBF1{I~{B"
-    "$E!8AqIlE}-BNQAl`R33C|JNFjj93D(#a!oZudm_a(c~OHe<Yb)Y4R?AVbTWv01QA~hX",
-)
+_IQ2_XXS = Grid("iq2_xxs", 8, (8, 25, 43), 1 / 8)
+_IQ2_XS = Grid("iq2_xs", 8, (8, 25, 43), 1 / 8)
+_IQ2_S = Grid("iq2_s", 8, (8, 25, 43), 1 / 8)
+_IQ1 = Grid("iq1", 8, (-8, 0, 8), 1 / 8, moved=1)
+_IQ3_XXS = Grid("iq3_xxs", 4, (2, 6, 10, 14, 18, 22, 26, 31), 1 / 2)
+_IQ3_S = Grid("iq3_s", 4, (1, 3, 5, 7, 9, 11, 13, 15), 1)
 
 
 # The points [n, dims] of a grid whose magnitudes come nearest to sizes [n, dims] in squared error, with weights of that, [n, dims].
@@ -236,17 +188,10 @@ def _points(grid: Grid, sizes: F32, scales: F32, weights: F32 | None, nearest: N
 def _fit(grid: Grid, sizes: F32, weights: F32 | None, nearest: Nearest) -> F32:
     """Scales [n] that bring scale * magnitude closest to sizes [n, k] in squared error."""
     magnitudes = np.array(grid.magnitudes, np.float32)
-    weighted = sizes if weights is None else sizes * weights
     peak = sizes.max(axis=1, keepdims=True)
-    best_scale, best_gain = peak[:, 0] / magnitudes[-1], np.zeros(len(sizes), np.float32)
-    for share in _SHARES:
-        found = magnitudes[_points(grid, sizes, peak / np.float32(magnitudes[-1] * share), weights, nearest)]
-        along = (found * weighted).sum(axis=1)
-        scale = along * search.inverse((found * found if weights is None else found * found * weights).sum(axis=1))
-        gain = np.where(along > 0, along * scale, 0)
-        better = gain > best_gain
-        best_scale, best_gain = np.where(better, scale, best_scale), np.where(better, gain, best_gain)
-    return best_scale
+    tried = (peak / np.float32(magnitudes[-1] * share) for share in _SHARES)
+    choices = (magnitudes[_points(grid, sizes, scale, weights, nearest)] for scale in tried)
+    return search.scale_of_best(sizes, weights, peak[:, 0] / magnitudes[-1], choices)
 
 
 # Where the largest magnitude of a group of iq1 goes in a search for the scale, times the larger level: as in any format of three
@@ -262,16 +207,10 @@ def encode_iq1(group: int, shared: int, values: F32, importance: F32 | None = No
     x = values.reshape(-1, group)
     weights = None if importance is None else importance.reshape(-1, group)
     peak = np.abs(x).max(axis=1, keepdims=True)
-    scales, best_gain = peak[:, 0] / _IQ1.levels[2], np.zeros(len(x), np.float32)
-    weighted = x if weights is None else x * weights
-    for sign in (1, -1):
-        for share in _SHARES_OF_IQ1:
-            levels = _levels_of_iq1(x, peak / np.float32(8 * share), sign, weights, nearest)
-            along = (levels * weighted).sum(axis=1)
-            scale = along * search.inverse((levels * levels if weights is None else levels * levels * weights).sum(axis=1))
-            gain = np.where(along > 0, along * scale, 0)
-            better = gain > best_gain
-            scales, best_gain = np.where(better, scale, scales), np.where(better, gain, best_gain)
+    choices = (
+        _levels_of_iq1(x, peak / np.float32(8 * share), sign, weights, nearest) for sign in (1, -1) for share in _SHARES_OF_IQ1
+    )
+    scales = search.scale_of_best(x, weights, peak[:, 0] / _IQ1.levels[2], choices)
     scales = scales.reshape(len(values), -1)
     d = (scales.max(axis=1, keepdims=True) / np.float32(15 * _IQ1.unit)).astype("<f2")
     step = d.astype(np.float32) * np.float32(_IQ1.unit)
@@ -443,9 +382,10 @@ def _format(
         np.dtype(fields),
         SUPERBLOCK,
         encode,
+        Affine(levels=grid.levels),
+        (),
         to_parts,
         to_fields,
-        Affine(levels=grid.levels),
         planes=(*codes, words("scales", 4 / group, "u1"), lanes("d", "<f2", SUPERBLOCK)),
         reader="grids",
         gguf_type=gguf_type,

@@ -13,7 +13,7 @@ store it less one, reach 16.
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.formats.format import F32, Affine, Format, Parts
+from cpuspec.formats.format import F32, Affine, CodeField, Format, Parts
 from cpuspec.formats.packing import bits, lanes
 
 _MIDDLE = 8  # zero point of the symmetric formats
@@ -35,17 +35,6 @@ def encode_asymmetric(values: F32) -> Parts:
     return {"d": d, "z": z, "codes": _nearest(values, d, z)}
 
 
-def codes_in_order(fields: NDArray) -> Parts:
-    """Codes 0..15, U8 [n, group]."""
-    packed = fields["codes"][:, :, None]
-    return {"codes": np.concatenate([packed & 0x0F, packed >> 4], axis=2).reshape(len(fields), -1)}
-
-
-def fields_in_order(parts: Parts) -> Parts:
-    """The fields that hold codes [n, group]."""
-    return {"codes": parts["codes"][:, 0::2] | parts["codes"][:, 1::2] << 4}
-
-
 def _steps(values: NDArray, d: NDArray) -> NDArray:
     """Whole steps of the scale as stored; 0 where f16 stores it as zero."""
     step = d.astype(np.float32)
@@ -63,11 +52,9 @@ def _format(group: int, asymmetric: bool) -> Format:
         np.dtype([("d", "<f2"), *[("z", "u1")] * asymmetric, ("codes", "u1", group // 2)]),
         group,
         encode_asymmetric if asymmetric else encode_symmetric,
-        codes_in_order,
-        fields_in_order,
         Affine(1 if asymmetric else _MIDDLE),
+        (CodeField("codes", 4),),
         planes=(bits(4), lanes("d", "<f2", group), *[lanes("z", "u1", group)] * asymmetric),
-        reader="groups",
     )
 
 

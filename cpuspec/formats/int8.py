@@ -8,8 +8,7 @@ repeats it. Integers of fewer bits are stored here, too, where f16 cannot hold t
 
 import numpy as np
 
-from cpuspec.formats.format import F32, Affine, Format, Parts
-from cpuspec.formats.legacy import codes_8_bits
+from cpuspec.formats.format import F32, Affine, CodeField, Format, Parts
 from cpuspec.formats.packing import bits, lanes
 
 
@@ -26,11 +25,9 @@ def _format(group: int) -> Format:
         np.dtype([("d", "<f4"), ("codes", "u1", group)]),
         group,
         encode,
-        codes_8_bits,
-        lambda parts: {"codes": parts["codes"] ^ 0x80},
         Affine(128),
+        (CodeField("codes", 8, flipped=0x80),),
         planes=(bits(8), lanes("d", "<f4", group)),
-        reader="long_bytes",
     )
 
 

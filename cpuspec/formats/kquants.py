@@ -10,12 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.formats import search
-from cpuspec.formats.format import F32, Affine, Format, Parts
+from cpuspec.formats.format import F32, Affine, CodeField, Format, Parts
 from cpuspec.formats.packing import bits, lanes, words
 
 SUPERBLOCK = 256
-
-_PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]  # shifts of the four two-bit codes of a byte
 
 
 def encode_q2_k(values: F32) -> Parts:
@@ -45,71 +43,6 @@ def encode_q6_k(values: F32) -> Parts:
     return _encode_signed_scales(values.reshape(-1, 16, 16), 32, 128)
 
 
-def parts_q2_k(fields: NDArray) -> Parts:
-    """Sixteen 4-bit scales (low halves) and minima (high halves), and codes 0..3 of two bits (`pairs`)."""
-    return {"codes": pairs(fields["codes"]), "s": fields["scales"] & 0x0F, "z": fields["scales"] >> 4}
-
-
-def fields_q2_k(parts: Parts) -> Parts:
-    """The field that holds the low two bits of codes."""
-    return {"codes": packed_pairs(parts["codes"] & 3)}
-
-
-def parts_q3_k(fields: NDArray) -> Parts:
-    """Sixteen signed 6-bit scales, and codes 0..7: bit s of byte i of `high` is the third bit of value 32 s + i."""
-    codes = pairs(fields["codes"]) | _top_bits(fields) << 2
-    return {"codes": codes, "s": unpack_signed_scales(fields["scales"])}
-
-
-def fields_q3_k(parts: Parts) -> Parts:
-    """The fields that hold codes 0..7."""
-    return {"high": _packed_top_bits(parts["codes"] >> 2), **fields_q2_k(parts)}
-
-
-def parts_q4_k(fields: NDArray) -> Parts:
-    """Eight 6-bit scales and minima, and codes 0..15: run i of 32 bytes holds group 2i in its low and 2i + 1 in its high halves."""
-    runs = fields["codes"].reshape(-1, 4, 1, 32)
-    scales, minima = unpack_scales(fields["scales"])
-    return {
-        "codes": (runs >> np.array([0, 4], np.uint8)[:, None] & 0x0F).reshape(-1, SUPERBLOCK),
-        "s": scales,
-        "z": minima,
-    }
-
-
-def fields_q4_k(parts: Parts) -> Parts:
-    """The fields that hold scales, minima and the low four bits of codes."""
-    runs = parts["codes"].reshape(-1, 4, 2, 32)
-    packed = (runs[:, :, 0] & 0x0F) | runs[:, :, 1] << 4
-    return {"codes": packed.reshape(-1, 128), "scales": pack_scales(parts["s"], parts["z"])}
-
-
-def parts_q5_k(fields: NDArray) -> Parts:
-    """As q4_k with a fifth bit: bit s of byte i of `high` belongs to value 32 s + i."""
-    parts = parts_q4_k(fields)
-    return {**parts, "codes": parts["codes"] | _top_bits(fields) << 4}
-
-
-def fields_q5_k(parts: Parts) -> Parts:
-    """The fields that hold scales, minima and codes 0..31."""
-    return {"high": _packed_top_bits(parts["codes"] >> 4), **fields_q4_k(parts)}
-
-
-def parts_q6_k(fields: NDArray) -> Parts:
-    """Sixteen signed 8-bit scales, and codes 0..63.
-
-    Each half of 128 values: 64 bytes of low nibbles (values 0..63 low, 64..127 high) and 32 bytes of four two-bit tops each.
-    """
-    low = fields["low"].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 0x0F
-    return {"codes": low.reshape(-1, SUPERBLOCK) | pairs(fields["high"]) << 4}
-
-
-def fields_q6_k(parts: Parts) -> Parts:
-    """The fields that hold codes 0..63."""
-    low = (parts["codes"] & 0x0F).reshape(-1, 2, 2, 64)
-    return {"low": (low[:, :, 0] | low[:, :, 1] << 4).reshape(-1, 128), "high": packed_pairs(parts["codes"] >> 4)}
-
-
 def unpack_scales(packed: NDArray) -> tuple[NDArray, NDArray]:
     """Eight 6-bit scales and eight 6-bit minima, each U8 [n, 8], from the 12 bytes [n, 12] of a q4_k or q5_k superblock.
 
@@ -130,6 +63,14 @@ def pack_scales(scales: NDArray, minima: NDArray) -> NDArray:
     return np.concatenate([first, second, rest], axis=1)
 
 
+def _unpacked_scales(fields: NDArray) -> Parts:
+    return dict(zip("sz", unpack_scales(fields["scales"]), strict=True))
+
+
+def _packed_scales(parts: Parts) -> Parts:
+    return {"scales": pack_scales(parts["s"], parts["z"])}
+
+
 def unpack_signed_scales(packed: NDArray) -> NDArray:
     """Sixteen scales -32..31, I8 [n, 16], from the 12 bytes [n, 12] of a q3_k superblock.
 
@@ -147,26 +88,6 @@ def pack_signed_scales(scales: NDArray) -> NDArray:
     tops = (unsigned >> 4).reshape(-1, 4, 4) << np.array([0, 2, 4, 6], np.uint8)[:, None]
     low = (unsigned[:, :8] & 0x0F) | (unsigned[:, 8:] & 0x0F) << 4
     return np.concatenate([low, np.bitwise_or.reduce(tops, axis=1)], axis=1)
-
-
-def pairs(packed: NDArray) -> NDArray:
-    """Two-bit codes, U8 [n, 256]: byte i of each half of 32 bytes holds values i, 32 + i, 64 + i and 96 + i of its 128."""
-    return (packed.reshape(-1, 2, 1, 32) >> _PAIRS & 3).reshape(-1, SUPERBLOCK)
-
-
-def packed_pairs(codes: NDArray) -> NDArray:
-    """The reverse of `pairs`."""
-    return np.bitwise_or.reduce(codes.reshape(-1, 2, 4, 32) << _PAIRS, axis=2).reshape(-1, 64)
-
-
-def _top_bits(fields: NDArray) -> NDArray:
-    """U8 [n, 256]: bit s of byte i of `high` belongs to value 32 s + i."""
-    return (fields["high"].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(-1, SUPERBLOCK)
-
-
-def _packed_top_bits(bits: NDArray) -> NDArray:
-    """The reverse of `_top_bits`."""
-    return np.packbits(bits.reshape(-1, 8, 32), axis=1, bitorder="little")[:, 0]
 
 
 def _encode_scales_and_minima(groups: F32, largest: int, steps: int) -> Parts:
@@ -253,6 +174,7 @@ def _fit_symmetric(groups: NDArray, largest: int) -> NDArray:
     return best_scale
 
 
+PAIRS, _NIBBLES = CodeField("codes", 2, stride=32), CodeField("codes", 4, stride=32)
 _D, _BASE = lanes("d", "<f2", SUPERBLOCK), lanes("base", "<f2", SUPERBLOCK)
 
 Q2_K = Format(
@@ -260,9 +182,9 @@ Q2_K = Format(
     np.dtype([("scales", "u1", 16), ("codes", "u1", 64), ("d", "<f2"), ("base", "<f2")]),
     SUPERBLOCK,
     encode_q2_k,
-    parts_q2_k,
-    fields_q2_k,
     Affine(1),
+    (PAIRS,),
+    lambda fields: {"s": fields["scales"] & 0x0F, "z": fields["scales"] >> 4},
     planes=(bits(2), lanes("scales", "u1", 16), _D, _BASE),
     reader="q2_k",
     gguf_type=10,
@@ -272,9 +194,9 @@ Q3_K = Format(
     np.dtype([("high", "u1", 32), ("codes", "u1", 64), ("scales", "u1", 12), ("d", "<f2")]),
     SUPERBLOCK,
     encode_q3_k,
-    parts_q3_k,
-    fields_q3_k,
     Affine(4),
+    (PAIRS, CodeField("high", 1, stride=32, at=2)),
+    lambda fields: {"s": unpack_signed_scales(fields["scales"])},
     planes=(bits(2), bits(1, at=2), words("scales", 96 / SUPERBLOCK, "u1"), _D),
     reader="q3_k",
     gguf_type=11,
@@ -284,11 +206,11 @@ Q4_K = Format(
     np.dtype([("d", "<f2"), ("base", "<f2"), ("scales", "u1", 12), ("codes", "u1", 128)]),
     SUPERBLOCK,
     encode_q4_k,
-    parts_q4_k,
-    fields_q4_k,
     Affine(1),
+    (_NIBBLES,),
+    _unpacked_scales,
+    _packed_scales,
     planes=(bits(4), lanes("s", "u1", 32), lanes("z", "u1", 32), _D, _BASE),
-    reader="superblocks",
     gguf_type=12,
 )
 Q5_K = Format(
@@ -296,11 +218,11 @@ Q5_K = Format(
     np.dtype([("d", "<f2"), ("base", "<f2"), ("scales", "u1", 12), ("high", "u1", 32), ("codes", "u1", 128)]),
     SUPERBLOCK,
     encode_q5_k,
-    parts_q5_k,
-    fields_q5_k,
     Affine(1),
+    (_NIBBLES, CodeField("high", 1, stride=32, at=4)),
+    _unpacked_scales,
+    _packed_scales,
     planes=(bits(4), bits(1, at=4), lanes("s", "u1", 32), lanes("z", "u1", 32), _D, _BASE),
-    reader="superblocks",
     gguf_type=13,
 )
 Q6_K = Format(
@@ -308,11 +230,9 @@ Q6_K = Format(
     np.dtype([("low", "u1", 128), ("high", "u1", 64), ("s", "i1", 16), ("d", "<f2")]),
     SUPERBLOCK,
     encode_q6_k,
-    parts_q6_k,
-    fields_q6_k,
     Affine(32),
+    (CodeField("low", 4, stride=64), CodeField("high", 2, stride=32, at=4)),
     planes=(bits(4), bits(2, at=4), lanes("s", "i1", 16), _D),
-    reader="q6_k",
     gguf_type=14,
 )
 

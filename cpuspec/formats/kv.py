@@ -7,14 +7,12 @@ multiplied back. With Hadamard's matrix no dimension is much larger than the oth
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpuspec.errors import FormatError
 from cpuspec.formats.floats import BF16, F16, F32_FORMAT
-from cpuspec.formats.format import F32, U8, Affine, Format, Parts
+from cpuspec.formats.format import F32, U8, Affine, CodeField, Format, Parts
 
 LANES = 16  # stored rows are padded with zeros to whole vectors, and to whole groups
 GROUP, INT4_GROUP = 32, 64  # numbers with a scale
@@ -43,27 +41,15 @@ def encode_int4(values: F32) -> Parts:
     return {"d": d, "base": base, "codes": np.nan_to_num(np.clip(np.rint(above * inverse), 0, 15)).astype(np.uint8)}
 
 
-def _codes_of_halves(fields: NDArray[Any]) -> Parts:
-    """Byte j of each 16 has number j of 32 in its low half, and number 16 + j in its high half."""
-    packed = fields["codes"].reshape(len(fields), -1, 1, LANES)
-    return {"codes": np.concatenate([packed & 0x0F, packed >> 4], axis=2).reshape(len(fields), -1)}
-
-
-def _halves_of_codes(parts: Parts) -> Parts:
-    codes = parts["codes"].reshape(len(parts["codes"]), -1, 2, LANES)
-    return {"codes": (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(len(codes), -1)}
-
-
-INT8 = Format("int8", np.dtype([("d", "<f2"), ("base", "<f2"), ("codes", "i1", GROUP)]), GROUP, encode_int8, affine=Affine(-1))
+INT8 = Format("int8", np.dtype([("d", "<f2"), ("base", "<f2"), ("codes", "i1", GROUP)]), GROUP, encode_int8, Affine(-1))
 
 INT4 = Format(
     "int4",
     np.dtype([("d", "<f2"), ("base", "<f2"), ("codes", "u1", INT4_GROUP // 2)]),
     INT4_GROUP,
     encode_int4,
-    _codes_of_halves,
-    _halves_of_codes,
     Affine(-1),
+    (CodeField("codes", 4, stride=LANES),),  # as kernels read them: a vector of the low halves, then one of the high halves
 )
 
 KV_FORMATS: Mapping[str, Format] = MappingProxyType({row.name: row for row in (F32_FORMAT, F16, BF16, INT8, INT4)})

@@ -10,17 +10,19 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.formats.format import F32, Affine, Format, Parts
+from cpuspec.formats import search
+from cpuspec.formats.format import F32, Affine, CodeField, Format, Parts
 from cpuspec.formats.packing import bits, lanes
 
 BLOCK = 32
+NIBBLES = CodeField("codes", 4, stride=16)
 
 
 def encode_symmetric(code_bits: int, values: F32) -> Parts:
     """The value of largest magnitude becomes code 0, so that the wider negative side of the codes is used."""
     half = 1 << code_bits - 1
-    d = np.take_along_axis(values, np.abs(values).argmax(axis=1)[:, None], axis=1) / -half
-    return {"d": d, "codes": _truncate(values * _inverse(d) + np.float32(half + 0.5), 2 * half - 1)}
+    d = np.take_along_axis(values, np.abs(values).argmax(axis=1)[:, None], axis=1) / np.float32(-half)
+    return {"d": d, "codes": _truncate(values * search.inverse(d) + np.float32(half + 0.5), 2 * half - 1)}
 
 
 def encode_with_minimum(code_bits: int, values: F32) -> Parts:
@@ -28,52 +30,18 @@ def encode_with_minimum(code_bits: int, values: F32) -> Parts:
     largest = (1 << code_bits) - 1
     low = values.min(axis=1, keepdims=True)
     d = (values.max(axis=1, keepdims=True) - low) / largest
-    return {"d": d, "base": low, "codes": _truncate((values - low) * _inverse(d) + np.float32(0.5), largest)}
+    return {"d": d, "base": low, "codes": _truncate((values - low) * search.inverse(d) + np.float32(0.5), largest)}
 
 
 def encode_q8_0(values: F32) -> Parts:
     """Steps -127..127, halves rounded away from zero; a code is a step + 128."""
     d = np.abs(values).max(axis=1, keepdims=True) / 127
-    scaled = values * _inverse(d)
+    scaled = values * search.inverse(d)
     magnitude = np.abs(scaled)
     whole = np.floor(magnitude)
     # Not floor(magnitude + 0.5): that sum rounds 0.49999997 up.
     rounded = whole + np.floor(2 * (magnitude - whole))
     return {"d": d, "codes": np.copysign(rounded, scaled).astype(np.int8).view(np.uint8) ^ 0x80}
-
-
-def codes_4_bits(fields: NDArray) -> Parts:
-    """Codes 0..15, U8 [n, 32]."""
-    packed = fields["codes"]
-    return {"codes": np.concatenate([packed & 0x0F, packed >> 4], axis=1)}
-
-
-def fields_4_bits(parts: Parts) -> Parts:
-    """The fields that hold the low four bits of codes [n, 32]."""
-    codes = parts["codes"]
-    return {"codes": (codes[:, :16] & 0x0F) | codes[:, 16:] << 4}
-
-
-def codes_5_bits(fields: NDArray) -> Parts:
-    """Codes 0..31 from nibbles and the fifth bits, U8 [n, 32]."""
-    high = np.unpackbits(fields["high"], axis=1, bitorder="little")
-    return {"codes": codes_4_bits(fields)["codes"] | high << 4}
-
-
-def fields_5_bits(parts: Parts) -> Parts:
-    """The fields that hold codes 0..31, [n, 32]."""
-    return {"high": np.packbits(parts["codes"] >> 4, axis=1, bitorder="little"), **fields_4_bits(parts)}
-
-
-def codes_8_bits(fields: NDArray) -> Parts:
-    """Steps -128..127 as codes 0..255, U8 [n, 32]: kernels multiply unsigned bytes."""
-    return {"codes": fields["codes"] ^ 0x80}
-
-
-def _inverse(d: NDArray) -> NDArray:
-    """1 / d, and 0 where d is zero or its inverse overflows (f16 stores such a scale as zero)."""
-    inverse = np.float32(1) / d
-    return np.where(np.isfinite(inverse), inverse, np.float32(0))
 
 
 def _truncate(scaled: NDArray, largest: int) -> NDArray:
@@ -83,17 +51,15 @@ def _truncate(scaled: NDArray, largest: int) -> NDArray:
 
 def _format(name: str, gguf_type: int, code_bits: int, minimum: bool) -> Format:
     """q4_0, q4_1, q5_0 or q5_1."""
-    base, high = [("base", "<f2")] * minimum, [("high", "u1", 4)] * (code_bits - 4)
+    base, has_high = [("base", "<f2")] * minimum, code_bits == 5
     return Format(
         name,
-        np.dtype([("d", "<f2"), *base, *high, ("codes", "u1", 16)]),
+        np.dtype([("d", "<f2"), *base, *[("high", "u1", 4)] * has_high, ("codes", "u1", 16)]),
         BLOCK,
         partial(encode_with_minimum if minimum else encode_symmetric, code_bits),
-        codes_5_bits if high else codes_4_bits,
-        fields_5_bits if high else fields_4_bits,
         Affine(-1 if minimum else 1 << code_bits - 1),
-        planes=(bits(4), *[bits(1, at=4)] * len(high), *(lanes(part, "<f2", BLOCK) for part in ("d", "base")[: 1 + minimum])),
-        reader="blocks",
+        (NIBBLES, *[CodeField("high", 1, at=4)] * has_high),
+        planes=(bits(4), *[bits(1, at=4)] * has_high, *(lanes(part, "<f2", BLOCK) for part in ("d", "base")[: 1 + minimum])),
         gguf_type=gguf_type,
     )
 
@@ -108,11 +74,9 @@ FORMATS = (
         np.dtype([("d", "<f2"), ("codes", "u1", BLOCK)]),
         BLOCK,
         encode_q8_0,
-        codes_8_bits,
-        lambda parts: {"codes": parts["codes"] ^ 0x80},
         Affine(128),
+        (CodeField("codes", 8, flipped=0x80),),
         planes=(bits(8), lanes("d", "<f2", BLOCK)),
-        reader="bytes",
         gguf_type=8,
     ),
 )

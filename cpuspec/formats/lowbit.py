@@ -10,15 +10,12 @@ scale and zero point. Whole zero points, such as GPTQ's 0 to 8 for three bits, a
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpuspec.formats import search
-from cpuspec.formats.format import F32, Affine, Format, Parts
+from cpuspec.formats.format import F32, Affine, CodeField, Format, Parts
 from cpuspec.formats.packing import bits, lanes
 
 ZERO_STEPS = 16  # of a zero point, to a code
-
-_SHIFTS = [np.uint8(shift) for shift in (0, 2, 4, 6)]
 
 
 def encode(code_bits: int, values: F32) -> Parts:
@@ -27,28 +24,6 @@ def encode(code_bits: int, values: F32) -> Parts:
     largest = 2**code_bits - 1
     d, zero = search.fit(x, largest, search.FEW_CODES, _store)
     return {"d": d[:, None], "z": zero[:, None] * ZERO_STEPS, "codes": search.nearest(x, d, zero, largest).T.astype(np.uint8)}
-
-
-def codes_2_bits(fields: NDArray) -> Parts:
-    """Codes 0..3, U8 [n, group]."""
-    packed = fields["codes"]
-    return {"codes": np.stack([packed >> shift & 3 for shift in _SHIFTS], axis=2).reshape(len(fields), -1)}
-
-
-def fields_2_bits(parts: Parts) -> Parts:
-    """The fields that hold the low two bits of codes [n, group]."""
-    codes = parts["codes"]
-    return {"codes": np.bitwise_or.reduce([(codes[:, i::4] & 3) << shift for i, shift in enumerate(_SHIFTS)])}
-
-
-def codes_3_bits(fields: NDArray) -> Parts:
-    """Codes 0..7, U8 [n, group]."""
-    return {"codes": codes_2_bits(fields)["codes"] | np.unpackbits(fields["high"], axis=1, bitorder="little") << 2}
-
-
-def fields_3_bits(parts: Parts) -> Parts:
-    """The fields that hold codes 0..7, [n, group]."""
-    return {"high": np.packbits(parts["codes"] >> 2, axis=1, bitorder="little"), **fields_2_bits(parts)}
 
 
 def _store(d: F32, start: F32) -> tuple[F32, F32]:
@@ -64,11 +39,9 @@ def _format(code_bits: int, group: int) -> Format:
         np.dtype([("d", "<f2"), ("z", "u1"), ("codes", "u1", group // 4), *[("high", "u1", group // 8)] * three]),
         group,
         partial(encode, code_bits),
-        codes_3_bits if three else codes_2_bits,
-        fields_3_bits if three else fields_2_bits,
         Affine(1 / ZERO_STEPS),
+        (CodeField("codes", 2), *[CodeField("high", 1, at=2)] * three),
         planes=(bits(2), *[bits(1, at=2)] * three, lanes("d", "<f2", group), lanes("z", "u1", group)),
-        reader="few_bits",
     )
 
 

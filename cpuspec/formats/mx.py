@@ -7,10 +7,9 @@ exceeds 6 becomes 6.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpuspec.formats.format import F32, Affine, Format, Parts
-from cpuspec.formats.legacy import BLOCK, codes_4_bits, fields_4_bits
+from cpuspec.formats.legacy import BLOCK, NIBBLES
 from cpuspec.formats.packing import bits, lanes
 
 # Twice the value of each code, which makes them integers. Code 8 means zero as code 0 does; ggml gives it no sign either.
@@ -35,19 +34,15 @@ def encode_mxfp4(values: F32) -> Parts:
     return {"e": e, "codes": codes}
 
 
-def _parts(fields: NDArray) -> Parts:
-    return {"d": HALF_SCALES[fields["e"]], **codes_4_bits(fields)}
-
-
 MXFP4 = Format(
     "mxfp4",
     np.dtype([("e", "u1"), ("codes", "u1", 16)]),
     BLOCK,
     encode_mxfp4,
-    _parts,
-    fields_4_bits,
     Affine(levels=E2M1_DOUBLED),
+    (NIBBLES,),
+    lambda fields: {"d": HALF_SCALES[fields["e"]]},
     planes=(bits(4), lanes("e", "u1", BLOCK)),
-    reader="levels",
+    reader="mxfp4",
     gguf_type=39,
 )

@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 from cpuspec.formats import search
 from cpuspec.formats.format import F32, OWN_GGUF_TYPES, U8, Affine, Format, Parts
 from cpuspec.formats.kquants import SUPERBLOCK
-from cpuspec.formats.legacy import BLOCK, codes_4_bits, fields_4_bits
-from cpuspec.formats.nonlinear import codes_by_group, fields_by_group
+from cpuspec.formats.legacy import BLOCK, NIBBLES
 from cpuspec.formats.packing import bits, lanes
 
 LEVELS = (-32, -26, -20, -16, -12, -8, -5, -2, 0, 3, 6, 9, 12, 16, 21, 28)
@@ -139,16 +138,15 @@ def _codes(values: F32, scale: F32, move: F32) -> U8:
 
 def _parts(fields: NDArray) -> Parts:
     d, move = (fields["head"] & np.uint16(0xFFFF - MOVE_BITS)).view("<f2"), (fields["head"] & np.uint16(MOVE_BITS)).astype(np.int8)
-    return {"d": d, "z": -LEAST_MOVE - move, **codes_4_bits(fields)}
+    return {"d": d, "z": -LEAST_MOVE - move}
 
 
 def _fields(parts: Parts) -> Parts:
-    """The fields that hold codes and, where they are among the parts, scales and moves."""
-    fields = fields_4_bits(parts)
-    if "d" in parts:
-        top = parts["d"].astype("<f2").view(np.uint16) & np.uint16(0xFFFF - MOVE_BITS)
-        fields["head"] = top | (-LEAST_MOVE - parts["z"]).astype(np.uint16)
-    return fields
+    """The field that holds scales and moves, where these are among the parts; packed weights keep the field itself."""
+    if "d" not in parts:
+        return {}
+    top = parts["d"].astype("<f2").view(np.uint16) & np.uint16(0xFFFF - MOVE_BITS)
+    return {"head": top | (-LEAST_MOVE - parts["z"]).astype(np.uint16)}
 
 
 # Groups [n, 32], weights of their errors or None for ones, scales [n] -> the least weighted squared error under the scale, and the
@@ -234,12 +232,12 @@ def _xs_scales(eight_bits: NDArray) -> F32:
 
 
 def _parts_xs(fields: NDArray) -> Parts:
-    """d and z of groups [n, 8], and codes. Below a scale of zero, steps go on from the largest, which is nan."""
+    """d and z of groups [n, 8]. Below a scale of zero, steps go on from the largest, which is nan."""
     groups = np.arange(_GROUPS, dtype=np.uint32)
     head, own = fields["head"][:, None], fields["steps"][:, None] >> 4 * groups
     scale = ((head & 0xFF) - (own & 7) & 0xFF) << 7 | (own & 8) << 12
     move = (head >> (8 + 3 * groups) & 7).astype(np.int8) * np.int8(2)
-    return {"d": scale.astype("<u2").view("<f2"), "z": np.int8(-LEAST_MOVE) - move, **codes_by_group(fields)}
+    return {"d": scale.astype("<u2").view("<f2"), "z": np.int8(-LEAST_MOVE) - move}
 
 
 NL4 = Format(
@@ -247,9 +245,10 @@ NL4 = Format(
     np.dtype([("head", "<u2"), ("codes", "u1", 16)]),
     BLOCK,
     encode,
+    Affine(1, levels=LEVELS),
+    (NIBBLES,),
     _parts,
     _fields,
-    Affine(1, levels=LEVELS),
     planes=(bits(4), lanes("head", "<u2", BLOCK)),
     reader="nl4",
     gguf_type=OWN_GGUF_TYPES | 1,
@@ -259,9 +258,9 @@ NL4_XS = Format(
     np.dtype([("head", "<u4"), ("steps", "<u4"), ("codes", "u1", SUPERBLOCK // 2)]),
     SUPERBLOCK,
     encode_xs,
-    _parts_xs,
-    fields_by_group,
     Affine(1, levels=LEVELS),
+    (NIBBLES,),
+    _parts_xs,
     planes=(bits(4), lanes("head", "<u4", SUPERBLOCK), lanes("steps", "<u4", SUPERBLOCK)),
     reader="nl4_xs",
     gguf_type=OWN_GGUF_TYPES | 2,

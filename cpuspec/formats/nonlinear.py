@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cpuspec.formats import search
 from cpuspec.formats.format import F32, Affine, Format, Parts
 from cpuspec.formats.kquants import SUPERBLOCK
-from cpuspec.formats.legacy import BLOCK, codes_4_bits, fields_4_bits
+from cpuspec.formats.legacy import BLOCK, NIBBLES
 from cpuspec.formats.packing import bits, lanes, words
 
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -45,47 +45,27 @@ def encode_iq4_xs(values: F32) -> Parts:
     return {"d": d, "s": s, "codes": _nearest(groups, stored * s.astype(np.float32)).reshape(len(values), -1)}
 
 
-def codes_by_group(fields: NDArray) -> Parts:
-    """Codes 0..15, U8 [n, 256]: 16 bytes for each group of 32, nibbles in the order of q4_0."""
-    packed = fields["codes"].reshape(-1, _GROUPS, 16)
-    return {"codes": np.concatenate([packed & 0x0F, packed >> 4], axis=2).reshape(-1, SUPERBLOCK)}
-
-
-def fields_by_group(parts: Parts) -> Parts:
-    """The field that holds codes [n, 256]."""
-    codes = parts["codes"].reshape(-1, _GROUPS, 2, 16)
-    return {"codes": codes[:, :, 0] | codes[:, :, 1] << 4}
-
-
 def parts_iq4_xs(fields: NDArray) -> Parts:
-    """Eight scales -32..31, and codes."""
+    """Eight scales -32..31."""
     low = (fields["scales"][:, :, None] >> _LOW_SHIFTS & 0x0F).reshape(-1, _GROUPS)
     top = (fields["top"][:, None] >> _TOP_SHIFTS & 3).astype(np.uint8)
-    return {"s": (low | top << 4).view(np.int8) - np.int8(32), **codes_by_group(fields)}
+    return {"s": (low | top << 4).view(np.int8) - np.int8(32)}
 
 
 def fields_iq4_xs(parts: Parts) -> Parts:
-    """The fields that hold codes and, where they are among the parts, scales."""
-    fields = fields_by_group(parts)
-    if "s" in parts:
-        scales = (parts["s"] + np.int8(32)).view(np.uint8)
-        fields["scales"] = (scales[:, 0::2] & 0x0F) | scales[:, 1::2] << 4
-        fields["top"] = np.bitwise_or.reduce((scales >> 4).astype(np.uint16) << _TOP_SHIFTS, axis=1)
-    return fields
+    """The fields that hold scales, where these are among the parts; packed weights keep the fields themselves."""
+    if "s" not in parts:
+        return {}
+    scales = (parts["s"] + np.int8(32)).view(np.uint8)
+    low = (scales[:, 0::2] & 0x0F) | scales[:, 1::2] << 4
+    return {"scales": low, "top": np.bitwise_or.reduce((scales >> 4).astype(np.uint16) << _TOP_SHIFTS, axis=1)}
 
 
 def _fit(groups: NDArray) -> NDArray:
     """Scales [n, s] that bring scale * level(code) closest to `groups` [n, s, k] in squared error."""
     peak = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
-    best_scale, best_gain = peak / LEVELS[0], np.zeros(peak.shape, np.float32)
-    for place in _PEAKS:
-        levels = np.array(LEVELS, np.float32)[_nearest(groups, peak / np.float32(place))]
-        along = (levels * groups).sum(axis=2)
-        scale = along * search.inverse((levels * levels).sum(axis=2))
-        gain = along * scale  # of the squared error over that of zeros
-        better = gain > best_gain
-        best_scale, best_gain = np.where(better, scale, best_scale), np.where(better, gain, best_gain)
-    return best_scale
+    choices = (np.array(LEVELS, np.float32)[_nearest(groups, peak / np.float32(place))] for place in _PEAKS)
+    return search.scale_of_best(groups, None, (peak / LEVELS[0]).astype(np.float32), choices, signed=True)
 
 
 def _nearest(groups: NDArray, scales: NDArray) -> NDArray:
@@ -99,11 +79,9 @@ IQ4_NL = Format(
     np.dtype([("d", "<f2"), ("codes", "u1", 16)]),
     BLOCK,
     encode_iq4_nl,
-    codes_4_bits,
-    fields_4_bits,
     Affine(levels=LEVELS),
+    (NIBBLES,),
     planes=(bits(4), lanes("d", "<f2", BLOCK)),
-    reader="iq4_nl",
     gguf_type=20,
 )
 IQ4_XS = Format(
@@ -111,9 +89,10 @@ IQ4_XS = Format(
     np.dtype([("d", "<f2"), ("top", "<u2"), ("scales", "u1", 4), ("codes", "u1", 128)]),
     SUPERBLOCK,
     encode_iq4_xs,
+    Affine(levels=LEVELS),
+    (NIBBLES,),
     parts_iq4_xs,
     fields_iq4_xs,
-    Affine(levels=LEVELS),
     planes=(
         bits(4),
         words("scales", 32 / SUPERBLOCK, "u1"),

@@ -8,17 +8,17 @@ the scale for each 64 values takes 11 % more bytes. Without it, every matrix wou
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpuspec.errors import FormatError
 from cpuspec.formats import search
-from cpuspec.formats.format import F32, Affine, Format, Parts
+from cpuspec.formats.format import F32, Affine, CodeField, Format, Parts
 from cpuspec.formats.mx import E2M1_DOUBLED
 from cpuspec.formats.packing import bits, lanes
 from cpuspec.formats.tensor import QuantTensor
 
 BLOCK = 64
 _GROUPS, _GROUP = 4, 16
+_CODES = (CodeField("codes", 4, stride=8),)
 
 LARGEST = 6 * 448.0  # of E2M1 and of E4M3
 
@@ -69,34 +69,14 @@ def encode_nvfp4_global(values: F32, importance: F32 | None = None) -> Parts:
     return {"d": np.ones((len(values), 1), np.float32), **encode_nvfp4(values, importance)}
 
 
-def codes_by_sixteen(fields: NDArray) -> NDArray:
-    """Codes 0..15, U8 [n, 64]."""
-    packed = fields["codes"].reshape(-1, _GROUPS, 8)
-    return np.concatenate([packed & 0x0F, packed >> 4], axis=2).reshape(-1, BLOCK)
-
-
-def fields_by_sixteen(parts: Parts) -> Parts:
-    """The field that holds codes [n, 64]."""
-    codes = parts["codes"].reshape(-1, _GROUPS, 2, 8)
-    return {"codes": codes[:, :, 0] | codes[:, :, 1] << 4}
-
-
-def _parts(fields: NDArray) -> Parts:
-    return {"d": HALF_SCALES[fields["scales"]], "codes": codes_by_sixteen(fields)}
-
-
-def _parts_global(fields: NDArray) -> Parts:
-    return {"s": HALF_SCALES[fields["scales"]], "codes": codes_by_sixteen(fields)}
-
-
 NVFP4 = Format(
     "nvfp4",
     np.dtype([("scales", "u1", _GROUPS), ("codes", "u1", 32)]),
     BLOCK,
     encode_nvfp4,
-    _parts,
-    fields_by_sixteen,
     Affine(levels=E2M1_DOUBLED),
+    _CODES,
+    lambda fields: {"d": HALF_SCALES[fields["scales"]]},
     planes=(bits(4), lanes("scales", "u1", _GROUP)),
     reader="nvfp4",
     gguf_type=40,
@@ -107,9 +87,9 @@ NVFP4_GLOBAL = Format(
     np.dtype([("d", "<f4"), ("scales", "u1", _GROUPS), ("codes", "u1", 32)]),
     BLOCK,
     encode_nvfp4_global,
-    _parts_global,
-    fields_by_sixteen,
     Affine(levels=E2M1_DOUBLED),
+    _CODES,
+    lambda fields: {"s": HALF_SCALES[fields["scales"]]},
     planes=(bits(4), lanes("scales", "u1", _GROUP), lanes("d", "<f4", BLOCK)),
     reader="nvfp4",
     encode_weighed=encode_nvfp4_global,

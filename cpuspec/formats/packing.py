@@ -50,7 +50,7 @@ def bits(number: int, at: int = 0) -> Plane:
         words = np.stack([(laid >> shift & mask) << np.uint32(at) for shift in shifts], axis=2)
         return words.view(np.uint8).reshape(len(laid), -1)
 
-    return Plane("codes", number, lay, lift)
+    return Plane("codes", number, lay, lift, at=at)
 
 
 def nibble_pairs() -> Plane:
@@ -68,7 +68,8 @@ def nibble_pairs() -> Plane:
 
 def lanes(part: str, dtype: str, inputs: int) -> Plane:
     """A plane with one number of the part for every `inputs` inputs."""
-    return Plane(part, 8 * np.dtype(dtype).itemsize / inputs, _to_lanes, lambda plane: _from_lanes(plane.view(dtype)))
+    bits = 8 * np.dtype(dtype).itemsize / inputs
+    return Plane(part, bits, _to_lanes, lambda plane: _from_lanes(plane.view(dtype)), dtype, inputs)
 
 
 def words(part: str, number: float, dtype: str) -> Plane:

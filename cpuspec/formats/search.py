@@ -4,7 +4,7 @@ Numbers lie as [values of a group, groups], and sums add one value after another
 shape, and the compiled twin in `kernels.encode` must give the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -45,6 +45,23 @@ def fit(x: F32, largest: int, starts: Sequence[tuple[float, float]], store: Stor
         best_d, best_zero = np.where(better, d, best_d), np.where(better, zero, best_zero)
         best_error = np.where(better, error, best_error)
     return best_d, best_zero
+
+
+def scale_of_best(x: F32, weights: F32 | None, start: F32, choices: Iterable[F32], signed: bool = False) -> F32:
+    """The scale [...] under which one of the choices, levels of the shape of x [..., k], leaves the least weighted squared error.
+
+    Each choice is judged with its own scale of least squares. start: the scale where no choice is better than zeros. signed:
+    whether a scale may be below zero.
+    """
+    best, best_gain = start, np.zeros(x.shape[:-1], np.float32)
+    weighted = x if weights is None else x * weights
+    for levels in choices:
+        along = (levels * weighted).sum(axis=-1)
+        scale = along * inverse((levels * levels if weights is None else levels * levels * weights).sum(axis=-1))
+        gain = along * scale if signed else np.where(along > 0, along * scale, 0)  # of the squared error over that of zeros
+        better = gain > best_gain
+        best, best_gain = np.where(better, scale, best), np.where(better, gain, best_gain)
+    return best
 
 
 def nearest(x: F32, d: F32, zero: F32, largest: int) -> F32:

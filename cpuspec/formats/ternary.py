@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cpuspec.formats import search
 from cpuspec.formats.format import F32, Affine, Format, Parts
-from cpuspec.formats.kquants import SUPERBLOCK, packed_pairs, pairs
+from cpuspec.formats.kquants import PAIRS, SUPERBLOCK
 from cpuspec.formats.packing import bits, lanes
 
 _PLACES = np.array([1, 3, 9, 27, 81], np.uint8)  # factors that push digits 0 to 4 to the top
@@ -69,11 +69,11 @@ TQ1_0 = Format(
     np.dtype([("low", "u1", 48), ("high", "u1", 4), ("d", "<f2")]),
     SUPERBLOCK,
     encode,
+    Affine(levels=(-1, 0, 1)),
+    (),
     digits_tq1_0,
     fields_tq1_0,
-    Affine(levels=(-1, 0, 1)),
     planes=(bits(2), lanes("d", "<f2", SUPERBLOCK)),
-    reader="ternary",
     gguf_type=34,
 )
 TQ2_0 = Format(
@@ -81,11 +81,9 @@ TQ2_0 = Format(
     np.dtype([("codes", "u1", 64), ("d", "<f2")]),
     SUPERBLOCK,
     encode,
-    lambda fields: {"codes": pairs(fields["codes"])},
-    lambda parts: {"codes": packed_pairs(parts["codes"])},
     Affine(levels=(-1, 0, 1, 2)),
+    (PAIRS,),
     planes=(bits(2), lanes("d", "<f2", SUPERBLOCK)),
-    reader="ternary",
     gguf_type=35,
 )
 

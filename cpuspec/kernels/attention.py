@@ -4,7 +4,7 @@ A query's positions are taken in chunks of CHUNK, counted from its sequence's st
 score, the sum of its weights exp(score - largest), and the values' sum under these weights. Partials are merged in the order of
 the chunks. So the order of every sum depends on the query's own positions alone, while chunks may go to several threads, and
 up to QUERIES queries (rows of one sequence, and the query heads that share a key head) walk over a chunk together. Where they are
-many, keys and values are widened to f32 once for all of them, a panel at a time.
+many, keys and values are widened to f32 once for all of them, some at a time.
 
 A layer with a window shows a query its last positions only; they are counted along its path. Chunks before them are not walked
 over, and in the first one that is, earlier positions have no weight.
@@ -21,14 +21,13 @@ from functools import cache
 from typing import Any
 
 from numba import types
-from numba.extending import intrinsic
 
 from cpuspec.formats.kv import get_kv_format, stored_dims
 from cpuspec.kernels import isa, machine_code, simd
 from cpuspec.kernels.kv_rows import (
     CHUNK,
     CODINGS,
-    PANEL,
+    WIDENED,
     copy_position,
     head_bytes,
     key_parts,
@@ -42,16 +41,16 @@ from cpuspec.kernels.ops import F32, I32, I64, Ops, Value, fma
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import cap_numbers, exp_f32, exp_of_parts, exp_parts
 from cpuspec.kernels.products import BLOCK_ROWS
-from cpuspec.kernels.simd import LANES
+from cpuspec.kernels.simd import LANES, emitted
 
 # How many vectors of sums stay in registers beside what they are made of, queries are multiplied at once, share one walk over a
 # chunk, and make it worth while to widen keys and values to f32 once for all of them.
 _SUMS, _TOGETHER, QUERIES, _MANY = (16, 8, 8, 9) if "avx512f" in isa.features() else (4, 6, 64, 24)
 _MOST_QUERIES = MAX_QUERIES + BLOCK_ROWS if isa.has_bf16_tiles() else QUERIES  # whose scores have room
 
-# What is widened at a time is a panel, which stays in the nearest cache while all queries read it: a block of keys, or of so many
+# What is widened at a time stays in the nearest cache while all queries read it: a block of keys, or of so many
 # positions so many vectors of the values' dimensions.
-_PANEL_POSITIONS, _PANEL_VECTORS = 128, 2
+_WIDENED_POSITIONS, _WIDENED_VECTORS = 128, 2
 
 # Positions whose values are read once for all dimensions, before the next: they stay in the nearest cache. What is next, of values
 # and of keys, is asked for meanwhile.
@@ -61,8 +60,8 @@ _POSITIONS = 32
 # the values' dimensions are multiplied at a time.
 STEP, STEP_BYTES, VECTORS = 32, 64 * BLOCK_ROWS, 2
 
-# The scratch of a thread: a WALK, scores of each query, powers of one query's scores, a gathered chunk or a panel (which is no
-# larger) or what tile registers multiply, partials.
+# The scratch of a thread: a WALK, scores of each query, powers of one query's scores, then a gathered chunk, or what is widened
+# (which is no larger), or what tile registers multiply, then partials.
 _QUERIES_AT, _PARTIALS_AT = (WALK.fields[name][1] for name in ("queries", "partials"))  # type: ignore[index]
 SCORES = WALK.itemsize
 SCORES_STRIDE = 4 * CHUNK
@@ -166,7 +165,7 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
         earliest = earliest // LANES * LANES
         inside = max(0, min(straight - first, longest))
         tree = inside < longest
-        wide = QUERIES >= _MANY and count >= _MANY and not tree  # a panel lies where a tree's positions are gathered
+        wide = QUERIES >= _MANY and count >= _MANY and not tree  # what is widened lies where a tree's positions are gathered
         if tree:
             for place in range(max(inside, earliest), longest):
                 index = simd.peek_i64(path + 8 * (first + place - straight))
@@ -179,7 +178,7 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
             keys, to = keys + begin * row_bytes, scores + 4 * begin
             if wide:
                 for block in range(blocks):
-                    _score_panel(name, count, step, scratch, keys + block * LANES * row_bytes, row_bytes, dims, to + 64 * block)
+                    _score_widened(name, count, step, scratch, keys + block * LANES * row_bytes, row_bytes, dims, to + 64 * block)
             else:
                 for number in range(0, count, step):
                     some, own = min(step, count - number), to + number * SCORES_STRIDE
@@ -208,13 +207,13 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
             elif piece > heads:
                 number, many = piece - heads - 1, 1
                 begin, end = together, walk_end(walk, number, first)
-            panels = wide and many > 1
-            positions = _PANEL_POSITIONS if panels else _POSITIONS
+            is_wide = wide and many > 1
+            positions = _WIDENED_POSITIONS if is_wide else _POSITIONS
             for start in range(begin, end, positions):
                 row, here = values + (CHUNK + start) * row_bytes, min(positions, end - start)
                 weights = scores + number * SCORES_STRIDE + 4 * start
-                if panels:
-                    _weigh_panels(name, count, step, scratch, weights, row, row_bytes, stored, here)
+                if is_wide:
+                    _weigh_widened(name, count, step, scratch, weights, row, row_bytes, stored, here)
                 else:
                     for other in range(0, many, step):
                         some, own = min(step, many - other), weights + other * SCORES_STRIDE
@@ -289,177 +288,156 @@ def softmax_weights(scores, start, end, powers, partial, stored):
     simd.store_f32(partial + 4 * stored + 64, top)
 
 
-@intrinsic(prefer_literal=True)
-def _score(typingctx, name, count, walk, keys, row_bytes, dims, blocks, to):
+@emitted
+def _score(
+    o: Ops, name: str, count: Value, walk: Value, keys: Value, row_bytes: Value, dims: Value, blocks: Value, to: Value,
+) -> None:  # fmt: skip
     """Scores of `count` queries against `blocks` blocks of 16 keys, at to + query * SCORES_STRIDE.
 
     A score is one sum, in the order of the dimensions.
     """
-    coding = CODINGS[name.literal_value]
+    coding = CODINGS[name]
+    block_bytes = row_bytes * LANES
 
-    def codegen(context, builder, sig, args):
-        o = Ops(builder)
-        count, walk, keys, row_bytes, dims, blocks, to = map(o.value, args[1:])
-        block_bytes = row_bytes * LANES
+    def some(queries: list[Value], first: Value, together: int) -> None:
+        """Against `together` blocks from `first` on."""
+        here = [keys + (first + n) * block_bytes for n in range(together)]
+        sums = [o.variables(together) for _ in queries]
 
-        def some(queries: list[Value], first: Value, together: int) -> None:
-            """Against `together` blocks from `first` on."""
-            here = [keys + (first + n) * block_bytes for n in range(together)]
-            sums = [o.variables(together) for _ in queries]
+        def add_dims(at: Value, first_dim: Value, number: Value, half: int, scales: list[Any]) -> None:
+            with o.loop(number) as index:
+                offset = at + index * (LANES * coding.size)
+                found = []
+                for block, scale in zip(here, scales, strict=True):
+                    address = block + offset
+                    if not coding.near and half == 0:
+                        (address + block_bytes * together).fetch(0, LANES * coding.size)
+                    key = coding.read(address, o.number(half, I32))
+                    found.append(fma(key, *scale) if scale else key)
+                dim = first_dim + index
+                for query, totals in zip(queries, sums, strict=True):
+                    number_of_query = (query + dim * 4).every(F32)
+                    for key, total in zip(found, totals, strict=True):
+                        total.set(fma(number_of_query, key, total.get()))
 
-            def add_dims(at: Value, first_dim: Value, number: Value, half: int, scales: list[Any]) -> None:
-                with o.loop(number) as index:
-                    offset = at + index * (LANES * coding.size)
-                    found = []
-                    for block, scale in zip(here, scales, strict=True):
-                        address = block + offset
-                        if not coding.near and half == 0:
-                            (address + block_bytes * together).fetch(0, LANES * coding.size)
-                        key = coding.read(address, o.number(half, I32))
-                        found.append(fma(key, *scale) if scale else key)
-                    dim = first_dim + index
-                    for query, totals in zip(queries, sums, strict=True):
-                        number_of_query = (query + dim * 4).every(F32)
-                        for key, total in zip(found, totals, strict=True):
-                            total.set(fma(number_of_query, key, total.get()))
+        if coding.group:
+            with o.loop(dims.rounded_up(coding.group)) as group:
+                at = group * (LANES * coding.unit_bytes)
+                scales = [((block + at).f16(), (block + at + 2 * LANES).f16()) for block in here]
+                for part in key_parts(coding, at, group, dims):
+                    add_dims(*part, scales)
+        else:
+            add_dims(o.number(0), o.number(0), dims, 0, [()] * together)
+        for r, totals in enumerate(sums):
+            row = to + first * 64 + r * SCORES_STRIDE
+            for n, total in enumerate(totals):
+                (row + 64 * n).store(total.get())
 
-            if coding.group:
-                with o.loop(dims.rounded_up(coding.group)) as group:
-                    at = group * (LANES * coding.unit_bytes)
-                    scales = [((block + at).f16(), (block + at + 2 * LANES).f16()) for block in here]
-                    for part in key_parts(coding, at, group, dims):
-                        add_dims(*part, scales)
-            else:
-                add_dims(o.number(0), o.number(0), dims, 0, [()] * together)
-            for r, totals in enumerate(sums):
-                row = to + first * 64 + r * SCORES_STRIDE
-                for n, total in enumerate(totals):
-                    (row + 64 * n).store(total.get())
+    def body(number: int) -> None:
+        queries = [(walk + (_QUERIES_AT + 8 * r)).load(I64) for r in range(number)]
+        _in_steps(o, blocks, number, lambda first, n: some(queries, first, n))
 
-        def body(number: int) -> None:
-            queries = [(walk + (_QUERIES_AT + 8 * r)).load(I64) for r in range(number)]
-            _in_steps(o, blocks, number, lambda first, n: some(queries, first, n))
-
-        _for_count(o, count, body)
-        return context.get_dummy_value()
-
-    return types.void(name, *[types.int64] * 7), codegen
+    _for_count(o, count, body)
 
 
-@intrinsic(prefer_literal=True)
-def _weigh(typingctx, name, count, walk, weights, rows, row_bytes, stored, positions, offset):
+@emitted
+def _weigh(
+    o: Ops, name: str, count: Value, walk: Value, weights: Value, rows: Value, row_bytes: Value, stored: Value, positions: Value,
+    offset: Value,
+) -> None:  # fmt: skip
     """Add weight * value over `positions` positions to the partials of `count` queries, in the order of the positions: `stored`
     dimensions, whose sums lie `offset` bytes behind a partial's begin.
     """
-    coding = CODINGS[name.literal_value]
+    coding = CODINGS[name]
 
-    def codegen(context, builder, sig, args):
-        o = Ops(builder)
-        count, walk, weights, rows, row_bytes, stored, positions, offset = map(o.value, args[1:])
+    def some(partials: list[Value], first: Value, width: int) -> None:
+        """For `width` vectors of dimensions from `first` on."""
+        scales, numbers, half = place_of_value(coding, rows, first)
+        sums = [[o.variable((partial + first * 4 + 64 * w).f32()) for w in range(width)] for partial in partials]
+        with o.loop(positions) as index:
+            row = index * row_bytes
+            here = numbers + row
+            if not coding.near:
+                (here + row_bytes * _POSITIONS).fetch(0, width * LANES * coding.size)
+            values = [sixteen_of_value(coding, here, scales + row, half, w) for w in range(width)]
+            for r, totals in enumerate(sums):
+                weight = (weights + index * 4 + r * SCORES_STRIDE).every(F32)
+                for value, total in zip(values, totals, strict=True):
+                    total.set(fma(weight, value, total.get()))
+        for partial, totals in zip(partials, sums, strict=True):
+            for w, total in enumerate(totals):
+                (partial + first * 4 + 64 * w).store(total.get())
 
-        def some(partials: list[Value], first: Value, width: int) -> None:
-            """For `width` vectors of dimensions from `first` on."""
-            scales, numbers, half = place_of_value(coding, rows, first)
-            sums = [[o.variable((partial + first * 4 + 64 * w).f32()) for w in range(width)] for partial in partials]
-            with o.loop(positions) as index:
-                row = index * row_bytes
-                here = numbers + row
-                if not coding.near:
-                    (here + row_bytes * _POSITIONS).fetch(0, width * LANES * coding.size)
-                values = [sixteen_of_value(coding, here, scales + row, half, w) for w in range(width)]
-                for r, totals in enumerate(sums):
-                    weight = (weights + index * 4 + r * SCORES_STRIDE).every(F32)
-                    for value, total in zip(values, totals, strict=True):
-                        total.set(fma(weight, value, total.get()))
-            for partial, totals in zip(partials, sums, strict=True):
-                for w, total in enumerate(totals):
-                    (partial + first * 4 + 64 * w).store(total.get())
+    def body(number: int) -> None:
+        partials = [(walk + (_PARTIALS_AT + 8 * r)).load(I64) + offset for r in range(number)]
+        _in_steps(o, stored // LANES, number, lambda first, n: some(partials, first * LANES, n))
 
-        def body(number: int) -> None:
-            partials = [(walk + (_PARTIALS_AT + 8 * r)).load(I64) + offset for r in range(number)]
-            _in_steps(o, stored // LANES, number, lambda first, n: some(partials, first * LANES, n))
-
-        _for_count(o, count, body)
-        return context.get_dummy_value()
-
-    return types.void(name, *[types.int64] * 8), codegen
+    _for_count(o, count, body)
 
 
 @compiled
-def _score_panel(name, count, step, scratch, keys, row_bytes, dims, to):
+def _score_widened(name, count, step, scratch, keys, row_bytes, dims, to):
     """Scores of all queries against one block of keys. The next block, and this one's values, are asked for meanwhile."""
     block_bytes = LANES * row_bytes
-    panel = scratch + GATHERED
-    _widen_keys(name, keys, dims, panel)
+    widened = scratch + GATHERED
+    _widen_keys(name, keys, dims, widened)
     for number in range(0, count, step):
         some = min(step, count - number)
         for line in range(block_bytes * number // count // 64, block_bytes * (number + some) // count // 64):
             _fetch(keys + block_bytes + 64 * line)
             _fetch(keys + CHUNK * row_bytes + 64 * line)
-        _score(PANEL, some, scratch + 8 * number, panel, row_bytes, dims, 1, to + number * SCORES_STRIDE)
+        _score(WIDENED, some, scratch + 8 * number, widened, row_bytes, dims, 1, to + number * SCORES_STRIDE)
 
 
 @compiled
-def _weigh_panels(name, count, step, scratch, weights, rows, row_bytes, stored, positions):
-    """`_weigh` for all queries, up to _PANEL_POSITIONS positions."""
-    panel = scratch + GATHERED
-    for first in range(0, stored // LANES, _PANEL_VECTORS):
-        vectors = min(_PANEL_VECTORS, stored // LANES - first)
-        _widen_values(name, rows, row_bytes, first, vectors, positions, panel)
+def _weigh_widened(name, count, step, scratch, weights, rows, row_bytes, stored, positions):
+    """`_weigh` for all queries, up to _WIDENED_POSITIONS positions."""
+    widened = scratch + GATHERED
+    for first in range(0, stored // LANES, _WIDENED_VECTORS):
+        vectors = min(_WIDENED_VECTORS, stored // LANES - first)
+        _widen_values(name, rows, row_bytes, first, vectors, positions, widened)
         for number in range(0, count, step):
             some, own = min(step, count - number), weights + number * SCORES_STRIDE
-            _weigh(PANEL, some, scratch + 8 * number, own, panel, 64 * vectors, LANES * vectors, positions, 64 * first)
+            _weigh(WIDENED, some, scratch + 8 * number, own, widened, 64 * vectors, LANES * vectors, positions, 64 * first)
 
 
-@intrinsic(prefer_literal=True)
-def _widen_keys(typingctx, name, keys, dims, panel):
+@emitted
+def _widen_keys(o: Ops, name: str, keys: Value, dims: Value, widened: Value) -> None:
     """A block of 16 keys as f32 [dims][16]."""
-    coding = CODINGS[name.literal_value]
+    coding = CODINGS[name]
+    number_bytes = LANES * coding.size
 
-    def codegen(context, builder, sig, args):
-        o = Ops(builder)
-        keys, dims, panel = map(o.value, args[1:])
-        number_bytes = LANES * coding.size
+    def widen_dims(at: Value, first_dim: Value, number: Value, half: int, scale: list[Value]) -> None:
+        with o.loop(number) as index:
+            address = at + index * number_bytes
+            key = coding.read(address, o.number(half, I32))
+            (widened + (first_dim + index) * 64).store(fma(key, *scale) if scale else key)
 
-        def widen_dims(at: Value, first_dim: Value, number: Value, half: int, scale: list[Value]) -> None:
-            with o.loop(number) as index:
-                address = at + index * number_bytes
-                key = coding.read(address, o.number(half, I32))
-                (panel + (first_dim + index) * 64).store(fma(key, *scale) if scale else key)
-
-        if coding.group:
-            with o.loop(dims.rounded_up(coding.group)) as group:
-                at = keys + group * (LANES * coding.unit_bytes)
-                scale = [at.f16(), (at + 2 * LANES).f16()]
-                for part in key_parts(coding, at, group, dims):
-                    widen_dims(*part, scale)
-        else:
-            widen_dims(keys, o.number(0), dims, 0, [])
-        return context.get_dummy_value()
-
-    return types.void(name, *[types.int64] * 3), codegen
+    if coding.group:
+        with o.loop(dims.rounded_up(coding.group)) as group:
+            at = keys + group * (LANES * coding.unit_bytes)
+            scale = [at.f16(), (at + 2 * LANES).f16()]
+            for part in key_parts(coding, at, group, dims):
+                widen_dims(*part, scale)
+    else:
+        widen_dims(keys, o.number(0), dims, 0, [])
 
 
-@intrinsic(prefer_literal=True)
-def _widen_values(typingctx, name, rows, row_bytes, first, vectors, positions, panel):
+@emitted
+def _widen_values(
+    o: Ops, name: str, rows: Value, row_bytes: Value, first: Value, vectors: Value, positions: Value, widened: Value,
+) -> None:  # fmt: skip
     """Vectors first..first + vectors of the dimensions of some values as f32 [positions][16 * vectors]."""
-    coding = CODINGS[name.literal_value]
+    coding = CODINGS[name]
+    scales, numbers, half = place_of_value(coding, rows, first * LANES)
 
-    def codegen(context, builder, sig, args):
-        o = Ops(builder)
-        rows, row_bytes, first, vectors, positions, panel = map(o.value, args[1:])
-        scales, numbers, half = place_of_value(coding, rows, first * LANES)
+    def body(number: int) -> None:
+        with o.loop(positions) as index:
+            row = index * row_bytes
+            for w in range(number):
+                (widened + index * (64 * number) + 64 * w).store(sixteen_of_value(coding, numbers + row, scales + row, half, w))
 
-        def body(number: int) -> None:
-            with o.loop(positions) as index:
-                row = index * row_bytes
-                for w in range(number):
-                    (panel + index * (64 * number) + 64 * w).store(sixteen_of_value(coding, numbers + row, scales + row, half, w))
-
-        o.switch(vectors, {number: functools.partial(body, number) for number in range(1, _PANEL_VECTORS + 1)})
-        return context.get_dummy_value()
-
-    return types.void(name, *[types.int64] * 6), codegen
+    o.switch(vectors, {number: functools.partial(body, number) for number in range(1, _WIDENED_VECTORS + 1)})
 
 
 def _in_steps(o: Ops, total: Value, number: int, body: Callable[[Value, int], None]) -> None:

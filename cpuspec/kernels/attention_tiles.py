@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from numba import types
-from numba.extending import intrinsic
 
 from cpuspec.kernels import machine_code, simd
 from cpuspec.kernels.attention import (
@@ -31,7 +30,7 @@ from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import cap_numbers
 from cpuspec.kernels.products import BLOCK_ROWS
 from cpuspec.kernels.readers import PAIRED
-from cpuspec.kernels.simd import LANES
+from cpuspec.kernels.simd import LANES, emitted
 from cpuspec.kernels.tiles import add_paired_products, paired_totals, release, shape
 
 
@@ -49,7 +48,7 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
         stored, row_bytes = units * unit, units * unit_bytes
         keys, depth, blocks = head + first * (2 * row_bytes), (dims + STEP - 1) // STEP, (count + BLOCK_ROWS - 1) // BLOCK_ROWS
         queries = scratch + GATHERED
-        panel = queries + 64 * depth * (MAX_QUERIES + BLOCK_ROWS)
+        paired = queries + 64 * depth * (MAX_QUERIES + BLOCK_ROWS)
         longest, earliest = walk_end(walk, 0, first), walk_start(walk, 0, first, windowed)
         for number in range(1, count):
             longest = max(longest, walk_end(walk, number, first))
@@ -60,11 +59,11 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
             _round_numbers(walk.queries[number], 0, dims, depth * STEP, queries + 64 * depth * number)
         for at in range(earliest, longest, STEP):
             for half in range(2):
-                _pair_keys(name, keys + (at + LANES * half) * row_bytes, dims, depth, panel + half * STEP_BYTES * depth)
+                _pair_keys(name, keys + (at + LANES * half) * row_bytes, dims, depth, paired + half * STEP_BYTES * depth)
             for block in range(0, blocks, 2):
                 own = block * BLOCK_ROWS
                 _multiply(
-                    min(2, blocks - block), 2, queries + own * 64 * depth, 64 * depth, panel, STEP_BYTES * depth, depth,
+                    min(2, blocks - block), 2, queries + own * 64 * depth, 64 * depth, paired, STEP_BYTES * depth, depth,
                     scratch + SCORES + own * SCORES_STRIDE + 4 * at, SCORES_STRIDE,
                 )  # fmt: skip
         for number in range(count):
@@ -75,31 +74,31 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
             softmax_weights(own, start, end, scratch + POWERS, walk.partials[number], stored)
             _round_numbers(own, start // LANES * LANES, (end + LANES - 1) // LANES * LANES, longest, own)
         values = keys + CHUNK * row_bytes
-        _weigh(name, scratch, 0, count, values, row_bytes, stored, earliest, earliest, longest, panel)
+        _weigh(name, scratch, 0, count, values, row_bytes, stored, earliest, earliest, longest, paired)
         # What a query does not see weighs nothing, unless it is no finite number.
         for number in range(count):
             if not _is_finite(walk.partials[number], stored):
                 start, end = walk_start(walk, number, first, windowed), walk_end(walk, number, first)
-                _weigh(name, scratch, number, 1, values, row_bytes, stored, earliest, start, end, panel)
+                _weigh(name, scratch, number, 1, values, row_bytes, stored, earliest, start, end, paired)
         release()
 
     return attend
 
 
 @compiled
-def _weigh(name, scratch, number, count, values, row_bytes, stored, begin, start, end, panel):
+def _weigh(name, scratch, number, count, values, row_bytes, stored, begin, start, end, paired):
     """The sums of weight * value of `count` queries over the positions from `begin` on, of which start..end are read."""
     walk = walk_at(scratch)
     steps = (end - begin + STEP - 1) // STEP
-    found = panel + VECTORS * (CHUNK // STEP) * STEP_BYTES
+    found = paired + VECTORS * (CHUNK // STEP) * STEP_BYTES
     for vector in range(0, stored // LANES, VECTORS):
         vectors = min(VECTORS, stored // LANES - vector)
-        _pair_values(name, values, row_bytes, vector, vectors, begin, steps, start, end, panel)
+        _pair_values(name, values, row_bytes, vector, vectors, begin, steps, start, end, paired)
         for own in range(number, number + count, 2 * BLOCK_ROWS):
             some = min(2 * BLOCK_ROWS, number + count - own)
             blocks = (some + BLOCK_ROWS - 1) // BLOCK_ROWS
             rows = scratch + SCORES + own * SCORES_STRIDE + 2 * begin
-            _multiply(blocks, vectors, rows, SCORES_STRIDE, panel, CHUNK // STEP * STEP_BYTES, steps, found, 64 * VECTORS)
+            _multiply(blocks, vectors, rows, SCORES_STRIDE, paired, CHUNK // STEP * STEP_BYTES, steps, found, 64 * VECTORS)
             for row in range(some):
                 to, source = walk.partials[own + row] + 64 * vector, found + 64 * VECTORS * row
                 for at in range(0, 64 * vectors, 64):
@@ -134,90 +133,75 @@ def _round_numbers(source, first, end, total, to):
 _store_bf16 = simd.operation((types.int64, simd.f32x16), types.void, lambda o, at, values: at.store(bf16_numbers(values)))
 
 
-@intrinsic
-def _multiply(typingctx, blocks, columns, rows, row_bytes, panel, panel_bytes, steps, to, to_bytes):
-    """The products of 1 or 2 blocks of 16 rows of bf16, `row_bytes` apart, with 1 or 2 blocks of 16 columns, `panel_bytes` apart:
+@emitted
+def _multiply(
+    o: Ops, blocks: Value, columns: Value, rows: Value, row_bytes: Value, paired: Value, column_bytes: Value, steps: Value,
+    to: Value, to_bytes: Value,
+) -> None:  # fmt: skip
+    """The products of 1 or 2 blocks of 16 rows of bf16, `row_bytes` apart, with 1 or 2 blocks of 16 columns, `column_bytes` apart:
     sums over `steps` tile registers of each, as f32 rows `to_bytes` apart.
     """
 
-    def codegen(context, builder, sig, args):
-        o = Ops(builder)
-        blocks, columns, rows, row_bytes, panel, panel_bytes, steps, to, to_bytes = map(o.value, args)
+    def products(height: int, width: int) -> None:
+        totals = paired_totals(height, width)
+        for total in totals.values():
+            o.tile_zero(total)
+        parts = [(rows + row_bytes * (BLOCK_ROWS * n), 64, row_bytes) for n in range(height)]
+        add_paired_products(o, steps, parts, [paired + column_bytes * m for m in range(width)], totals)
+        for (n, m), total in totals.items():
+            o.tile_store(total, to + to_bytes * (BLOCK_ROWS * n) + 64 * m, to_bytes)
 
-        def products(height: int, width: int) -> None:
-            totals = paired_totals(height, width)
-            for total in totals.values():
-                o.tile_zero(total)
-            parts = [(rows + row_bytes * (BLOCK_ROWS * n), 64, row_bytes) for n in range(height)]
-            add_paired_products(o, steps, parts, [panel + panel_bytes * m for m in range(width)], totals)
-            for (n, m), total in totals.items():
-                o.tile_store(total, to + to_bytes * (BLOCK_ROWS * n) + 64 * m, to_bytes)
-
-        o.switch(blocks * 2 + columns, {2 * n + m: partial(products, n, m) for n in (1, 2) for m in (1, 2)})
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 9), codegen
+    o.switch(blocks * 2 + columns, {2 * n + m: partial(products, n, m) for n in (1, 2) for m in (1, 2)})
 
 
-@intrinsic(prefer_literal=True)
-def _pair_keys(typingctx, name, keys, dims, depth, panel):
+@emitted
+def _pair_keys(o: Ops, name: str, keys: Value, dims: Value, depth: Value, paired: Value) -> None:
     """A block of 16 keys in bf16 as tile registers want columns: [dims / 2][16 keys][2], zeros up to `depth` registers."""
-    coding = CODINGS[name.literal_value]
+    coding = CODINGS[name]
+    number_bytes = LANES * coding.size
 
-    def codegen(context, builder, sig, args):
-        o = Ops(builder)
-        keys, dims, depth, panel = map(o.value, args[1:])
-        number_bytes = LANES * coding.size
+    def pair_dims(at: Value, first_dim: Value, number: Value, half: int, scale: list[Value]) -> None:
+        with o.loop((number > 0).select(number, number.like(0)) // 2) as index:
+            pair = []
+            for odd in range(2):
+                key = coding.read(at + (index * 2 + odd) * number_bytes, o.number(half, I32))
+                pair.append(fma(key, *scale) if scale else key)
+            (paired + (first_dim + index * 2) * 32).store(bf16_pairs(*pair))
 
-        def pair_dims(at: Value, first_dim: Value, number: Value, half: int, scale: list[Value]) -> None:
-            with o.loop((number > 0).select(number, number.like(0)) // 2) as index:
-                pair = []
-                for odd in range(2):
-                    key = coding.read(at + (index * 2 + odd) * number_bytes, o.number(half, I32))
-                    pair.append(fma(key, *scale) if scale else key)
-                (panel + (first_dim + index * 2) * 32).store(bf16_pairs(*pair))
-
-        if coding.group:
-            with o.loop(dims.rounded_up(coding.group)) as group:
-                at = keys + group * (LANES * coding.unit_bytes)
-                scale = [at.f16(), (at + 2 * LANES).f16()]
-                for part in key_parts(coding, at, group, dims):
-                    pair_dims(*part, scale)
-        else:
-            pair_dims(keys, o.number(0), dims, 0, [])
-        with o.loop(depth * (STEP // 2) - dims // 2) as rest:
-            (panel + (dims // 2 + rest) * 64).store(o.number(0.0, F32X16))
-        return context.get_dummy_value()
-
-    return types.void(name, *[types.int64] * 4), codegen
+    if coding.group:
+        with o.loop(dims.rounded_up(coding.group)) as group:
+            at = keys + group * (LANES * coding.unit_bytes)
+            scale = [at.f16(), (at + 2 * LANES).f16()]
+            for part in key_parts(coding, at, group, dims):
+                pair_dims(*part, scale)
+    else:
+        pair_dims(keys, o.number(0), dims, 0, [])
+    with o.loop(depth * (STEP // 2) - dims // 2) as rest:
+        (paired + (dims // 2 + rest) * 64).store(o.number(0.0, F32X16))
 
 
-@intrinsic(prefer_literal=True)
-def _pair_values(typingctx, name, rows, row_bytes, vector, vectors, begin, steps, start, end, panel):
+@emitted
+def _pair_values(
+    o: Ops, name: str, rows: Value, row_bytes: Value, vector: Value, vectors: Value, begin: Value, steps: Value, start: Value,
+    end: Value, paired: Value,
+) -> None:  # fmt: skip
     """1 or 2 vectors of the dimensions of values, in bf16 as tile registers want columns: for each vector [positions / 2][16][2],
     from position `begin` on and `steps` registers of them; zeros where they are not in start..end.
     """
-    coding = CODINGS[name.literal_value]
+    coding = CODINGS[name]
+    scales, numbers, half = place_of_value(coding, rows, vector * LANES)
+    zero = o.number(0.0, F32X16)
 
-    def codegen(context, builder, sig, args):
-        o = Ops(builder)
-        rows, row_bytes, vector, vectors, begin, steps, start, end, panel = map(o.value, args[1:])
-        scales, numbers, half = place_of_value(coding, rows, vector * LANES)
-        zero = o.number(0.0, F32X16)
-
-        def body(width: int) -> None:
-            with o.loop(steps * (STEP // 2)) as index:
-                pairs: list[list[Value]] = [[] for _ in range(width)]
-                for odd in range(2):
-                    position = begin + index * 2 + odd
-                    row = position * row_bytes
-                    seen = (position < end) & (position >= start)
-                    for w, pair in enumerate(pairs):
-                        pair.append(seen.select(sixteen_of_value(coding, numbers + row, scales + row, half, w), zero))
+    def body(width: int) -> None:
+        with o.loop(steps * (STEP // 2)) as index:
+            pairs: list[list[Value]] = [[] for _ in range(width)]
+            for odd in range(2):
+                position = begin + index * 2 + odd
+                row = position * row_bytes
+                seen = (position < end) & (position >= start)
                 for w, pair in enumerate(pairs):
-                    (panel + w * (CHUNK // STEP * STEP_BYTES) + index * 64).store(bf16_pairs(*pair))
+                    pair.append(seen.select(sixteen_of_value(coding, numbers + row, scales + row, half, w), zero))
+            for w, pair in enumerate(pairs):
+                (paired + w * (CHUNK // STEP * STEP_BYTES) + index * 64).store(bf16_pairs(*pair))
 
-        o.switch(vectors, {width: partial(body, width) for width in range(1, VECTORS + 1)})
-        return context.get_dummy_value()
-
-    return types.void(name, *[types.int64] * 9), codegen
+    o.switch(vectors, {width: partial(body, width) for width in range(1, VECTORS + 1)})

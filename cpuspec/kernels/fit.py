@@ -119,7 +119,8 @@ def _whole(count: int) -> int:
     return -(-count // LANES) * LANES
 
 
-# Addresses of groups and weights, F32 [n, size], of numbers that it needs, out and room; n, size, how many numbers, two of its own.
+# Of sixteen groups, one in each lane: addresses of values and of weights, values of a group, address and number of the numbers that
+# it needs, two numbers of its own, the address of its results, and the bytes from a result to the next one of the same groups.
 Search = Callable[..., None]
 
 
@@ -134,9 +135,26 @@ def _run(name: str, search: Search, groups: F32, weights: F32, numbers: F32, fir
 
 @cache
 def _compiled(name: str, search: Search) -> Search:
-    address = machine_code.address(name, 10, lambda: search)
+    address = machine_code.address(name, 10, lambda: search if search is _points else _by_sixteens(search))
     call: Search = machine_code.function(address, 10)
     return call
+
+
+def _by_sixteens(search: Search) -> Callable[..., None]:
+    """A search over all groups, to be compiled: addresses of groups and weights, F32 [n, size], of numbers, out and room; n, size,
+    how many numbers, two numbers of the search.
+    """
+    find = compiled(search)
+
+    def search_all(groups, weights, numbers, out, room, number, size, num_numbers, first, second):
+        x, w, row = room, room + 64 * size, 4 * LANES * ((number + LANES - 1) // LANES)
+        for start in range(0, number, LANES):
+            lanes = min(LANES, number - start)
+            lay(groups, start, lanes, size, x)
+            lay(weights, start, lanes, size, w)
+            find(x, w, size, numbers, num_numbers, first, second, out + 4 * start, row)
+
+    return search_all
 
 
 @compiled
@@ -164,167 +182,140 @@ def _sums(x, w, size, inverse, move, table, count, whole):
     return products, squares
 
 
-def _scales(groups, weights, table, out, room, number, size, num_starts, count, whole):
-    x, w, starts, num_starts = room, room + 64 * size, table + 4 * count, num_starts - count
-    for first in range(0, number, LANES):
-        lanes = min(LANES, number - first)
-        lay(groups, first, lanes, size, x)
-        lay(weights, first, lanes, size, w)
-        peak = splat(_ZERO)
+def _scales(x, w, size, table, num_numbers, count, whole, out, _row):
+    starts, num_starts = table + 4 * count, num_numbers - count
+    peak = splat(_ZERO)
+    for i in range(size):
+        value = simd.load_f32(x + 64 * i)
+        peak = simd.where_less(simd.abs_f32(peak), simd.abs_f32(value), value, peak)
+    best, best_gain = peak * inverted(splat(simd.peek_f32(starts))), splat(_ZERO)
+    for n in range(num_starts):
+        inverse = splat(simd.peek_f32(starts + 4 * n)) * inverted(peak)
+        scale = gain = splat(_ZERO)
+        for _ in range(_TURNS):
+            products, squares = _sums(x, w, size, inverse, splat(_ZERO), table, count, whole)
+            scale = products * inverted(squares)
+            gain = products * scale  # of the squared error over that of zeros
+            inverse = inverted(scale)
+        best = simd.where_less(best_gain, gain, scale, best)
+        best_gain = larger(gain, best_gain)
+    simd.store_f32(out, best)
+
+
+def _lines(x, w, size, starts, num_numbers, largest_code, free, out, row):
+    largest = splat(simd.to_float(largest_code))
+    low = high = simd.load_f32(x)
+    total = total_x = splat(_ZERO)
+    for i in range(size):
+        value, weight = simd.load_f32(x + 64 * i), simd.load_f32(w + 64 * i)
+        low, high = smaller(value, low), larger(value, high)
+        total, total_x = total + weight, simd.fma(weight, value, total_x)
+    if not free:
+        low = smaller(low, splat(_ZERO))
+    span = high - low
+    best_scale, best_start, best_error = span * inverted(largest), low, splat(_INFINITY)
+    for n in range(num_numbers // 2):
+        share, place = splat(simd.peek_f32(starts + 8 * n)), splat(simd.peek_f32(starts + 8 * n + 4))
+        scale, start = span * share * inverted(largest), low + span * place
+        error = splat(_ZERO)
+        for turn in range(_TURNS + 1):  # the last one only tells the error
+            inverse = inverted(scale)
+            sums = squares = products = error = splat(_ZERO)
+            for i in range(size):
+                value, weight = simd.load_f32(x + 64 * i), simd.load_f32(w + 64 * i)
+                code = rounded((value - start) * inverse, largest)
+                heavy = weight * code
+                sums, squares, products = sums + heavy, simd.fma(heavy, code, squares), simd.fma(heavy, value, products)
+                miss = simd.fma(scale, code, start) - value
+                error = simd.fma(miss * miss, weight, error)
+            if turn < _TURNS:
+                slope = total * products - sums * total_x
+                slope = slope * inverted(total * squares - sums * sums)
+                fitted = (total_x - slope * sums) * inverted(total)
+                if not free:
+                    above = splat(_ZERO)
+                    slope = simd.where_less(above, fitted, products * inverted(squares), slope)
+                    fitted = smaller(fitted, above)
+                start = simd.where_less(splat(_ZERO), slope, fitted, start)
+                scale = simd.where_less(splat(_ZERO), slope, slope, scale)
+        best_scale = simd.where_less(error, best_error, scale, best_scale)
+        best_start = simd.where_less(error, best_error, start, best_start)
+        best_error = smaller(error, best_error)
+    simd.store_f32(out, best_scale)
+    simd.store_f32(out + row, splat(_ZERO) - best_start)
+
+
+def _whole_lines(x, w, size, _numbers, _num_numbers, largest_code, most_whole, out, row):
+    largest, most = splat(simd.to_float(largest_code)), splat(simd.to_float(most_whole))
+    unit, unit_of_minima = simd.load_f32(out), simd.load_f32(out + row)
+    scale, minimum = simd.load_f32(out + 2 * row), simd.load_f32(out + 3 * row)
+    best_scale, best_minimum, best_error = scale, minimum, splat(_INFINITY)
+    for n in range(9):
+        own_scale = rounded(scale + splat(simd.to_float(n // 3 - 1)), most)
+        own_minimum = rounded(minimum + splat(simd.to_float(n % 3 - 1)), most)
+        step, start = unit * own_scale, splat(_ZERO) - unit_of_minima * own_minimum
+        inverse = inverted(step)
+        error = splat(_ZERO)
         for i in range(size):
             value = simd.load_f32(x + 64 * i)
-            peak = simd.where_less(simd.abs_f32(peak), simd.abs_f32(value), value, peak)
-        best, best_gain = peak * inverted(splat(simd.peek_f32(starts))), splat(_ZERO)
-        for n in range(num_starts):
-            inverse = splat(simd.peek_f32(starts + 4 * n)) * inverted(peak)
+            miss = simd.fma(step, rounded((value - start) * inverse, largest), start) - value
+            error = simd.fma(miss * miss, simd.load_f32(w + 64 * i), error)
+        best_scale = simd.where_less(error, best_error, own_scale, best_scale)
+        best_minimum = simd.where_less(error, best_error, own_minimum, best_minimum)
+        best_error = smaller(error, best_error)
+    simd.store_f32(out + 2 * row, best_scale)
+    simd.store_f32(out + 3 * row, best_minimum)
+
+
+def _moved(x, w, size, table, num_numbers, count, signs, out, row):
+    moves, num_moves = table + 4 * count, num_numbers - count
+    low, high = splat(simd.peek_f32(table)), splat(simd.peek_f32(table + 4 * (count // 2)))
+    least = most = splat(_ZERO)
+    for i in range(size):
+        value = simd.load_f32(x + 64 * i)
+        least, most = smaller(value, least), larger(value, most)
+    best, best_move, best_gain = (most - least) * inverted(high - low), splat(_ZERO), splat(_ZERO)
+    for n in range((1 + signs) * num_moves):
+        move = splat(simd.peek_f32(moves + 4 * (n % num_moves)))
+        up, down = most * inverted(high + move), least * inverted(low + move)
+        sign = splat(_ONE)
+        if n >= num_moves:
+            up, down, sign = least * inverted(high + move), most * inverted(low + move), splat(-_ONE)
+            up, down = splat(_ZERO) - up, splat(_ZERO) - down
+        holding = larger(up, down)
+        for share in _SHARES:
+            inverse = sign * inverted(holding * splat(share))
             scale = gain = splat(_ZERO)
             for _ in range(_TURNS):
-                products, squares = _sums(x, w, size, inverse, splat(_ZERO), table, count, whole)
+                products, squares = _sums(x, w, size, inverse, move, table, count, False)
                 scale = products * inverted(squares)
-                gain = products * scale  # of the squared error over that of zeros
+                gain = products * scale
                 inverse = inverted(scale)
             best = simd.where_less(best_gain, gain, scale, best)
+            best_move = simd.where_less(best_gain, gain, move, best_move)
             best_gain = larger(gain, best_gain)
-        simd.store_f32(out + 4 * first, best)
+    simd.store_f32(out, best)
+    simd.store_f32(out + row, best_move)
 
 
-def _lines(groups, weights, starts, out, room, number, size, num_numbers, largest_code, free):
-    x, w = room, room + 64 * size
-    minima = out + 4 * LANES * ((number + LANES - 1) // LANES)
-    largest = splat(simd.to_float(largest_code))
-    for first in range(0, number, LANES):
-        lanes = min(LANES, number - first)
-        lay(groups, first, lanes, size, x)
-        lay(weights, first, lanes, size, w)
-        low = high = simd.load_f32(x)
-        total = total_x = splat(_ZERO)
+def _moves_of_scales(x, w, size, table, num_numbers, count, _, out, row):
+    moves, num_moves = table + 4 * count, num_numbers - count
+    scale = simd.load_f32(out)
+    inverse = inverted(scale)
+    best_error, best = splat(_INFINITY), splat(_ZERO)
+    for n in range(2 * num_moves):
+        move = splat(_ZERO) - splat(simd.peek_f32(moves + 4 * (n % num_moves)))
+        if n == num_moves:
+            inverse = splat(_ZERO) - inverse
+        error = splat(_ZERO)
         for i in range(size):
-            value, weight = simd.load_f32(x + 64 * i), simd.load_f32(w + 64 * i)
-            low, high = smaller(value, low), larger(value, high)
-            total, total_x = total + weight, simd.fma(weight, value, total_x)
-        if not free:
-            low = smaller(low, splat(_ZERO))
-        span = high - low
-        best_scale, best_start, best_error = span * inverted(largest), low, splat(_INFINITY)
-        for n in range(num_numbers // 2):
-            share, place = splat(simd.peek_f32(starts + 8 * n)), splat(simd.peek_f32(starts + 8 * n + 4))
-            scale, start = span * share * inverted(largest), low + span * place
-            error = splat(_ZERO)
-            for turn in range(_TURNS + 1):  # the last one only tells the error
-                inverse = inverted(scale)
-                sums = squares = products = error = splat(_ZERO)
-                for i in range(size):
-                    value, weight = simd.load_f32(x + 64 * i), simd.load_f32(w + 64 * i)
-                    code = rounded((value - start) * inverse, largest)
-                    heavy = weight * code
-                    sums, squares, products = sums + heavy, simd.fma(heavy, code, squares), simd.fma(heavy, value, products)
-                    miss = simd.fma(scale, code, start) - value
-                    error = simd.fma(miss * miss, weight, error)
-                if turn < _TURNS:
-                    slope = total * products - sums * total_x
-                    slope = slope * inverted(total * squares - sums * sums)
-                    fitted = (total_x - slope * sums) * inverted(total)
-                    if not free:
-                        above = splat(_ZERO)
-                        slope = simd.where_less(above, fitted, products * inverted(squares), slope)
-                        fitted = smaller(fitted, above)
-                    start = simd.where_less(splat(_ZERO), slope, fitted, start)
-                    scale = simd.where_less(splat(_ZERO), slope, slope, scale)
-            best_scale = simd.where_less(error, best_error, scale, best_scale)
-            best_start = simd.where_less(error, best_error, start, best_start)
-            best_error = smaller(error, best_error)
-        simd.store_f32(out + 4 * first, best_scale)
-        simd.store_f32(minima + 4 * first, splat(_ZERO) - best_start)
-
-
-def _whole_lines(groups, weights, _numbers, out, room, number, size, _num_numbers, largest_code, most_whole):
-    x, w = room, room + 64 * size
-    row = 4 * LANES * ((number + LANES - 1) // LANES)
-    largest, most = splat(simd.to_float(largest_code)), splat(simd.to_float(most_whole))
-    for first in range(0, number, LANES):
-        lanes = min(LANES, number - first)
-        lay(groups, first, lanes, size, x)
-        lay(weights, first, lanes, size, w)
-        at = out + 4 * first
-        unit, unit_of_minima = simd.load_f32(at), simd.load_f32(at + row)
-        scale, minimum = simd.load_f32(at + 2 * row), simd.load_f32(at + 3 * row)
-        best_scale, best_minimum, best_error = scale, minimum, splat(_INFINITY)
-        for n in range(9):
-            own_scale = rounded(scale + splat(simd.to_float(n // 3 - 1)), most)
-            own_minimum = rounded(minimum + splat(simd.to_float(n % 3 - 1)), most)
-            step, start = unit * own_scale, splat(_ZERO) - unit_of_minima * own_minimum
-            inverse = inverted(step)
-            error = splat(_ZERO)
-            for i in range(size):
-                value = simd.load_f32(x + 64 * i)
-                miss = simd.fma(step, rounded((value - start) * inverse, largest), start) - value
-                error = simd.fma(miss * miss, simd.load_f32(w + 64 * i), error)
-            best_scale = simd.where_less(error, best_error, own_scale, best_scale)
-            best_minimum = simd.where_less(error, best_error, own_minimum, best_minimum)
-            best_error = smaller(error, best_error)
-        simd.store_f32(at + 2 * row, best_scale)
-        simd.store_f32(at + 3 * row, best_minimum)
-
-
-def _moved(groups, weights, table, out, room, number, size, num_numbers, count, signs):
-    x, w, moves, num_moves = room, room + 64 * size, table + 4 * count, num_numbers - count
-    found = out + 4 * LANES * ((number + LANES - 1) // LANES)
-    low, high = splat(simd.peek_f32(table)), splat(simd.peek_f32(table + 4 * (count // 2)))
-    for first in range(0, number, LANES):
-        lanes = min(LANES, number - first)
-        lay(groups, first, lanes, size, x)
-        lay(weights, first, lanes, size, w)
-        least = most = splat(_ZERO)
-        for i in range(size):
-            value = simd.load_f32(x + 64 * i)
-            least, most = smaller(value, least), larger(value, most)
-        best, best_move, best_gain = (most - least) * inverted(high - low), splat(_ZERO), splat(_ZERO)
-        for n in range((1 + signs) * num_moves):
-            move = splat(simd.peek_f32(moves + 4 * (n % num_moves)))
-            up, down = most * inverted(high + move), least * inverted(low + move)
-            sign = splat(_ONE)
-            if n >= num_moves:
-                up, down, sign = least * inverted(high + move), most * inverted(low + move), splat(-_ONE)
-                up, down = splat(_ZERO) - up, splat(_ZERO) - down
-            holding = larger(up, down)
-            for share in _SHARES:
-                inverse = sign * inverted(holding * splat(share))
-                scale = gain = splat(_ZERO)
-                for _ in range(_TURNS):
-                    products, squares = _sums(x, w, size, inverse, move, table, count, False)
-                    scale = products * inverted(squares)
-                    gain = products * scale
-                    inverse = inverted(scale)
-                best = simd.where_less(best_gain, gain, scale, best)
-                best_move = simd.where_less(best_gain, gain, move, best_move)
-                best_gain = larger(gain, best_gain)
-        simd.store_f32(out + 4 * first, best)
-        simd.store_f32(found + 4 * first, best_move)
-
-
-def _moves_of_scales(groups, weights, table, out, room, number, size, num_numbers, count, _):
-    x, w, moves, num_moves = room, room + 64 * size, table + 4 * count, num_numbers - count
-    found = out + 4 * LANES * ((number + LANES - 1) // LANES)
-    for first in range(0, number, LANES):
-        lanes = min(LANES, number - first)
-        lay(groups, first, lanes, size, x)
-        lay(weights, first, lanes, size, w)
-        scale = simd.load_f32(out + 4 * first)
-        inverse = inverted(scale)
-        best_error, best = splat(_INFINITY), splat(_ZERO)
-        for n in range(2 * num_moves):
-            move = splat(_ZERO) - splat(simd.peek_f32(moves + 4 * (n % num_moves)))
-            if n == num_moves:
-                inverse = splat(_ZERO) - inverse
-            error = splat(_ZERO)
-            for i in range(size):
-                scaled = simd.fma(simd.load_f32(x + 64 * i), inverse, move)
-                miss = _level(scaled, table, count) - scaled
-                error = simd.fma(miss * miss, simd.load_f32(w + 64 * i), error)
-            best = simd.where_less(error, best_error, splat(simd.to_float(n)), best)
-            best_error = smaller(error, best_error)
-        simd.store_f32(out + 4 * first, best_error * scale * scale)
-        simd.store_f32(found + 4 * first, best)
+            scaled = simd.fma(simd.load_f32(x + 64 * i), inverse, move)
+            miss = _level(scaled, table, count) - scaled
+            error = simd.fma(miss * miss, simd.load_f32(w + 64 * i), error)
+        best = simd.where_less(error, best_error, splat(simd.to_float(n)), best)
+        best_error = smaller(error, best_error)
+    simd.store_f32(out, best_error * scale * scale)
+    simd.store_f32(out + row, best)
 
 
 def _points(groups, weights, middles, out, _room, number, size, num_middles, offered, near):

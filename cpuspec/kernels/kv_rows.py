@@ -14,7 +14,6 @@ from types import MappingProxyType
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from cpuspec.formats.kv import INT4, INT8, get_kv_format, stored_bytes
@@ -22,10 +21,10 @@ from cpuspec.formats.tensor import U8
 from cpuspec.kernels import machine_code, simd
 from cpuspec.kernels.ops import F16, F32X16, I1, I8, I16, I32, I32X16, I64, VOID, Ops, Value, call, fma, vector_of
 from cpuspec.kernels.options import compiled
-from cpuspec.kernels.simd import LANES
+from cpuspec.kernels.simd import LANES, emitted
 
 CHUNK = 256  # positions of a chunk
-PANEL = "panel"  # keys or values that a kernel widened to f32 for itself
+WIDENED = "widened"  # keys or values that a kernel widened to f32 for itself
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def _half_bytes(address: Value, half: Value) -> Value:
 
 CODINGS: Mapping[str, Coding] = MappingProxyType(
     {
-        PANEL: Coding(4, 0, lambda at, half: at.f32(), lambda values: values, near=True),
+        WIDENED: Coding(4, 0, lambda at, half: at.f32(), lambda values: values, near=True),
         "f32": Coding(4, 0, lambda at, half: at.f32(), lambda values: values),
         "f16": Coding(2, 0, lambda at, half: at.f16(), lambda values: values.fptrunc(vector_of(F16))),
         "bf16": Coding(2, 0, lambda at, half: at.bf16(), _to_bf16),
@@ -172,18 +171,12 @@ def _load_masked(o: Ops, address: Value, count: Value) -> Value:
 load_part = simd.operation((types.int64, types.int64), simd.f32x16, _load_masked)
 
 
-@intrinsic(prefer_literal=True)
-def _write_numbers(typingctx, name, values, to, stride):
+@emitted
+def _write_numbers(o: Ops, name: str, values: Value, to: Value, stride: Value) -> None:
     """Write sixteen numbers, encoded, `stride` bytes apart."""
-
-    def codegen(context, builder, sig, args):
-        values, to, stride = map(Ops(builder).value, args[1:])
-        elements = CODINGS[name.literal_value].write(values)
-        for lane in range(LANES):
-            (to + stride * lane).store(elements.lane(lane))
-        return context.get_dummy_value()
-
-    return types.void(name, simd.f32x16, types.int64, types.int64), codegen
+    elements = CODINGS[name].write(values)
+    for lane in range(LANES):
+        (to + stride * lane).store(elements.lane(lane))
 
 
 def copy_rows(format_name: str, dims: int, heads: U8, rows: NDArray[np.int32], first: int) -> None:

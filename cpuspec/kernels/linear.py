@@ -7,16 +7,15 @@ Numbers (f32, f16) and codes of floats (fp8, nf4) are multiplied with f32 activa
 tile registers do it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-
-from numba import types
-from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import isa, machine_code, tiles, ymm
 from cpuspec.kernels.ops import F32, F32X16, I1, Ops, Value, Variable, fma
+from cpuspec.kernels.options import compiled
+from cpuspec.kernels.passes import Operands, Pass, block_of, pass_of
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_group, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, FLOAT_CODES, INTO_FIRST, NUMBERS, PAIRED, READERS
 
@@ -39,7 +38,7 @@ _GROUPS = PANEL // GROUP
 # Bytes of activations that are multiplied with some tiles before the next ones are: what stays near a core with the tiles.
 _NEAR = 640 << 10
 
-_Sums = Callable[[Value, int], Value]  # (stream, row) -> the 16 outputs
+_Sums = Callable[[Value, int], Value]  # (stream, row) -> 16 sums of products
 
 
 def activation_order(format_name: str, precise: bool = False) -> str:
@@ -56,17 +55,45 @@ def prompt_order(format_name: str, precise: bool = False) -> str:
     return activation_order(PAIRED if format_name in READERS else format_name, precise)
 
 
-def _quantized_pass(
-    o: Ops, name: str, order: str, rows: int, tile: Value, in_features: Value, acts: Value, block_rows: Value, streams: Value,
-    distance: Value,
-) -> _Sums:  # fmt: skip
-    """The outputs of a tile of each stream, from activations in records. distance: bytes between the tiles."""
+def _few_rows(name: str, order: str, most: int) -> Callable[[Pass], None]:
+    """A pass of up to 8 rows, or of `most`, which keeps its sums in registers or near them."""
+    step = _bytes_between_rows(order)
+
+    def emit(p: Pass) -> None:
+        o, (acts, block_rows) = p.o, block_of(p, step)
+
+        def of(count: int) -> None:
+            streams = p.num_tiles if name in READERS and count <= _STREAMED_ROWS else o.number(1)
+            if name in NUMBERS:
+                sums = _number_sums(p, name, count, acts, block_rows)
+            elif name in FLOAT_CODES:
+                sums = _float_codes_sums(p, name, count, acts, block_rows)
+            elif name == PAIRED:
+                sums = _paired_sums(p, count, acts, block_rows)
+            else:
+                sums = _quantized_sums(p, name, order, count, acts, block_rows, streams)
+            with o.loop(streams) as stream:
+                p.finish_rows(stream, [(row, sums(stream, row)) for row in range(count)])
+
+        o.switch(p.rows, {count: partial(of, count) for count in sorted({*range(1, min(most, 8) + 1), most})})
+
+    return emit
+
+
+def _bytes_between_rows(order: str) -> int:
+    """Bytes from what a block of activations has of a row to what it has of the next."""
+    return 4 if order in ("f32", "rounded") else ORDERS[order]
+
+
+def _quantized_sums(p: Pass, name: str, order: str, rows: int, acts: Value, block_rows: Value, streams: Value) -> _Sums:
+    """The sums of `rows` rows and one tile of each stream, from activations in records."""
+    o, record_bytes = p.o, ORDERS[order]
     panel = panel_bytes(FORMATS[name])
     share = panel // _GROUPS
-    groups = in_features >> 5
-    stride = block_rows * ORDERS[order]
+    groups = p.operands.in_features >> 5
+    stride = block_rows * record_bytes
     if rows > _STREAMED_ROWS:  # of one tile, in registers
-        sums = [o.variable(o.number(0.0, F32X16)) for _ in range(rows)]
+        sums = o.variables(rows)
     else:
         room = o.room(64 * rows * _STREAMS)
 
@@ -82,7 +109,7 @@ def _quantized_pass(
         first = panels * _GROUPS
         inside = (groups - first).smaller(_GROUPS)
         with o.loop(inside) as index, o.loop(streams) as stream:
-            here = tile + stream * distance + panels * panel
+            here = p.weights + stream * p.bytes_apart + panels * panel
             (here + index * share).fetch(AHEAD, share, INTO_FIRST)
             records = acts + (first + index) * stride
             if isa.has_sixteen_registers():
@@ -93,29 +120,29 @@ def _quantized_pass(
                 shifted = sum_of_weights(group) if order == "int8" else None
                 for row in range(rows):
                     own = total(stream, row)
-                    own.set(add_group(group, shifted, records + row * ORDERS[order], own.get()))
+                    own.set(add_group(group, shifted, records + row * record_bytes, own.get()))
     return lambda stream, row: total(stream, row).get()
 
 
-def _number_pass(o: Ops, format_name: str, rows: int, tile: Value, in_features: Value, acts: Value, block_rows: Value) -> _Sums:
-    """As `_quantized_pass`, of one tile, from f32 activations: even and odd inputs are summed apart, then together."""
-    size, load = NUMBERS[format_name]
+def _number_sums(p: Pass, name: str, rows: int, acts: Value, block_rows: Value) -> _Sums:
+    """As `_quantized_sums`, of one tile, from f32 activations: even and odd inputs are summed apart, then together."""
+    o, (size, load), in_features = p.o, NUMBERS[name], p.operands.in_features
     sums = [o.variables(2) for _ in range(rows)]
     stride = block_rows * 4
 
     def add_input(k: Value, parity: int) -> None:
-        address = tile + k * size
+        address = p.weights + k * size
         weights = address.f32() if load == "f32" else address.f16()
         here = acts + k * stride
         for row in range(rows):
             total = sums[row][parity]
             total.set(fma(weights, (here + 4 * row).every(F32), total.get()))
 
-    for parities in ((0,), (1,)) if isa.has_sixteen_registers() and rows > 3 else ((0, 1),):
+    for parities in _turns_of_parities(rows > 3):
         with o.loop(in_features >> 1) as pair:
             even = pair << 1
             if parities[0] == 0:
-                (tile + even * size).fetch(AHEAD, 2 * size, INTO_FIRST)
+                (p.weights + even * size).fetch(AHEAD, 2 * size, INTO_FIRST)
             for parity in parities:
                 add_input(even + parity, parity)
     with o.when(in_features.trunc(I1)):
@@ -123,210 +150,77 @@ def _number_pass(o: Ops, format_name: str, rows: int, tile: Value, in_features: 
     return lambda _, row: sums[row][0].get() + sums[row][1].get()
 
 
-def _float_codes_pass(
-    o: Ops, format_name: str, rows: int, tile: Value, in_features: Value, acts: Value, block_rows: Value
-) -> _Sums:
-    """As `_quantized_pass`, of one tile, from f32 activations: even and odd inputs of a group of 32 are summed apart from zero on,
-    then together, then times the group's scale added to the groups before.
+def _turns_of_parities(many: bool) -> tuple[tuple[int, ...], ...]:
+    """Even and odd inputs in one loop, or in two where sixteen registers do not hold the sums of both of many rows."""
+    return ((0,), (1,)) if isa.has_sixteen_registers() and many else ((0, 1),)
+
+
+def _add_pairs(
+    o: Ops, rows: int, acts: Value, stride: Value, numbers: Callable[[Value], Sequence[Value]], fetch: Callable[[Value], None]
+) -> list[Value]:
+    """The sums of 32 inputs times `rows` rows of numbers [input][row]: even and odd inputs apart from zero on, then together.
+
+    numbers: the weights of an even input and the next one, by the number of the pair.
     """
-    codes = FLOAT_CODES[format_name]
-    panel, stride, shift = panel_bytes(FORMATS[format_name]), block_rows * 4, codes.size.bit_length() - 6
-    totals, evens, odds = (o.variables(rows) for _ in range(3))
-    groups = in_features >> 5
+    evens, odds = o.variables(rows), o.variables(rows)
+    for parities in _turns_of_parities(rows > 2):
+        with o.loop(GROUP // 2) as pair:
+            if parities[0] == 0:
+                fetch(pair)
+            weights = numbers(pair)
+            for parity in parities:
+                inputs = acts + (pair * 2 + parity) * stride
+                for row, total in enumerate((evens, odds)[parity]):
+                    total.set(fma(weights[parity], (inputs + 4 * row).every(F32), total.get()))
+    return [even.get() + odd.get() for even, odd in zip(evens, odds, strict=True)]
+
+
+def _float_codes_sums(p: Pass, name: str, rows: int, acts: Value, block_rows: Value) -> _Sums:
+    """As `_quantized_sums`, of one tile, from f32 activations: the sums of a group of 32 (`_add_pairs`) times the group's scale are
+    added to the groups before.
+    """
+    o, codes = p.o, FLOAT_CODES[name]
+    panel, stride, shift = panel_bytes(FORMATS[name]), block_rows * 4, codes.size.bit_length() - 6
+    totals, groups = o.variables(rows), p.operands.in_features >> 5
     with o.loop(groups.rounded_up(_GROUPS)) as panels:
         first = panels * _GROUPS
         inside = (groups - first).smaller(_GROUPS)
-        here = tile + panels * panel
+        here = p.weights + panels * panel
         scales = here + inside * (16 * codes.input_bytes)
         with o.loop(inside) as index:
             (here + index * (panel // _GROUPS)).fetch(AHEAD, panel // _GROUPS, INTO_FIRST)
-            for total in (*evens, *odds):
-                total.set(o.number(0.0, F32X16))
-            at, inputs = here + index * (16 * codes.input_bytes), acts + (first + index) * (stride * GROUP)
-            for parities in ((0,), (1,)) if isa.has_sixteen_registers() and rows > 2 else ((0, 1),):
-                with o.loop(GROUP // 2) as pair:
-                    numbers = codes.pair(at + pair * codes.input_bytes)
-                    for parity in parities:
-                        place = inputs + (pair * 2 + parity) * stride
-                        for row, total in enumerate((evens, odds)[parity]):
-                            total.set(fma(numbers[parity], (place + 4 * row).every(F32), total.get()))
+            at = here + index * (16 * codes.input_bytes)
+            sums = _add_pairs(
+                o, rows, acts + (first + index) * (stride * GROUP), stride, lambda pair: codes.pair(at + pair * codes.input_bytes),
+                lambda pair: None,
+            )  # fmt: skip
             scale = (scales + (index >> shift) * 64).f32()
-            for even, odd, total in zip(evens, odds, totals, strict=True):
-                total.set(fma((even.get() + odd.get()) * codes.factor, scale, total.get()))
+            for own, total in zip(sums, totals, strict=True):
+                total.set(fma(own * codes.factor, scale, total.get()))
     return lambda _, row: totals[row].get()
 
 
-def _paired_pass(o: Ops, rows: int, tile: Value, in_features: Value, acts: Value, block_rows: Value) -> _Sums:
-    """As `_quantized_pass`, of one tile, from "rounded" activations, with the bits of `tiles.bf16_pass`: even and odd inputs of a
-    group are summed apart from zero on, then together, then added to the groups before.
+def _paired_sums(p: Pass, rows: int, acts: Value, block_rows: Value) -> _Sums:
+    """As `_quantized_sums`, of one tile, from "rounded" activations, with the bits of `tiles.bf16_pass`: the sums of a group of 32
+    (`_add_pairs`) are added to the groups before.
     """
-    totals, evens, odds = (o.variables(rows) for _ in range(3))
+    o, stride = p.o, block_rows * 4
+    totals = o.variables(rows)
     restore = o.flush_small_numbers()
-    with o.loop(in_features.rounded_up(GROUP)) as group:
-        for total in (*evens, *odds):
-            total.set(o.number(0.0, F32X16))
-        for parities in ((0,), (1,)) if isa.has_sixteen_registers() and rows > 2 else ((0, 1),):
-            with o.loop(GROUP // 2) as index:
-                pair = group * (GROUP // 2) + index
-                here = tile + pair * 64
-                if parities[0] == 0:
-                    here.fetch(AHEAD, 64, INTO_FIRST)
-                words = here.i32()
-                halves = (words << 16, words & 0xFFFF0000)
-                for parity in parities:
-                    numbers = halves[parity].bits(F32X16)
-                    inputs = acts + (pair * 2 + parity) * (block_rows * 4)
-                    for row, total in enumerate((evens, odds)[parity]):
-                        total.set(fma(numbers, (inputs + 4 * row).every(F32), total.get()))
-        for even, odd, total in zip(evens, odds, totals, strict=True):
-            total.set(total.get() + (even.get() + odd.get()))
+    with o.loop(p.operands.in_features.rounded_up(GROUP)) as group:
+        here = p.weights + group * (GROUP // 2 * 64)
+
+        def numbers(pair: Value) -> list[Value]:
+            words = (here + pair * 64).i32()
+            return [half.bits(F32X16) for half in (words << 16, words & 0xFFFF0000)]
+
+        sums = _add_pairs(
+            o, rows, acts + group * GROUP * stride, stride, numbers, lambda pair: (here + pair * 64).fetch(AHEAD, 64, INTO_FIRST)
+        )
+        for own, total in zip(sums, totals, strict=True):
+            total.set(total.get() + own)
     restore()
     return lambda _, row: totals[row].get()
-
-
-@intrinsic(prefer_literal=True)
-def _pass(
-    typingctx,
-    format_name,
-    order,
-    most,
-    rows,
-    tile,
-    distance,
-    tile_bytes,
-    in_features,
-    acts,
-    block_rows,
-    bias,
-    residual,
-    out,
-    stride,
-):
-    """Outputs of one tile for `rows` rows (`most`, or up to 8), stored at out + row * stride: products + bias + residual (each
-    where not 0).
-
-    distance: where not 0, also the outputs of the tiles 1 to _STREAMS - 1 times `distance` tiles further on: one tile of each
-    stream, group by group in turns.
-    """
-    signature = types.void(format_name, order, most, *[types.int64] * 11)
-    name, order_name = format_name.literal_value, order.literal_value
-
-    def codegen(context, builder, sig, args):
-        o = Ops(builder)
-        rows, tile, distance, tile_bytes, in_features, acts, block_rows, bias, residual, out, stride = map(o.value, args[3:])
-
-        def of(count: int) -> None:
-            streams = o.number(1)
-            if name in NUMBERS:
-                sums = _number_pass(o, name, count, tile, in_features, acts, block_rows)
-            elif name in FLOAT_CODES:
-                sums = _float_codes_pass(o, name, count, tile, in_features, acts, block_rows)
-            elif name == PAIRED:
-                sums = _paired_pass(o, count, tile, in_features, acts, block_rows)
-            else:
-                if count <= _STREAMED_ROWS:
-                    streams = _num_streams(distance)
-                between = distance * tile_bytes
-                sums = _quantized_pass(o, name, order_name, count, tile, in_features, acts, block_rows, streams, between)
-            with o.loop(streams) as stream:
-                to = stream * (distance * 64)
-                values = [(to + stride * row, sums(stream, row)) for row in range(count)]
-                _finish(o, values, to, bias, residual, out)
-
-        counts = {*range(1, min(most.literal_value, 8) + 1), most.literal_value}
-        o.switch(rows, {count: partial(of, count) for count in sorted(counts)})
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-@intrinsic(prefer_literal=True)
-def _many_rows(
-    typingctx, format_name, order, rows, tile, distance, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride
-):
-    """`_pass` in tile registers or without AVX-512: up to MANY rows from the start of a block, or up to BLOCK_ROWS with streams."""
-    signature = types.void(format_name, order, *[types.int64] * 11)
-    name, order_name = format_name.literal_value, order.literal_value
-
-    def codegen(context, builder, sig, args):
-        o = Ops(builder)
-        rows, tile, distance, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride = map(o.value, args[2:])
-
-        def finish(stream: Value, row: Value, values: Value) -> None:
-            to = stream * (distance * 64)
-            _finish(o, [(to + stride * row, values)], to, bias, residual, out)
-
-        some_pass = ymm.rows_pass if isa.has_sixteen_registers() else tiles.many_rows_pass
-        some_pass(
-            o, name, order_name, rows, tile, _num_streams(distance), distance * tile_bytes, in_features, acts, row_bytes, finish
-        )
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-@intrinsic
-def _bf16_rows(typingctx, width, blocks, rows, tile, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride):
-    """`_pass` of bf16 in tile registers, for `width` tiles and up to `blocks` blocks of rows from the start of one on."""
-
-    def codegen(context, builder, sig, args):
-        o = Ops(builder)
-        width, blocks, rows, tile, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride = map(o.value, args)
-
-        def finish(number: int, row: Value, values: Value) -> None:
-            _finish(o, [(stride * row + 64 * number, values)], o.number(64 * number), bias, residual, out)
-
-        def of(width: int, blocks: int) -> None:
-            tiles.bf16_pass(o, width, blocks, rows, tile, tile_bytes, in_features, acts, row_bytes, finish)
-
-        sizes = ((4, 1), (2, 2), (2, 1), (1, 2), (1, 1))
-        o.switch(width * 4 + blocks, {4 * width + blocks: partial(of, width, blocks) for width, blocks in sizes})
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 12), codegen
-
-
-@intrinsic(prefer_literal=True)
-def _dequantized_rows(
-    typingctx, format_name, num_tiles, rows, tile, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride
-):
-    """`_pass` of up to MOST_TILES tiles in codes that are dequantized to bf16, in tile registers, for up to MOST_ROWS rows."""
-    signature = types.void(format_name, *[types.int64] * 11)
-    name = format_name.literal_value
-
-    def codegen(context, builder, sig, args):
-        o = Ops(builder)
-        num_tiles, rows, tile, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride = map(o.value, args[1:])
-
-        def finish(number: Value, row: Value, values: Value) -> None:
-            to = number * 64
-            _finish(o, [(to + stride * row, values)], to, bias, residual, out)
-
-        tiles.dequantized_pass(o, name, num_tiles, rows, tile, tile_bytes, in_features, acts, row_bytes, finish)
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-def _num_streams(distance: Value) -> Value:
-    """How many streams a pass has whose tiles are `distance` tiles from each other."""
-    return distance.equals(0).select(distance.like(1), distance.like(_STREAMS))
-
-
-def _finish(o: Ops, rows: list[tuple[Value, Value]], tile: Value, bias: Value, residual: Value, out: Value) -> None:
-    """Store 16 outputs of each row: products + bias + residual, the last two where their addresses are not 0.
-
-    rows: the offset of a row's outputs from `out` and `residual`, and the products. tile: the offset of the tile in every row.
-    """
-    totals = [(place, o.variable(value)) for place, value in rows]
-    with o.when(bias.differs(0)):
-        for _, total in totals:
-            total.set(total.get() + (bias + tile).f32())
-    with o.when(residual.differs(0)):
-        for place, total in totals:
-            total.set(total.get() + (residual + place).f32())
-    for place, total in totals:
-        (out + place).store(total.get())
 
 
 @cache
@@ -344,31 +238,36 @@ def linear_kernel(format_name: str, order: str) -> int:
             return _bf16_linear() if format_name == PAIRED else _dequantized_linear(format_name)
         if isa.has_sixteen_registers() and format_name in READERS:
             return _ymm_linear(format_name, order)
-        return _linear(format_name, order, 4 if order in ("f32", "rounded") else ORDERS[order])
+        return _linear(format_name, order)
 
     return machine_code.address(f"linear-{format_name}-{order}", 12, make)
 
 
+@compiled
+def _turn(first, length, turn):
+    """The first tile of a turn through a share, how many it has, and how far they are apart: one of each stream of `length` tiles,
+    and then what is left, one by one.
+    """
+    if turn < length:
+        return first + turn, _STREAMS, length
+    return first + turn + (_STREAMS - 1) * length, 1, 0
+
+
 def _bf16_linear() -> Callable[..., None]:
     """The kernel of bf16 in tile registers, to be compiled: four tiles of up to 16 rows at a time, or two of up to 32."""
-    near = _NEAR
+    run = pass_of(tiles.bf16_pass)
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
+        operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)
         tiles.shape(PAIRED)
-        span = max(2 * BLOCK_ROWS, near // row_bytes // (2 * BLOCK_ROWS) * (2 * BLOCK_ROWS))
+        span = max(2 * BLOCK_ROWS, _NEAR // row_bytes // (2 * BLOCK_ROWS) * (2 * BLOCK_ROWS))
         for top in range(0, rows, span):
             bottom = min(rows, top + span)
             tile = first
             while tile < end:
-                weights = matrix + tile * tile_bytes
-                plus = bias + 64 * tile if bias != 0 else bias
                 width = 4 if rows <= BLOCK_ROWS and end - tile >= 4 else 2 if end - tile >= 2 else 1
                 for row in range(top, bottom, 2 * BLOCK_ROWS):
-                    count = min(2 * BLOCK_ROWS, bottom - row)
-                    blocks = 2 if count > BLOCK_ROWS else 1
-                    here, to = acts + row * row_bytes, out + row * stride + 64 * tile
-                    add = residual + row * stride + 64 * tile if residual != 0 else residual
-                    _bf16_rows(width, blocks, count, weights, tile_bytes, in_features, here, row_bytes, plus, add, to, stride)
+                    run(operands, tile, width, 1, row, min(2 * BLOCK_ROWS, bottom - row))
                 tile += width
         tiles.release()
 
@@ -377,21 +276,14 @@ def _bf16_linear() -> Callable[..., None]:
 
 def _dequantized_linear(name: str) -> Callable[..., None]:
     """The kernel of a format of codes that are dequantized to bf16, to be compiled."""
-    most_rows, most_tiles = tiles.MOST_ROWS, tiles.MOST_TILES
+    run, most_rows, most_tiles = pass_of(partial(tiles.dequantized_pass, name)), tiles.MOST_ROWS, tiles.MOST_TILES
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
+        operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)
         tiles.shape(PAIRED)
         for top in range(0, rows, most_rows):
-            count = min(most_rows, rows - top)
-            here, to, add = acts + top * row_bytes, out + top * stride, residual + top * stride if residual != 0 else residual
             for tile in range(first, end, most_tiles):
-                weights = matrix + tile * tile_bytes
-                plus = bias + 64 * tile if bias != 0 else bias
-                more = add + 64 * tile if add != 0 else add
-                number = min(most_tiles, end - tile)
-                _dequantized_rows(
-                    name, number, count, weights, tile_bytes, in_features, here, row_bytes, plus, more, to + 64 * tile, stride
-                )
+                run(operands, tile, min(most_tiles, end - tile), 1, top, min(most_rows, rows - top))
         tiles.release()
 
     return linear
@@ -399,74 +291,59 @@ def _dequantized_linear(name: str) -> Callable[..., None]:
 
 def _ymm_linear(name: str, order: str) -> Callable[..., None]:
     """The kernel of a format of codes without AVX-512, to be compiled: one pass for any number of rows."""
-    streams, few, many, near, short = _STREAMS, ymm.FEW[order], ymm.MANY, _NEAR, _LEAST_STREAM
+    few, many = ymm.FEW[order], ymm.MANY
+    few_rows, many_rows = pass_of(_few_rows(name, order, few)), pass_of(partial(ymm.rows_pass, name, order))
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
-        span = max(BLOCK_ROWS, min(many, near // row_bytes // BLOCK_ROWS * BLOCK_ROWS))
+        operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)
+        span = max(BLOCK_ROWS, min(many, _NEAR // row_bytes // BLOCK_ROWS * BLOCK_ROWS))
         for top in range(0, rows, span):
             count = min(span, rows - top)
-            here, to, add = acts + top * row_bytes, out + top * stride, residual + top * stride if residual != 0 else residual
-            length = (end - first) // streams if count <= BLOCK_ROWS else 0
-            if length * tile_bytes < short:
+            length = (end - first) // _STREAMS if count <= BLOCK_ROWS else 0
+            if length * tile_bytes < _LEAST_STREAM:
                 length = 0
-            for turn in range(end - first - (streams - 1) * length):
-                tile, distance = (first + turn, length) if turn < length else (first + turn + (streams - 1) * length, 0)
-                weights = matrix + tile * tile_bytes
-                plus = bias + 64 * tile if bias != 0 else bias
-                more = add + 64 * tile if add != 0 else add
-                at = to + 64 * tile
+            for turn in range(end - first - (_STREAMS - 1) * length):
+                tile, num_tiles, apart = _turn(first, length, turn)
                 if count <= few:
-                    _pass(name, order, few, count, weights, distance, tile_bytes, in_features, here, count, plus, more, at, stride)
+                    few_rows(operands, tile, num_tiles, apart, top, count)
                 else:
-                    _many_rows(
-                        name, order, count, weights, distance, tile_bytes, in_features, here, row_bytes, plus, more, at, stride
-                    )
+                    many_rows(operands, tile, num_tiles, apart, top, count)
 
     return linear
 
 
-def _linear(name: str, order: str, step: int) -> Callable[..., None]:
-    """The kernel of a format, to be compiled. step: bytes from a row of activations to the next in a block."""
+def _linear(name: str, order: str) -> Callable[..., None]:
+    """The kernel of a format, to be compiled."""
     in_tiles = isa.has_tiles() and name in READERS
     most = _MOST_ROWS if name in READERS and not in_tiles else _MOST_OF_NUMBERS
     few = BLOCK_ROWS if in_tiles else BLOCK_ROWS - 1  # whose passes have streams
-    streams, streamed_rows = _STREAMS, few if name in READERS else 0
-    least, many, near, short, long = tiles.least(name), tiles.MANY, _NEAR, _LEAST_STREAM, _LONG
+    streamed_rows = few if name in READERS else 0
+    least, many = tiles.least(name), tiles.MANY
     shortest = -(-least // BLOCK_ROWS) * BLOCK_ROWS if in_tiles else BLOCK_ROWS
+    few_rows, many_rows = pass_of(_few_rows(name, order, most)), pass_of(partial(tiles.many_rows_pass, name, order))
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
+        operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)
         if in_tiles and rows >= least:
             tiles.shape(name)
-        span = max(shortest, min(many, near // row_bytes // BLOCK_ROWS * BLOCK_ROWS))
+        span = max(shortest, min(many, _NEAR // row_bytes // BLOCK_ROWS * BLOCK_ROWS))
         for top in range(0, rows, span):
             bottom = min(rows, top + span)
             use_tiles = in_tiles and bottom - top >= least
-            length = (end - first) // streams if bottom - top <= streamed_rows else 0
-            if length * tile_bytes < (long if use_tiles else short):
+            length = (end - first) // _STREAMS if bottom - top <= streamed_rows else 0
+            if length * tile_bytes < (_LONG if use_tiles else _LEAST_STREAM):
                 length = 0
-            for turn in range(end - first - (streams - 1) * length):
-                tile, distance = (first + turn, length) if turn < length else (first + turn + (streams - 1) * length, 0)
-                weights = matrix + tile * tile_bytes
-                plus = bias + 64 * tile if bias != 0 else bias
+            for turn in range(end - first - (_STREAMS - 1) * length):
+                tile, num_tiles, apart = _turn(first, length, turn)
                 row = top
                 while row < bottom:
-                    inside = row % BLOCK_ROWS
-                    block_rows = min(BLOCK_ROWS, rows - row + inside)
-                    left = block_rows - inside
-                    here = acts + (row - inside) * row_bytes + inside * step
-                    to = out + row * stride + 64 * tile
-                    add = residual + row * stride + 64 * tile if residual != 0 else residual
                     if use_tiles:
                         count = bottom - row
-                        _many_rows(
-                            name, order, count, weights, distance, tile_bytes, in_features, here, row_bytes, plus, add, to, stride
-                        )
+                        many_rows(operands, tile, num_tiles, apart, row, count)
                     else:
+                        left = min(BLOCK_ROWS - row % BLOCK_ROWS, rows - row)  # of the block
                         count = most if left >= most else min(left, 8)
-                        _pass(
-                            name, order, most, count, weights, distance, tile_bytes, in_features, here, block_rows, plus, add, to,
-                            stride,
-                        )  # fmt: skip
+                        few_rows(operands, tile, num_tiles, apart, row, count)
                     row += count
         if in_tiles and rows >= least:
             tiles.release()

@@ -3,17 +3,13 @@
 Operands are fields of `layout`'s records. The backend that writes a program knows the model; this file knows the operations.
 """
 
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
-
 from cpuspec.kernels import layout, simd
 from cpuspec.kernels.argmax import peak, peaks_of_row, pick
 from cpuspec.kernels.attention import finish, first_chunk, merge, put_query, sees
 from cpuspec.kernels.experts import combine, gather, route
 from cpuspec.kernels.kv_rows import CHUNK
 from cpuspec.kernels.layout import DONE, team_at, walk_at
-from cpuspec.kernels.ops import Ops
+from cpuspec.kernels.ops import Ops, Value
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
 from cpuspec.kernels.pointwise import (
@@ -30,21 +26,16 @@ from cpuspec.kernels.pointwise import (
 )
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS
 from cpuspec.kernels.sharing import PIECES, part_of_row, parts_of_row, piece, share, take
+from cpuspec.kernels.simd import emitted
 from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
 
 _INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
 
 
-@intrinsic
-def _call(typingctx, kernel, operands):
+@emitted
+def _call(o: Ops, kernel: Value, operands: tuple[Value, ...]) -> None:
     """Call a kernel by its address, with a tuple of int64."""
-
-    def codegen(context, builder, sig, args):
-        o = Ops(builder)
-        o.call_address(o.value(args[0]), [o.value(v) for v in cgutils.unpack_tuple(builder, args[1], len(operands))])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, operands), codegen
+    o.call_address(kernel, operands)
 
 
 @compiled

@@ -10,6 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
@@ -38,22 +39,43 @@ Emit = Callable[..., Value | None]  # (ops, *values) -> value
 def operation(arguments: tuple[types.Type, ...], result: types.Type, emit: Emit) -> Any:
     """A Numba function of these types whose body is the instructions that `emit` appends. result: types.void for none."""
 
-    def typed(typingctx: Any) -> Any:
+    def typed(typingctx: Any, *given: Any) -> Any:
+        assert len(given) == len(arguments), f"an operation of {len(arguments)} arguments got {len(given)}"
+
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             o = Ops(builder)
-            value = emit(o, *map(o.value, args))
+            value = emit(o, *map(o.value, cgutils.unpack_tuple(builder, args[0], len(arguments))))
             return context.get_dummy_value() if value is None else value.v
 
-        return result(*arguments), codegen
+        return result(types.StarArgTuple(arguments)), codegen
 
-    by_arity = (
-        typed,
-        lambda typingctx, a: typed(typingctx),
-        lambda typingctx, a, b: typed(typingctx),
-        lambda typingctx, a, b, c: typed(typingctx),
-        lambda typingctx, a, b, c, d: typed(typingctx),
-    )
-    return intrinsic(by_arity[len(arguments)])
+    return intrinsic(typed)
+
+
+def emitted(emit: Callable[..., None]) -> Any:
+    """A Numba function without a result, whose body is the instructions that emit(ops, *arguments) appends.
+
+    Strings have to be literals, and arrive as such; numbers arrive as values, and tuples of numbers as tuples of values.
+    """
+
+    def typed(typingctx: Any, *arguments: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            o = Ops(builder)
+            emit(o, *[_argument(o, *both) for both in zip(arguments, cgutils.unpack_tuple(builder, args[0]), strict=True)])
+            return context.get_dummy_value()
+
+        return types.void(types.StarArgTuple(arguments)), codegen
+
+    return intrinsic(prefer_literal=True)(typed)
+
+
+def _argument(o: Ops, typ: Any, value: Any) -> Any:
+    if isinstance(typ, types.StringLiteral):
+        return typ.literal_value
+    if isinstance(typ, types.BaseTuple):
+        values = tuple(map(o.value, cgutils.unpack_tuple(o.b, value)))
+        return typ.instance_class(*values) if isinstance(typ, types.NamedUniTuple) else values
+    return o.value(value)
 
 
 def _operator(symbol: Any, *vectors: _Vector) -> None:
@@ -151,6 +173,7 @@ poke_f16 = operation((_a, _f), types.void, lambda o, at, v: at.store(v.fptrunc(F
 
 # Scalars.
 f32_bits = operation((_i,), _f, lambda o, v: v.bits(F32))
+f16_number = operation((types.int64,), _f, lambda o, v: v.trunc(I16).bits(F16).fpext(F32))  # of its bits
 half = operation((), _f, lambda o: o.number(0.5, F32))
 to_float = operation((types.int64,), _f, lambda o, v: v.sitofp(F32))  # int32 and int64, rounded once
 int32 = operation((types.int64,), _i, lambda o, v: v.trunc(I32))

@@ -8,15 +8,14 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from numba import types
-from numba.extending import intrinsic
-
 from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, PANEL, TILE, panel_bytes
 from cpuspec.kernels import isa
 from cpuspec.kernels.ops import F32X16, I8, I32X16, Ops, Value, Variable, vector_of
+from cpuspec.kernels.passes import Pass
 from cpuspec.kernels.products import BLOCK_ROWS, LOW_BYTES, ORDERS, add_dots, dequantized, sum_of_weights
-from cpuspec.kernels.readers import AHEAD, NUM_SCALES, PAIRED, READERS, Group
+from cpuspec.kernels.readers import AHEAD, PAIRED, READERS, Group, num_scales
+from cpuspec.kernels.simd import emitted
 
 MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
 _LEAST, _LEAST_OF_HALVES = 13, 17  # fewer rows are quicker without; the latter where each half of a group has a scale
@@ -37,7 +36,7 @@ _PAIRED_ACTS, _PAIRED_WEIGHTS = (4, 5), (6, 7)  # of bf16
 
 def least(format_name: str) -> int:
     """Rows from which on tile registers are quicker for a format."""
-    return _LEAST_OF_HALVES if format_name in NUM_SCALES else _LEAST
+    return _LEAST if num_scales(FORMATS[format_name]) == 1 else _LEAST_OF_HALVES
 
 
 class _Stack:
@@ -45,7 +44,7 @@ class _Stack:
 
     def __init__(self, o: Ops, name: str, order: str) -> None:
         self._o, self._order = o, order
-        self._scales = NUM_SCALES.get(name, 1)
+        self._scales = num_scales(FORMATS[name])
         self._halves = (0,) if order == "int8" else (0, LOW_BYTES)
         self._dots = self._scales * len(self._halves)  # of a group and row
         self.groups = min(_GROUPS, 16 // self._dots)  # whose dots stay in the nearest cache
@@ -95,19 +94,16 @@ def _minus_bytes(codes: Value, zero: int) -> Value:
     return (codes.bits(vector_of(I8, 64)) - ((zero + 128) % 256 - 128)).bits(I32X16)
 
 
-def many_rows_pass(
-    o: Ops, name: str, order: str, rows: Value, tile: Value, streams: Value, distance: Value, in_features: Value, acts: Value,
-    row_bytes: Value, finish: Callable[[Value, Value, Value], None],
-) -> None:  # fmt: skip
+def many_rows_pass(name: str, order: str, p: Pass) -> None:
     """The outputs of one tile of weights for up to MANY rows from the start of a block on, or for up to BLOCK_ROWS rows those of a
-    tile of each stream, `distance` bytes apart.
+    tile of each stream.
 
     For some groups at a time: weights go to the stack; then for each block of rows their dots do; then these are scaled and
-    summed, in the order of the groups. A block's missing rows get sums of what follows the block, which no code
-    reads. finish(stream, row, values): what to do with a row's 16 outputs.
+    summed, in the order of the groups. A block's missing rows get sums of what follows the block, which no code reads.
     """
+    o, rows, streams, row_bytes, acts = p.o, p.rows, p.num_tiles, p.operands.row_bytes, p.acts
     panel, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
-    groups = in_features >> 5
+    groups = p.operands.in_features >> 5
     stack, sums = _Stack(o, name, order), o.room(64 * MANY)  # or of BLOCK_ROWS for each stream
     num_blocks = rows.rounded_up(BLOCK_ROWS)
     with o.loop(streams * (num_blocks * BLOCK_ROWS)) as index:
@@ -115,7 +111,7 @@ def many_rows_pass(
     with o.loop(groups.rounded_up(_GROUPS)) as panels, o.loop(streams) as stream:
         first = panels * _GROUPS
         inside = (groups - first).smaller(_GROUPS)
-        here = tile + stream * distance + panels * panel
+        here = p.weights + stream * p.bytes_apart + panels * panel
         own_sums = sums + stream * (64 * BLOCK_ROWS)
         with o.loop(inside.rounded_up(stack.groups)) as batches:
             begin = batches * stack.groups
@@ -142,7 +138,7 @@ def many_rows_pass(
                     for address, total in zip(addresses, totals, strict=True):
                         address.store(total.get())
     with o.loop(streams) as stream, o.loop(rows) as row:
-        finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())
+        p.finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())
 
 
 def _ask(panel: Value, group: Value, size: int, turn: int) -> None:
@@ -154,27 +150,32 @@ def _ask(panel: Value, group: Value, size: int, turn: int) -> None:
         here.fetch(AHEAD + line, 64, into_first=False)
 
 
-def bf16_pass(
-    o: Ops, width: int, blocks: int, rows: Value, tile: Value, tile_bytes: Value, in_features: Value, acts: Value, row_bytes: Value,
-    finish: Callable[[int, Value, Value], None],
-) -> None:  # fmt: skip
-    """The outputs of `width` tiles of bf16 weights for up to `blocks` blocks of rows, from the start of one on.
+def bf16_pass(p: Pass) -> None:
+    """The outputs of up to four tiles of bf16 weights for up to 16 rows from the start of a block on, or of up to two for up to 32.
 
-    Weights of 32 inputs are one register, and so are those inputs of a block. A block's missing rows get sums of what
-    follows the block, which no code reads; other blocks than the first must have a row. finish(number, row, values): what to
-    do with a row's 16 outputs of a tile.
+    Weights of 32 inputs are one register, and so are those inputs of a block. A block's missing rows get sums of what follows the
+    block, which no code reads.
     """
+    blocks = (p.rows > BLOCK_ROWS).select(p.rows.like(2), p.rows.like(1))
+    sizes = ((4, 1), (2, 2), (2, 1), (1, 2), (1, 1))
+    p.o.switch(p.num_tiles * 4 + blocks, {4 * width + blocks: partial(_bf16_pass, p, width, blocks) for width, blocks in sizes})
+
+
+def _bf16_pass(p: Pass, width: int, blocks: int) -> None:
+    """`bf16_pass` of `width` tiles and `blocks` blocks of rows, each of which has a row."""
+    o, rows, acts = p.o, p.rows, p.acts
     assert width * blocks <= len(_TOTALS), "each tile and block has a register for its sums"
     group_bytes, line = ORDERS["bf16"] * TILE, ORDERS["bf16"]
     # Of each block: where it begins, and the bytes from a group to the next.
     parts = [
-        (acts + row_bytes * first, (rows - first).smaller(BLOCK_ROWS) * line) for first in range(0, BLOCK_ROWS * blocks, BLOCK_ROWS)
+        (acts + p.operands.row_bytes * first, (rows - first).smaller(BLOCK_ROWS) * line)
+        for first in range(0, BLOCK_ROWS * blocks, BLOCK_ROWS)
     ]
-    places = [tile + tile_bytes * number for number in range(width)]
+    places = [p.weights + p.operands.tile_bytes * number for number in range(width)]
     totals = {(number, block): _TOTALS[number * blocks + block] for number in range(width) for block in range(blocks)}
     for total in totals.values():
         o.tile_zero(total)
-    with o.loop(in_features.rounded_up(GROUP)) as group:
+    with o.loop(p.operands.in_features.rounded_up(GROUP)) as group:
         for number, place in enumerate(places):
             here = place + group * group_bytes
             here.fetch(AHEAD // width, group_bytes, into_first=False)  # the first cache is for the rows
@@ -189,7 +190,7 @@ def bf16_pass(
         o.tile_store(total, sums + 64 * BLOCK_ROWS * (number * blocks + block), line)
     with o.loop(rows) as row:
         for number in range(width):
-            finish(number, row, (sums + 64 * BLOCK_ROWS * blocks * number + row * 64).f32())
+            p.finish(o.number(number), row, (sums + 64 * BLOCK_ROWS * blocks * number + row * 64).f32())
 
 
 def paired_totals(rows: int, columns: int) -> dict[tuple[int, int], int]:
@@ -215,22 +216,19 @@ def add_paired_products(
                 o.tile_dot_bf16(totals[n, m], _PAIRED_ACTS[n], _PAIRED_WEIGHTS[m])
 
 
-def dequantized_pass(
-    o: Ops, name: str, num_tiles: Value, rows: Value, tile: Value, tile_bytes: Value, in_features: Value, acts: Value,
-    row_bytes: Value, finish: Callable[[Value, Value, Value], None],
-) -> None:  # fmt: skip
+def dequantized_pass(name: str, p: Pass) -> None:
     """The outputs of up to MOST_TILES tiles of weights in codes for up to MOST_ROWS rows from the start of a block on, in bf16.
 
     A turn multiplies some groups of two tiles with all rows, the next turn the same groups of the next two tiles; then come the
     next groups. The weights of a turn are dequantized to the stack between the products of the turn before, which tile registers
     make meanwhile. The sums of a tile wait on the stack. They are f32, as in tile registers, so each output sums its groups in
-    their order, as `bf16_pass` does, with the same bits. finish(number, row, values): what to do with a row's 16
-    outputs of a tile.
+    their order, as `bf16_pass` does, with the same bits.
     """
+    o, rows, num_tiles, acts, row_bytes = p.o, p.rows, p.num_tiles, p.acts, p.operands.row_bytes
     panel, line = panel_bytes(FORMATS[name]), ORDERS["bf16"]
     group_bytes, block_bytes = line * TILE, 64 * BLOCK_ROWS
     tile_sums = block_bytes * (MOST_ROWS // BLOCK_ROWS)
-    groups = in_features >> 5
+    groups = p.operands.in_features >> 5
     weights, sums = o.room(4 * _STEP * group_bytes), o.room(MOST_TILES * tile_sums)
     with o.loop(num_tiles) as number, o.loop(rows.rounded_up(BLOCK_ROWS) * BLOCK_ROWS) as row:
         (sums + number * tile_sums + row * 64).store(o.number(0.0, F32X16))
@@ -254,12 +252,12 @@ def dequantized_pass(
             place = start + index
             own, group = place // count, first + place % count
             begin = group & -_GROUPS
-            here = tile + (number + own) * tile_bytes + (group >> 3) * panel
+            here = p.weights + (number + own) * p.operands.tile_bytes + (group >> 3) * panel
             (here + (group - begin) * (panel // _GROUPS)).fetch(AHEAD, panel // _GROUPS, into_first=False)
             pairs = dequantized(READERS[name](here, (groups - begin).smaller(_GROUPS), group - begin))
             to = room + own * (_STEP * group_bytes) + (group - first) * group_bytes
-            for p, pair in enumerate(pairs):
-                (to + 64 * p).store(pair)
+            for n, words in enumerate(pairs):
+                (to + 64 * n).store(words)
 
     def multiply(width: int, blocks: int, room: Value, own_sums: Value, block: Value, first: Value, count: Value) -> None:
         """A pass over `count` groups for `width` tiles and `blocks` blocks of rows."""
@@ -287,33 +285,21 @@ def dequantized_pass(
             }
             o.switch(width * 2 + blocks, passes)
     with o.loop(rows) as row, o.loop(num_tiles) as number:
-        finish(number, row, (sums + number * tile_sums + row * 64).f32())
+        p.finish(number, row, (sums + number * tile_sums + row * 64).f32())
 
 
-@intrinsic(prefer_literal=True)
-def shape(typingctx, format_name):
+@emitted
+def shape(o: Ops, format_name: str) -> None:
     """Shape the tile registers for a format, where there are some."""
-    pairs = format_name.literal_value == PAIRED
-    inputs = GROUP // NUM_SCALES.get(format_name.literal_value, 1)
-
-    def codegen(context, builder, sig, args):
-        if pairs:
-            Ops(builder).tile_shapes(dict.fromkeys(range(8), (BLOCK_ROWS, 64)))
-        elif isa.has_tiles():
-            shapes = dict.fromkeys(_TOTALS, (BLOCK_ROWS, 64)) | {_ACTS: (BLOCK_ROWS, inputs), _CODES: (inputs // 4, 64)}
-            Ops(builder).tile_shapes(shapes)
-        return context.get_dummy_value()
-
-    return types.void(format_name), codegen
+    if format_name == PAIRED:
+        o.tile_shapes(dict.fromkeys(range(8), (BLOCK_ROWS, 64)))
+    elif isa.has_tiles():
+        inputs = GROUP // num_scales(FORMATS[format_name])
+        o.tile_shapes(dict.fromkeys(_TOTALS, (BLOCK_ROWS, 64)) | {_ACTS: (BLOCK_ROWS, inputs), _CODES: (inputs // 4, 64)})
 
 
-@intrinsic
-def release(typingctx):
+@emitted
+def release(o: Ops) -> None:
     """Forget the shapes."""
-
-    def codegen(context, builder, sig, args):
-        if isa.has_tiles() or isa.has_bf16_tiles():
-            Ops(builder).tile_release()
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if isa.has_tiles() or isa.has_bf16_tiles():
+        o.tile_release()

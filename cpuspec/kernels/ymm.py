@@ -16,6 +16,7 @@ from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
 from cpuspec.kernels.ops import F32X16, I8, I16, I32, I64, LANES, VOID, Ops, Value, Variable, call, vector_of
+from cpuspec.kernels.passes import Pass
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_dots, start, sum_of_weights, weigh
 from cpuspec.kernels.readers import AHEAD, INTO_FIRST, READERS, Group
 
@@ -177,18 +178,14 @@ def _pieces(rows: Value) -> tuple[Value, Value]:
     return pieces, step
 
 
-def rows_pass(
-    o: Ops, name: str, order: str, rows: Value, tile: Value, streams: Value, distance: Value, in_features: Value, acts: Value,
-    row_bytes: Value, finish: Callable[[Value, Value, Value], None],
-) -> None:  # fmt: skip
+def rows_pass(name: str, order: str, p: Pass) -> None:
     """The outputs of one tile of weights for up to MANY rows from the start of a block on, or for up to BLOCK_ROWS rows those of a
-    tile of each stream, `distance` bytes apart, panel by panel in turns.
-
-    finish(stream, row, values): what to do with a row's 16 outputs.
+    tile of each stream, panel by panel in turns.
     """
+    o, rows, streams = p.o, p.rows, p.num_tiles
     panel, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
     share = panel // _GROUPS
-    groups = in_features >> 5
+    groups = p.operands.in_features >> 5
     sums = o.room(64 * MANY)  # or of BLOCK_ROWS for each stream
     num_blocks = rows.rounded_up(BLOCK_ROWS)
     with o.loop(streams * (num_blocks * BLOCK_ROWS)) as index:
@@ -196,7 +193,7 @@ def rows_pass(
     with o.loop(groups.rounded_up(_GROUPS)) as panels, o.loop(streams) as stream:
         first = panels * _GROUPS
         inside = (groups - first).smaller(_GROUPS)
-        here = tile + stream * distance + panels * panel
+        here = p.weights + stream * p.bytes_apart + panels * panel
         with o.loop(inside) as place:
             group = READERS[name](here, inside, place)
             unpacked = _Unpacked(o, order, group)
@@ -205,7 +202,7 @@ def rows_pass(
             block = blocks * BLOCK_ROWS
             block_rows = (rows - block).smaller(BLOCK_ROWS)
             stride = block_rows * record_bytes
-            records = acts + block * row_bytes + first * stride
+            records = p.acts + block * p.operands.row_bytes + first * stride
             totals = sums + (stream * BLOCK_ROWS + block) * 64
             pieces, step = _pieces(block_rows)
             with o.loop(pieces) as piece:
@@ -221,4 +218,4 @@ def rows_pass(
                 counts = range(1, MOST_ROWS + 1)
                 o.switch((block_rows - row).smaller(step), {number: partial(add, number) for number in counts})
     with o.loop(streams) as stream, o.loop(rows) as row:
-        finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())
+        p.finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())

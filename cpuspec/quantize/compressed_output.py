@@ -27,7 +27,7 @@ from cpuspec.checkpoints.huggingface import config_to_write
 from cpuspec.errors import ConfigError
 from cpuspec.files import write_file
 from cpuspec.formats import Format, QuantTensor, float_codes, get_format, int8
-from cpuspec.formats.format import Affine
+from cpuspec.formats.format import Affine, CodeField
 from cpuspec.formats.packing import bits, lanes
 from cpuspec.quantize.weights import layer_parts
 
@@ -47,17 +47,16 @@ def _rows_of_bytes(scheme: str, columns: int) -> Format:
             np.dtype([("d", "<f4"), ("codes", "u1", columns)]),
             columns,
             partial(float_codes.encode, float_codes.E4M3),
-            affine=Affine(levels=float_codes.E4M3),
+            Affine(levels=float_codes.E4M3),
             planes=(lanes("codes", "u1", 1),),
         )
     return Format(
         "int8_row",
-        np.dtype([("d", "<f4"), ("codes", "i1", columns)]),
+        np.dtype([("d", "<f4"), ("codes", "u1", columns)]),
         columns,
         int8.encode,
-        lambda fields: {"codes": (fields["codes"].view(np.uint8) ^ 0x80).reshape(len(fields), -1)},
-        lambda parts: {"codes": (parts["codes"] ^ 0x80).view(np.int8)},
         Affine(128),
+        (CodeField("codes", 8, flipped=0x80),),
         planes=(bits(8),),
     )
 
