@@ -1,14 +1,19 @@
-"""Two- and three-bit groups against their definition, one number at a time, and their search against an exhaustive one."""
+"""This project's integers in groups (int2, int3, int4) against their definition, one number at a time, and their encoders against
+the grids of other tools and an exhaustive search.
+"""
 
 import numpy as np
 import pytest
 
-from cpuspec.formats import FORMATS
-from cpuspec.formats.lowbit import FORMATS as ROWS
+from cpuspec.formats import FORMATS, int4, lowbit
 
-NAMES = [row.name for row in ROWS]
+LOWBIT = [row.name for row in lowbit.FORMATS]
+SYMMETRIC = [row.name for row in int4.FORMATS if not row.name.endswith("_asym")]
+ASYMMETRIC = [row.name for row in int4.FORMATS if row.name.endswith("_asym")]
 
-every_lowbit = pytest.mark.parametrize("name", NAMES)
+
+def every(names: list[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", names)
 
 
 def bits(name: str) -> int:
@@ -25,20 +30,24 @@ def taken_apart(name: str, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np
     for block in data.reshape(-1, FORMATS[name].block_bytes):
         rest = bytes(block)
         scales.append(float(np.frombuffer(rest[:2], "<f2")[0]))
-        zeros.append(rest[2] / 16)
-        pairs, tops = rest[3 : 3 + group(name) // 4], rest[3 + group(name) // 4 :]
+        zeros.append(8 if name in SYMMETRIC else rest[2] if bits(name) == 4 else rest[2] / 16)
+        packed = rest[2:] if name in SYMMETRIC else rest[3:]
+        if bits(name) == 4:
+            codes.append([nibble for byte in packed for nibble in (byte % 16, byte // 16)])
+            continue
+        pairs, tops = packed[: group(name) // 4], packed[group(name) // 4 :]
         low = [pairs[i // 4] >> 2 * (i % 4) & 3 for i in range(group(name))]
         codes.append([c + 4 * (tops[i // 8] >> i % 8 & 1) for i, c in enumerate(low)] if tops else low)
     return np.array(scales), np.array(zeros), np.array(codes)
 
 
-@every_lowbit
-def test_a_group_costs_a_scale_and_a_zero_point(name: str) -> None:
+@every([*SYMMETRIC, *ASYMMETRIC, *LOWBIT])
+def test_a_group_costs_a_scale_and_perhaps_a_zero_point(name: str) -> None:
     assert FORMATS[name].block_size == group(name)
-    assert FORMATS[name].block_bytes == 3 + bits(name) * group(name) // 8
+    assert FORMATS[name].block_bytes == 2 + (name not in SYMMETRIC) + bits(name) * group(name) // 8
 
 
-@every_lowbit
+@every([*SYMMETRIC, *ASYMMETRIC, *LOWBIT])
 def test_any_bytes_mean_the_scale_times_code_less_zero_point(name: str) -> None:
     data = np.random.default_rng(1).integers(0, 256, (7, 3 * FORMATS[name].block_bytes), np.uint8)
     scales, zeros, codes = taken_apart(name, data)
@@ -51,16 +60,53 @@ def test_any_bytes_mean_the_scale_times_code_less_zero_point(name: str) -> None:
     assert np.isfinite(wanted).mean() > 0.8
 
 
-@every_lowbit
+@every([*SYMMETRIC, *LOWBIT])
 def test_codes_are_the_nearest_under_the_scale_and_zero_point_stored(name: str) -> None:
     values = np.random.default_rng(2).standard_normal((40, group(name))).astype(np.float32)
     scales, zeros, codes = taken_apart(name, FORMATS[name].encode(values))
     grid = scales[:, None] * (np.arange(2 ** bits(name)) - zeros[:, None])
     error = np.abs(values[:, :, None] - grid[:, None])
     assert np.allclose(np.take_along_axis(error, codes[:, :, None], 2)[:, :, 0], error.min(axis=2), rtol=0, atol=1e-6)
+    if name in SYMMETRIC:  # as GPTQ's and compressed-tensors' grids
+        assert np.array_equal(scales, (np.abs(values).max(axis=1) / np.float32(7.5)).astype(np.float16))
 
 
-@every_lowbit
+@every(ASYMMETRIC)
+@pytest.mark.parametrize("shift", [0.0, 1.0, 10.0, -10.0])
+def test_asymmetric_groups_span_their_values_and_zero(name: str, shift: float) -> None:
+    values = (np.random.default_rng(3).standard_normal((40, group(name))) + shift).astype(np.float32)
+    low, high = np.minimum(values.min(axis=1), 0), np.maximum(values.max(axis=1), 0)
+    data = FORMATS[name].encode(values)
+    scales, zeros, _ = taken_apart(name, data)
+    assert np.array_equal(scales, ((high - low) / np.float32(15)).astype(np.float16))
+    assert np.array_equal(zeros, np.rint(-low / scales.astype(np.float32)))
+    # Half a step, and what f16 takes from the range.
+    assert (np.abs(FORMATS[name].decode(data) - values) <= scales[:, None] * 0.51).all()
+
+
+@every(ASYMMETRIC)
+def test_a_zero_point_of_sixteen_survives(name: str) -> None:
+    """GPTQ files of version 1 store zero points less one, so that 15 in the file means 16."""
+    block = np.zeros(FORMATS[name].block_bytes, np.uint8)
+    block[:2] = np.array([0.5], "<f2").view(np.uint8)
+    block[2] = 16
+    assert np.array_equal(FORMATS[name].decode(block), np.full(group(name), -8, np.float32))
+
+
+@every(ASYMMETRIC)
+def test_a_zero_point_pays_where_values_lie_to_one_side(name: str) -> None:
+    values = np.abs(np.random.default_rng(4).standard_normal((50, group(name)))).astype(np.float32)
+    error = [np.square(FORMATS[n].decode(FORMATS[n].encode(values)) - values).mean() for n in (name, name.removesuffix("_asym"))]
+    assert error[0] < 0.4 * error[1]
+
+
+@every([*SYMMETRIC, *ASYMMETRIC, *LOWBIT])
+def test_values_too_small_for_an_f16_scale_become_zeros(name: str) -> None:
+    values = np.full((2, group(name)), 1e-9, np.float32)
+    assert not FORMATS[name].decode(FORMATS[name].encode(values)).any()
+
+
+@every(LOWBIT)
 @pytest.mark.parametrize("shift", [0.0, 0.5, -2.0])
 def test_the_search_comes_close_to_the_best_scale_and_zero_point_there_are(name: str, shift: float) -> None:
     values = (np.random.default_rng(3).standard_normal((6, group(name))) + shift).astype(np.float32)
@@ -76,7 +122,7 @@ def test_the_search_comes_close_to_the_best_scale_and_zero_point_there_are(name:
     assert (found < 1.2 * best).all()
 
 
-@every_lowbit
+@every(LOWBIT)
 def test_values_that_lie_on_a_grid_come_back(name: str) -> None:
     rng = np.random.default_rng(4)
     codes = rng.integers(0, 2 ** bits(name), (50, group(name)))
@@ -86,13 +132,7 @@ def test_values_that_lie_on_a_grid_come_back(name: str) -> None:
     assert np.allclose(FORMATS[name].decode(FORMATS[name].encode(values)), values, atol=1e-6)
 
 
-@every_lowbit
-def test_values_too_small_for_an_f16_scale_become_zeros(name: str) -> None:
-    values = np.full((2, group(name)), 1e-9, np.float32)
-    assert not FORMATS[name].decode(FORMATS[name].encode(values)).any()
-
-
-@every_lowbit
+@every(LOWBIT)
 def test_a_group_is_encoded_alike_alone_and_among_others(name: str) -> None:
     """Sums take one order whatever the shape; numpy's own do not."""
     values = np.random.default_rng(5).standard_normal((300, group(name))).astype(np.float32)
