@@ -1,8 +1,8 @@
-"""Experts that stay on the disk: memory for some of a layer's, and how the others come when a forward needs them.
+"""Experts that stay on the disk: slots in memory for some experts of each layer, and reading the others when a forward needs them.
 
-Each layer has slots for whole experts. A table for each of its tensors says where the experts lie that are in memory. Only the
-thread that runs a forward changes slots and tables; reading threads fill slots that no table names. The experts of a forward come
-in rounds: first those that are in memory, then the others as they arrive, so that a layer works with one slot, too.
+A slot has room for one expert. A table for each tensor has the addresses of the experts that are in memory. Only the thread that
+runs a forward changes slots and tables; reading threads fill slots that no table names. A forward goes through its experts in
+rounds: first those in memory, then the others as they arrive. So one slot is enough for a layer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -82,7 +82,7 @@ class ExpertStore:
 
 
 class LayerExperts:
-    """The experts of one layer: which are in memory, which are on their way."""
+    """The experts of one layer: those in memory, and those that are being read."""
 
     def __init__(self, store: ExpertStore, tensors: Mapping[str, WeightTensor], offsets: Mapping[str, int], num_slots: int) -> None:
         """offsets: of the tensors in the file."""
@@ -117,7 +117,7 @@ class LayerExperts:
         self._ask_from(0)
 
     def guess(self, experts: Sequence[int]) -> None:
-        """Ask for experts that may be needed soon, the likeliest first, as far as that displaces none of them."""
+        """Ask for experts that may be needed soon, the likeliest first, until one of them would have to make room for another."""
         kept = set(experts)
         for expert in experts:
             if expert not in self._held and expert not in self._coming:
@@ -127,7 +127,7 @@ class LayerExperts:
                 self._fetch(expert, slot, is_waited_for=False)
 
     def settle(self) -> None:
-        """Enter into the tables what has arrived."""
+        """Enter the experts that have arrived into the tables."""
         for expert in list(self._coming):
             slot, reading = self._coming[expert]
             if reading.is_done:

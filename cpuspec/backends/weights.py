@@ -1,7 +1,7 @@
-"""What every backend does when it loads a checkpoint: the tied output matrix, casts, weights that are in memory once, and what all
-keys of a head have in common.
+"""The part of loading a checkpoint that all backends share: the tied output matrix, casts, weights that two models share in memory,
+and the mean of a head's keys.
 
-Knows names and tensor objects. What a weight becomes (packed for kernels, dequantized, a torch tensor) is the backend's affair:
+It knows names and tensor objects. The backend decides how it keeps a weight: packed for kernels, dequantized, as a torch tensor.
 
     tensors = weight_tensors(checkpoint, casts)
     weights = LoadedWeights(tensors, load, share._weights if share else None)
@@ -52,20 +52,20 @@ def weight_tensors(
             if name in tensors:
                 tensors[name] = QuantTensor.encode(f32, tensors[name].dequantize() * np.float32(config.logit_scale))
     for name, tensor in tensors.items():
-        # A router chooses: a step of its inputs may change an expert, so it is multiplied with numbers as they are.
+        # Rounded inputs or weights may change a router's choice of experts, so it is multiplied in f32.
         if name.endswith(".router") and tensor.format is not f32:
             tensors[name] = QuantTensor.encode(f32, tensor.dequantize())
     return {name: cast(tensor, casts[name]) if name in casts else tensor for name, tensor in tensors.items()}
 
 
 def key_centres(config: ModelConfig, kv_format: Format, tensors: Mapping[str, WeightTensor]) -> dict[int, F32]:
-    """What is subtracted from the keys of a layer before the cache keeps them, F32 [G, D] by the layer's index: the mean of the key
-    bias over positions.
+    """The vectors that are subtracted from a layer's keys before they are cached, F32 [G, D] by the layer's index: the mean of the
+    key bias over positions.
 
-    It shifts all scores of a query alike, and softmax does not see that. A bias may be many times larger than what tells keys apart
-    (Qwen2.5: 354 in one dimension), and the steps of a format are as long as the largest number wants them; so are those of
-    bf16, in which keys of prompts are multiplied. Nothing in f32, for soft-capped scores, which see it, beside sinks, which are not
-    shifted, and where a norm follows the bias.
+    Subtracting it shifts all scores of a query alike, which softmax does not see. A bias may be many times larger than the
+    differences between keys (Qwen2.5: 354 in one dimension), and the largest number of a group determines the step of its codes;
+    likewise in bf16, in which keys of prompts are multiplied. There is none for f32, where scores are soft-capped or have sinks,
+    which a shift would change, and where a norm follows the bias.
     """
     if kv_format.name == "f32":
         return {}
@@ -81,8 +81,8 @@ class LoadedWeights(Mapping[str, W]):
     """Weights by tensor name, as a backend keeps them.
 
     load: makes the weights of tensors, by name; it is called once, with every tensor that `share` has not loaded.
-    share: weights of the same kind, of a model that this one takes turns with. A tensor object that is loaded there is used here.
-    Tensors are held weakly: a checkpoint that nobody holds is let go, and its weights stay.
+    share: weights of the same kind, of a model that this one takes turns with. Weights of a tensor object that is loaded there are
+    used here. Tensors are referenced weakly, so that a checkpoint can be freed while its weights stay.
     """
 
     def __init__(

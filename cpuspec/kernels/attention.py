@@ -12,7 +12,7 @@ over, and in the first one that is, earlier positions have no weight.
 Tree rows see the cached prefix and then their ancestors, which lie anywhere after it. `path` lists the cache index of logical
 positions from `straight` on (a multiple of 16, at or below the prefix). A chain has straight = its length.
 
-What a call is told about its queries is a `layout.WALK` at the start of the thread's scratch.
+A call finds its queries in a `layout.WALK` at the start of the thread's scratch.
 """
 
 import functools

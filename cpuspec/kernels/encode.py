@@ -1,7 +1,7 @@
 """`Format.encode` for the formats that drafts are cast to, with the same bytes and many times as fast.
 
-Sixteen blocks at a time, one in each lane; sums go value by value, as in the numpy twins in `formats`. What those refuse is left to
-them, with what is so large that a sum might overflow.
+Sixteen blocks at a time, one in each lane. Sums go value by value, as in the numpy twins in `formats`. Values that the twins
+refuse, and values so large that a sum might overflow, are passed on to them.
 """
 
 from collections.abc import Callable, Mapping

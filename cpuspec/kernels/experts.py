@@ -107,7 +107,7 @@ def route(op, state, row):
 
 @compiled
 def _segment(op, state):
-    """Sort the pairs by expert, and note which of them are whose."""
+    """Sort the pairs by expert, and list the segments."""
     count, pairs = op.count, state.num_rows * op.used
     for expert in range(count):
         state.of_expert[expert] = 0

@@ -27,7 +27,7 @@ _HALVES = (0, 1)  # of a tile's 16 outputs: eight lanes each
 
 @dataclass(frozen=True)
 class Products:
-    """What a group's products with a row are made of, in an order of ORDERS."""
+    """How a group of weights is multiplied with a row of activations in an order of ORDERS."""
 
     order: str
     bits: int  # of a code
@@ -38,7 +38,7 @@ class Products:
 
     @classmethod
     def of(cls, order: str, group: Group) -> "Products":
-        """Those of a group on this processor."""
+        """How this processor multiplies a group."""
         return cls(order, group.bits, len(group.scales), group.zero, len(group.minima), isa.dot_isa() == "avx_vnni")
 
     @property
@@ -57,8 +57,10 @@ class Products:
         return self.order == "int8"
 
     def chunks(self, part: int, signed: bool = False) -> Iterator[tuple[list[tuple[int, int]], int]]:
-        """What one scale is for, in chunks whose sums fit their lanes: vectors of codes, each with the place of its inputs in a
-        record, and the factor of the chunk. Vectors are as `ymm.laid` has them; signed: codes of eight bits that are not halved.
+        """Yield the codes that share one scale, in chunks short enough for their integer sums: vectors of codes, each with the
+        offset of its inputs in a record, and the factor of the chunk's sum.
+
+        Vectors are numbered as in `ymm.laid`. signed: codes of eight bits are multiplied whole.
         """
         share = 8 // self.num_scales
         own = range(part * share, (part + 1) * share)
@@ -111,7 +113,7 @@ class Products:
         yield from (f"vmovaps {total}, {place.at(TOTALS, row, half)}" for row, half, total in place.each)
 
     def _dots(self, place: "_Places", part: int) -> Iterator[str]:
-        """The integer dots with the codes that one scale is for, into the registers of sums."""
+        """Instructions that leave the integer dots of each row with the codes of one scale in the registers of sums."""
         multiply, add = ("vpmaddwd", "vpaddd") if self.in_words else ("vpmaddubsw", "vpaddw")
         inputs = place.inputs
         chunks = list(self.chunks(part))

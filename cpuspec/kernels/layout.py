@@ -97,7 +97,8 @@ STATE = _record(
     expert_bytes=_I64,  # of weights of experts that the forward has read
 )
 
-# What `Program.enter` notes of a forward begins with this. `logits` and `kept` are addresses of the numpy objects, not of numbers.
+# The notes of `Program.enter` on a forward begin with this record. `logits` and `kept` are addresses of numpy objects, not of their
+# numbers.
 CALL = _words(
     "num_rows", "num_logit_rows", "num_parents", "num_sequences", "both_ways", "stops_early", "head_bytes", "logits", "kept"
 )
@@ -226,7 +227,7 @@ TEAM: _DType = np.dtype(
     }
 )
 
-# What a walk over a chunk is told about its queries, at the start of a thread's scratch.
+# The queries of a walk over a chunk, at the start of a thread's scratch.
 MAX_QUERIES = 128 if isa.has_bf16_tiles() else 64  # tile registers want more of them for the keys that are prepared
 WALK = _record(
     queries=(_I64, MAX_QUERIES),  # addresses

@@ -81,7 +81,7 @@ class Program:
         lengths: list[int], storages: list[int], head_bytes: int, kept: _Array | None, logits: _Array, both_ways: bool = False,
         stops_early: bool = False,
     ) -> None:  # fmt: skip
-        """Note what the next run is about, where its rows go in the cache and what they attend to.
+        """Note the rows of the next run, where they go in the cache and what they attend to.
 
         As in `ForwardBatch`; parents is empty where every sequence is a chain. lengths: tokens that each sequence's slot holds;
         storages: addresses of the slots; head_bytes: of one head of one layer in them; kept: for each layer, int64 address of where

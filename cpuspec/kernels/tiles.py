@@ -142,8 +142,8 @@ def many_rows_pass(name: str, order: str, p: Pass) -> None:
 
 
 def _ask(panel: Value, group: Value, size: int, turn: int) -> None:
-    """Ask for some lines of what is AHEAD of a group of a panel of `size` bytes: in each turn others, for nothing would be read
-    while the others work if one asked for all. Into the second cache only: the first is for the rows.
+    """Prefetch some lines of the weights AHEAD of a group of a panel of `size` bytes, other lines in each turn: so memory is read
+    during all turns. Into the second cache only: the first one is for the rows.
     """
     here = panel + group * (size // _GROUPS)
     for line in range(64 * turn, size // _GROUPS, 64 * _TURNS):

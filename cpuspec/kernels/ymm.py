@@ -100,7 +100,7 @@ def _times(products: Products, total: Any, codes: Value, inputs: Value) -> Value
 
 
 def _scaled(products: Products, total: Value, factor: int) -> Value:
-    """What `_times` has summed, in 32 bits, times a factor."""
+    """A sum of `_times` in 32 bits, times a factor."""
     if products.vnni:
         return total.shifted(factor.bit_length() - 1)
     return total if products.in_words else _widened(total, factor)

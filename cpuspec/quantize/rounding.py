@@ -91,7 +91,9 @@ def values_of(format: Format, codes: U8, grid: Grid) -> F32:
 
 
 def _search_of(format: Format) -> Callable[[F32, F32], Parts] | None:
-    """What finds the parts of blocks with the least weighted error, if errors can have weights: F32 [n, block_size], as blocks."""
+    """The search for the parts of blocks with the least weighted error, a function of values and weights, F32 [n, block_size]
+    each; None for a format that has none.
+    """
     if format.affine is None or format.code_bits == 8:
         return None
     if format.name == "nl4_g32":

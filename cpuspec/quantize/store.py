@@ -17,8 +17,8 @@ from cpuspec.platform import SYSTEM
 class Workspace:
     """A directory that one run at a time works in.
 
-    directory: made if it is not there. settings: all that its files depend on, as JSON holds it; files of a run with other settings
-    are removed. Raises CheckpointError where another process works there, OSError where nothing can be written.
+    directory: it is created if need be. settings: everything that its files depend on, as JSON; files of a run with other settings
+    are removed. Raises CheckpointError if another process works in the directory, OSError if nothing can be written there.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class Workspace:
         return self._numbers[name]
 
     def close(self, remove: bool) -> None:
-        """Let others work there; remove: and remove everything."""
+        """Release the directory to other processes. remove: delete it and its files."""
         if remove:
             self._empty()
         self._lock.close()
