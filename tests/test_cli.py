@@ -1316,6 +1316,13 @@ def test_ctrl_c_ends_a_bench_with_130_and_no_half_results(model: str) -> None:
     assert b"Traceback" not in errors
 
 
+def test_info_prints_the_instructions_that_multiply_a_format() -> None:
+    one, four = (ok("info", "--kernel", "q4_0", "--rows", rows).splitlines() for rows in ("1", "4"))
+    assert ".LBB0_2:" in one  # loops
+    assert len(one) + 30 < len(four)
+    assert "format 'q4_9' is not known" in " ".join(refused("info", "--kernel", "q4_9").split())
+
+
 @pytest.mark.usefixtures("bandwidth")
 def test_info_says_what_was_chosen_and_why(cache: Path) -> None:
     shown = report_of("info")

@@ -1,8 +1,8 @@
 """Packed weights on the disk: matrices in the order kernels read, made at a model's first start and mapped at later ones.
 
-A file holds the matrices of one model: an index, checksums, then each matrix at a multiple of 64 bytes. Its name, size and index are
-computed from the tensors; a file that has another size or index is written anew. All processes that run the model share the pages
-of the mapped file.
+A file holds the matrices of one model: an index, checksums, then each matrix at a multiple of 64 bytes. Its name, size and index
+are computed from the tensors; a file that has another size or index is written anew. All processes that run the model share the
+pages of the mapped file.
 
 The first start after each boot compares the weights with their checksums, before anything is computed from them: a damaged file is
 removed and written anew. Where a directory cannot be written or a disk is full, every start packs in memory.

@@ -7,6 +7,9 @@ from contextlib import suppress
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from cpuspec import __version__
 from cpuspec.backends import OWN_SETTINGS
@@ -44,9 +47,23 @@ TELLING_FEATURES = (
 _PREFERRED = ("avx512vnni", "avxvnni")  # how kernels like to multiply bytes, best first
 
 
+_KernelOption = Annotated[
+    str,
+    typer.Option(
+        "--kernel", metavar="FORMAT", help="Print the instructions that multiply weights of this format, and nothing else."
+    ),
+]
+_RowsOption = Annotated[int, typer.Option("--rows", min=1, max=16, help="How many rows --kernel multiplies.")]
+
+
 @exit_codes()
-def info(as_json: options.JsonOption = False) -> None:
+def info(as_json: options.JsonOption = False, kernel: _KernelOption = "", rows: _RowsOption = 1) -> None:
     """Show what cpuspec makes of this machine: processor, kernels chosen for it, memory, versions, caches."""
+    if kernel:
+        from cpuspec.kernels.linear import assembly  # imports numba
+
+        print(assembly(kernel, rows))
+        return
     with busy("measuring this machine's memory bandwidth"):
         report = describe_machine()
     print_report(report, as_json, show_machine)

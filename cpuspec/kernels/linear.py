@@ -7,10 +7,10 @@ Numbers (f32, f16) and codes of floats (fp8, nf4) are multiplied with f32 activa
 tile registers do it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 
-from cpuspec.formats import FORMATS
+from cpuspec.formats import FORMATS, get_format
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import isa, machine_code, tiles, ymm
 from cpuspec.kernels.ops import F32, F32X16, I1, Ops, Value, Variable, fma
@@ -55,8 +55,8 @@ def prompt_order(format_name: str, precise: bool = False) -> str:
     return activation_order(PAIRED if format_name in READERS else format_name, precise)
 
 
-def _few_rows(name: str, order: str, most: int) -> Callable[[Pass], None]:
-    """A pass of up to 8 rows, or of `most`, which keeps its sums in registers or near them."""
+def _few_rows(name: str, order: str, counts: Iterable[int]) -> Callable[[Pass], None]:
+    """A pass of so many rows as one of `counts` says, which keeps its sums in registers or near them."""
     step = _bytes_between_rows(order)
 
     def emit(p: Pass) -> None:
@@ -75,9 +75,14 @@ def _few_rows(name: str, order: str, most: int) -> Callable[[Pass], None]:
             with o.loop(streams) as stream:
                 p.finish_rows(stream, [(row, sums(stream, row)) for row in range(count)])
 
-        o.switch(p.rows, {count: partial(of, count) for count in sorted({*range(1, min(most, 8) + 1), most})})
+        o.switch(p.rows, {count: partial(of, count) for count in counts})
 
     return emit
+
+
+def _counts(most: int) -> list[int]:
+    """The numbers of rows that one pass serves: up to 8, and `most`."""
+    return sorted({*range(1, min(most, 8) + 1), most})
 
 
 def _bytes_between_rows(order: str) -> int:
@@ -253,6 +258,20 @@ def _turn(first, length, turn):
     return first + turn + (_STREAMS - 1) * length, 1, 0
 
 
+def assembly(format_name: str, rows: int) -> str:
+    """The instructions with which this processor multiplies one tile of a format with a few rows, 1 to BLOCK_ROWS, loop by loop.
+
+    They are compiled for this. Raises FormatError for a format that is not known.
+    """
+    name = get_format(format_name).name
+    run = pass_of(_few_rows(name, activation_order(name), [rows]))
+
+    def one_pass(matrix, tile_bytes, in_features, tile, acts, row_bytes, bias, residual, out, stride):
+        run(Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride), tile, 1, 0, 0, rows)
+
+    return machine_code.assembly(one_pass, 10)
+
+
 def _bf16_linear() -> Callable[..., None]:
     """The kernel of bf16 in tile registers, to be compiled: four tiles of up to 16 rows at a time, or two of up to 32."""
     run = pass_of(tiles.bf16_pass)
@@ -292,7 +311,7 @@ def _dequantized_linear(name: str) -> Callable[..., None]:
 def _ymm_linear(name: str, order: str) -> Callable[..., None]:
     """The kernel of a format of codes without AVX-512, to be compiled: one pass for any number of rows."""
     few, many = ymm.FEW[order], ymm.MANY
-    few_rows, many_rows = pass_of(_few_rows(name, order, few)), pass_of(partial(ymm.rows_pass, name, order))
+    few_rows, many_rows = pass_of(_few_rows(name, order, _counts(few))), pass_of(partial(ymm.rows_pass, name, order))
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)
@@ -320,7 +339,7 @@ def _linear(name: str, order: str) -> Callable[..., None]:
     streamed_rows = few if name in READERS else 0
     least, many = tiles.least(name), tiles.MANY
     shortest = -(-least // BLOCK_ROWS) * BLOCK_ROWS if in_tiles else BLOCK_ROWS
-    few_rows, many_rows = pass_of(_few_rows(name, order, most)), pass_of(partial(tiles.many_rows_pass, name, order))
+    few_rows, many_rows = pass_of(_few_rows(name, order, _counts(most))), pass_of(partial(tiles.many_rows_pass, name, order))
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)

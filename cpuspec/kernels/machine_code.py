@@ -114,6 +114,14 @@ def _compile(python: Callable[..., Any], num_arguments: int, returns: bool) -> A
     return cfunc(result(*[types.int64] * num_arguments), **OPTIONS)(python)
 
 
+def assembly(python: Callable[..., Any], num_arguments: int) -> str:
+    """The instructions of a function of int64s, compiled and not kept: with labels, and LLVM's remarks about loops."""
+    module = binding.parse_assembly(_compile(python, num_arguments, returns=False).inspect_llvm())
+    functions = _target_machine().emit_assembly(module).split(".Lfunc_end")
+    lines: list[str] = max(functions, key=len).splitlines()  # the others only call it
+    return "\n".join(line for line in lines if line.startswith((".LBB", " ")) or (line[:1] == "\t" and line[1:2] not in ".#"))
+
+
 def _keep(compiled: Any, path: Path) -> None:
     """Write the object file of a compiled function: a checksum, what it is called and what it calls, and the code."""
     module = binding.parse_assembly(compiled.inspect_llvm())
