@@ -80,7 +80,7 @@ class Noise:
 
 
 class TokenHistory:
-    """Which tokens a sequence has seen, for the penalties: the prompt's ids, and how often each id was generated."""
+    """The tokens of a sequence, counted for the penalties: the prompt's ids, and how often each id was generated."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._prompt_ids: I64 = np.unique(np.asarray(prompt, np.int64))

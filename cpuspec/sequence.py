@@ -11,10 +11,10 @@ from cpuspec.sampling import Draws, Legal, Noise, Row, TokenHistory
 
 
 class Constraint(Protocol):
-    """What a request's answer must keep to. Every method is a function of the path alone: output tokens, then drafted ones."""
+    """A grammar that a request's answer keeps to. Every method depends on the path alone: output tokens, then drafted ones."""
 
     def legal(self, path: Seq[int]) -> Legal | None:
-        """Which tokens may follow the path, [V], the end among them where it may; None where the end alone may, or nothing."""
+        """Whether each token may follow the path, [V], the end token included; None where only the end or nothing may follow."""
         ...
 
     def accepts(self, path: Seq[int]) -> bool:

@@ -46,7 +46,7 @@ Weights = tuple[Checkpoint, Mapping[str, Format]]  # a model, and its matrices t
 
 @dataclass(frozen=True)
 class Target:
-    """What drafters may know of the target before its weights are loaded."""
+    """The facts of the target that drafters may use before its weights are loaded."""
 
     checkpoint: Checkpoint | None  # None where the target is a backend of the user's own
     tokenizer: Tokenizer
@@ -183,7 +183,7 @@ def draft_models(spec: SpecConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Verifier:
-    """What a drafter must know of the model that it drafts for."""
+    """The facts that a drafter needs of the model that it drafts for."""
 
     tokenizer: Tokenizer
     num_rows: int  # of its logits
@@ -217,7 +217,7 @@ class OpenedModel:
 
     @property
     def as_verifier(self) -> Verifier:
-        """What a drafter below it must know of it."""
+        """The same facts of this model, for a drafter below it."""
         if self.translation is None:
             return self.verifier
         return Verifier(self.tokenizer, self.tokenizer.vocab_size, _MOST_TOKENS_FOR_ONE * self.verifier.context_length)

@@ -327,7 +327,7 @@ class LLM:
 
     @property
     def levels(self) -> dict[str, LevelCounters]:
-        """What each drafter proposed and what was accepted, over all requests that have ended."""
+        """Drafted and accepted tokens of each drafter, over all requests that have ended."""
         return dict(self._engine.levels)
 
     @property
@@ -358,7 +358,7 @@ class LLM:
         return [*((draft.name, draft.context) for draft in self._drafts), ("target", self._context)]
 
     def prefix_stats(self) -> list[PrefixStats]:
-        """What the prefix cache of each model holds and has saved: draft models first, the cheapest foremost, then the target."""
+        """The figures of each model's prefix cache: draft models first, the cheapest foremost, then the target."""
         with self._shared.turn():
             return [*(draft.context.prefix_stats(draft.name) for draft in self._drafts), self._context.prefix_stats("target")]
 

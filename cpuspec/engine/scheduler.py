@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, and how many rows of prompts it reads. Decides, and never touches arrays."""
+"""Decides which sequences run in the next step, and how many rows of prompts it reads. Never touches arrays."""
 
 from collections.abc import Callable
 from itertools import accumulate

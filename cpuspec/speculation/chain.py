@@ -119,7 +119,7 @@ class _Path:
                 return
 
     def draft(self, name: str) -> Draft:
-        """What it ran ahead."""
+        """The tokens that it ran ahead, as a draft."""
         tokens = self.seq.tokens[self._start : self._end]
         sure = None if self._floors is None else self._confidence[: len(tokens)]
         return Draft.chain(tokens, name, tuple(self.cycles), tuple(self.sources[: len(tokens)]), sure)

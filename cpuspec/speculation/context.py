@@ -3,12 +3,12 @@
 It knows which tokens each slot's cache holds, and brings a slot to any token string by one rule: truncate to the shared prefix,
 feed the rest. It knows nothing about sampling or about why a string changed.
 
-What finished sequences have left stays in their slots as long as these are not needed, and then in a `PrefixStore`. A sequence
-that begins alike goes on in such a slot, if little is lost there, or gets a copy of what it shares.
+Tokens of finished sequences stay in their slots until the slots are needed, and then in a `PrefixStore`. A new sequence that begins
+with the same tokens takes over such a slot, if little else is lost with it, or gets a copy of the shared tokens.
 
-Some backends compute tokens of prompts in another arithmetic than generated ones (`has_prompt_arithmetic`). Then a token's place in
-its sequence decides, and nothing else: tokens of prompts go in forwards of their own, and only they are kept for other sequences,
-which take them as tokens of their prompts.
+Some backends compute tokens of prompts in another arithmetic than generated ones (`has_prompt_arithmetic`). A token's place in its
+sequence alone decides which one. Tokens of prompts go in forwards of their own; only they are kept for other sequences, which take
+them as tokens of their own prompts.
 """
 
 from collections.abc import Callable
@@ -122,10 +122,9 @@ class Context:
         self._assignments: dict[int, _Assignment] = {}  # by sequence id
 
     def keep_prefixes(self, max_bytes: int | None, queue: PrefixQueue | None = None) -> None:
-        """Decide what finished sequences leave behind, before the first one: up to `max_bytes` of keys and values in memory.
+        """Set how much finished sequences may leave in memory: `max_bytes` of keys and values. Call it before the first sequence.
 
-        None stands for no limit; then it stays in slots alone. queue: of the directory where it goes that does not fit, and at
-        `spill`.
+        None: no limit, and prefixes stay in slots alone. queue: of the directory for what does not fit, and for `spill`.
         A backend that promises no row invariance shares nothing between sequences if `max_bytes` is 0.
         """
         self._shares = self.backend.row_invariant or max_bytes != 0
@@ -151,10 +150,9 @@ class Context:
     def acquire(self, seq: Sequence) -> int:
         """Give the sequence a slot; returns how many of its tokens the slot already supplies, at most all but the last.
 
-        Goes on in a free slot where the longest prefix is, if little else is lost there. Else it takes an empty slot, or the least
-        recently used one, whose content goes to the store, and copies the longest prefix that a slot or the store holds in memory;
-        of the disk it takes what `is_reading_prefix` has read.
-        Raises CacheError when no slot is free.
+        The free slot with the longest prefix is taken over, if little else is lost with it. Otherwise an empty slot is taken, or
+        the least recently used one, whose tokens go to the store; the longest prefix that a slot or the store holds in memory is
+        copied into it. From the disk comes only what `is_reading_prefix` has read. Raises CacheError when no slot is free.
         """
         if not self._free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
@@ -383,7 +381,7 @@ class Context:
     def _save(self, slot: int, used: int, length: int | None = None) -> None:
         """Copy what a slot holds to the store, or its first `length` tokens. Where there is no memory for it, it is lost."""
         if self._store and self._max_kept_bytes is not None:
-            # What would not stay in memory is worth a copy only if it can go to the disk.
+            # Tokens that would not stay in memory are worth a copy only if they can go to the disk.
             fits = len(self._held[slot]) if self._store.queue else self._max_kept_bytes // self.cache.bytes_per_token
             with suppress(MemoryError):
                 self._store.save(slot, self._held[slot][: fits if length is None else length], used, self._salts[slot])

@@ -118,7 +118,7 @@ class PrefixStore:
             found[1].is_done = True
 
     def save(self, slot: int, tokens: list[int], used: int, salt: str = "") -> None:
-        """Hold `tokens`, which the slot begins with, up to the last whole step. What is there already is not copied again."""
+        """Hold `tokens`, which the slot begins with, up to the last whole step. A block that is there is not copied again."""
         if len(tokens) < self._step:
             return
         parent = self._root(salt)

@@ -24,7 +24,7 @@ class Reading:
     def share_rows(
         self, seqs: list[Sequence], begin: Callable[[Sequence, int], None] | None = None
     ) -> tuple[list[bool], list[PromptChunk]]:
-        """Which sequences can be drafted for now, and the parts of prompts that are read beside them.
+        """Whether each sequence can be drafted for now, and the parts of prompts that are read beside them.
 
         begin: called with each sequence that gets its slot, and with how many of its tokens the slot held already.
         """

@@ -47,7 +47,7 @@ _PROMPTS_AHEAD = 4  # for each sequence that runs: prompts that may wait for one
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """What is asked and how it is answered.
+    """The prompts of a run, and the settings of its answers.
 
     prompts: JSON-lines files. functions: installed packages. num_self_made: prompts that the target makes up. temperatures: of the
     answers to each prompt, 0 is greedy. max_answer_tokens: of one answer. max_prompt_tokens: longer prompts are left out.
@@ -89,7 +89,7 @@ class Refused:
 
 @dataclass
 class Summary:
-    """What a run did. num_kept: answers of earlier runs. Counts are of this run alone; refused are of all runs of the file.
+    """The counts of a run. num_kept: answers of earlier runs. Counts are of this run alone; refused are of all runs of the file.
 
     num_new_tokens: all that were generated; num_answer_tokens: those of answers in the file, earlier runs' included.
     """
@@ -179,7 +179,7 @@ def make_answers(
 
 
 def _facts(llm: LLM, files: list[dict[str, Any]], plan: AnswerPlan, exclusion: Exclusion) -> dict[str, Any]:
-    """What must be the same in each run of a file."""
+    """The facts that must be the same in each run of a file."""
     digests = [hashlib.sha256(read_file(path, _MAX_PROMPTS_BYTES, ConfigError)).hexdigest() for path in plan.prompts]
     return {
         "model": llm.name,
@@ -257,7 +257,7 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
 
 @dataclass(eq=False)
 class _Text:
-    """What a request has generated. reason: why it ended; "" while it runs."""
+    """The tokens that a request has generated. reason: why it ended; "" while it runs."""
 
     request: int = -1
     ids: list[int] = field(default_factory=list)
@@ -468,7 +468,7 @@ class _Run:
         return lines
 
     def _turn_text(self, ids: list[int]) -> str:
-        """What the user says in a prompt that the target made up."""
+        """The user's message in a prompt that the target made up."""
         return self._llm.tokenizer.decode(ids[len(self._users_turn) :])
 
 

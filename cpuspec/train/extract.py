@@ -44,7 +44,7 @@ class Text(NamedTuple):
 
 @dataclass
 class Summary:
-    """What a run did. num_kept: samples of earlier runs; the other counts are of the whole directory but num_new_tokens."""
+    """The counts of a run. num_kept: samples of earlier runs. num_new_tokens: of this run; others of the directory."""
 
     path: str
     num_kept: int = 0
@@ -82,7 +82,7 @@ def read_layers(text: str, num_layers: int) -> tuple[int | str, ...]:
 
 
 def usual_layers(num_layers: int) -> tuple[int | str, ...]:
-    """Those that EAGLE-3 reads, which takes the inputs of layers 2, n/2 and n - 3, and the final state."""
+    """The layers that EAGLE-3 reads: it takes the inputs of layers 2, n/2 and n - 3, and the final state."""
     inputs = dict.fromkeys(min(max(one, 1), num_layers) for one in (2, num_layers // 2, num_layers - 3))
     return (*(one - 1 for one in inputs), FINAL)
 

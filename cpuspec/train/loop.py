@@ -33,7 +33,7 @@ _MAY_CHANGE = ("minutes", "measured_every")  # when a run goes on
 
 
 class Samples(Protocol):
-    """What is trained on: `SampleSet`, or another sequence of samples. lengths: tokens of each."""
+    """The training data: `SampleSet`, or another sequence of samples. lengths: tokens of each."""
 
     path: Path
     lengths: NDArray[np.int64]
@@ -52,7 +52,7 @@ class Samples(Protocol):
 
 
 class Weights(Protocol):
-    """What is trained. trained: the tensors that gradients change, by name."""
+    """The numbers of a head or model in training. trained: the tensors that gradients change, by name."""
 
     trained: dict[str, Tensor]
     device: torch.device

@@ -139,7 +139,7 @@ class SampleSet:
 
     @property
     def num_answer_tokens(self) -> int:
-        """Those that the target generated."""
+        """Tokens that the target generated."""
         return sum(int(shard.answer.sum()) for shard in self._shards)
 
     def _rows(self, index: int) -> "tuple[_Shard, slice]":

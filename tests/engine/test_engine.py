@@ -1,4 +1,4 @@
-"""What the engine promises: plain decoding's output under every proposer, in any batch, up to the exact stop."""
+"""The engine gives plain decoding's output under every proposer, in any batch, up to the exact stop."""
 
 import json
 from collections import Counter
@@ -147,7 +147,7 @@ def test_a_seeds_answer_is_that_of_plain_decoding_for_every_proposer(proposer: s
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_seeds_answer_does_not_depend_on_a_planners_clock(seed: int) -> None:
-    """Which decides who drafts, and how much."""
+    """The clock decides who drafts, and how much."""
     rng, model = np.random.default_rng(seed), ToyBackend(4, VOCAB, memory=0.3)
     times = np.cumsum(rng.exponential(rng.choice([0.01, 1.0, 30.0]), 100_000)).tolist()[::-1]
     chains = [cast(ChainProposer, chain_over(NullProposer(), number)) for number in (0, 4)]

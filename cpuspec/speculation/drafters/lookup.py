@@ -194,7 +194,7 @@ def next_probs(evidence: Iterable[Evidence], depth: int) -> dict[int, float]:
 
     Frequencies after the longest context are smoothed by those after the next shorter one, and so on: with c occurrences of a
     context, c / (c + strength) of the probability is theirs (the Dirichlet prior of MacKay and Peto, "A hierarchical Dirichlet
-    language model", 1995). What one source leaves, the next one divides; what the last one leaves belongs to no token.
+    language model", 1995). Probability that one source leaves is divided by the next one; the rest belongs to no token.
     """
     probs: dict[int, float] = {}
     mass = 1.0

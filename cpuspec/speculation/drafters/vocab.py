@@ -58,7 +58,7 @@ class SharedTokens:
 
     @cached_property
     def drafted(self) -> NDArray[np.bool_]:
-        """Which of the draft's tokens have a partner, [its rows]."""
+        """Whether each of the draft's tokens has a partner, [its rows]."""
         mask = np.zeros(self.draft.vocab_size, np.bool_)
         mask[self.draft_ids] = True
         return mask

@@ -1,1 +1,1 @@
-"""Which drafter drafts, and how many tokens: measured costs, learned acceptance, and the choice between them."""
+"""The choice of a drafter and of a draft's length, from measured costs and learned acceptance."""

@@ -8,7 +8,7 @@ _PRIOR = 3.0  # weight of the first guess, in units of what is spent
 
 @dataclass
 class Ratio:
-    """What rounds gained over what they spent. Older rounds fade. first: the ratio to expect before the first round."""
+    """The gain of rounds over their cost. Older rounds fade. first: the ratio to expect before the first round."""
 
     first: float
     gained: float = 0.0

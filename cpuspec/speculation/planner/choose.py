@@ -1,4 +1,4 @@
-"""What a draft of some length promises: tokens per second.
+"""The tokens per second that a draft of some length promises.
 
 A draft that is there is judged by its confidences. Before there is one, a promise has a closed form (arXiv 2211.17192, section
 3.3): n drafted tokens, of which each is accepted with probability a, yield 1 + a + ... + a^n tokens for the seconds of drafting n

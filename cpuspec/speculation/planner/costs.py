@@ -131,7 +131,7 @@ class Costs:
         self.seconds = self._with(self.read_share)
 
     def keep(self) -> None:
-        """Write the corrections to the disk for the next process, if they are worth it. What a text reads is not among them."""
+        """Write the corrections to the disk for the next process, if they are worth it; `read_share` is a text's, and stays."""
         now = self._with(1.0)
         changes = [abs(math.log(one / kept)) for one, kept in zip(now, self._kept, strict=True)]
         if self.path is None or max(changes) < _WORTH_KEEPING:

@@ -1,4 +1,4 @@
-"""What a planner knows of a lookup drafter: it looks up first, and judges what was found."""
+"""A planner's knowledge of a lookup drafter. A look-up is made first, and its draft is judged afterwards."""
 
 from cpuspec.speculation.planner.acceptance import Drafted, Ratio
 from cpuspec.speculation.planner.choose import Option
@@ -11,7 +11,7 @@ _FIRST_LOOKUP_S = 1e-4
 
 
 class LookupDrafter:
-    """A drafter without a model: a look-up is quick, so it is made first and its draft judged afterwards.
+    """A drafter without a model.
 
     acceptance: accepted tokens over those that its confidences claim. gain: tokens that a look-up brings beyond the cost of their
     rows. seconds: of a look-up for one sequence.

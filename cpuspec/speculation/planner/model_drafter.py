@@ -1,4 +1,4 @@
-"""What a planner knows of a drafter with a model: what its drafts promise before they are made, and how long they should be."""
+"""A planner's knowledge of a drafter with a model: the promise of a draft before it is made, and how long it should be."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -20,7 +20,7 @@ class ModelDrafter:
     """A drafter with a model. Its drafts end where going on does not pay, and are judged by their confidences once they are there.
 
     acceptance: accepted tokens over those that its confidences claim. seconds: of drafting for one sequence a token, or a whole
-    draft where one pass makes it. What it promises before it has drafted is what its latest drafts promised.
+    draft where one pass makes it. Before a draft is made, it promises as much as the latest ones did.
     """
 
     def __init__(self, proposer: DraftModel, costs: Costs, verifier: Costs, clock: Callable[[], float]) -> None:

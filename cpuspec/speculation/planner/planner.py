@@ -35,7 +35,7 @@ _MOST_FED = 2  # rows fed for each that is judged, in a forward whose time tells
 
 @dataclass(frozen=True)
 class PlannedDrafter:
-    """What a planner knows of one drafter, or of drafting nothing, over all requests so far.
+    """A planner's figures of one drafter, or of drafting nothing, over all requests so far.
 
     verifies: the model that its drafts are for. cost_of_drafting: of a model's token, or of a whole lookup, in plain forwards of
     that model; cost_of_rows: of forwards over the rows measured, likewise. acceptance: expected now, of what confidences claim.
