@@ -256,3 +256,40 @@ def test_a_long_text_is_indexed_in_parts_and_then_matches_as_a_short_one_does(gr
     text.forget(size)
     assert text.num_unindexed >= size
     assert text.matches([15, 16], 1, 2) == []  # forgotten
+
+
+LOOKUPS = {
+    f"{name}{':tree' if tree else ''}": lambda kind=kind, tree=tree: kind(8, 0.0, tree=tree)
+    for name, kind in (("ngram", NgramProposer), ("suffix", SuffixProposer))
+    for tree in (False, True)
+}
+
+
+@pytest.mark.parametrize("kind", LOOKUPS)
+@settings(max_examples=60, deadline=None)
+@given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS), max_size=6))
+def test_a_sequence_with_drafted_tokens_between_is_drafted_for_like_a_fresh_one(
+    kind: str, prompt: list[int], rounds: list[tuple[list[int], list[int]]]
+) -> None:
+    proposer, seq = LOOKUPS[kind](), Sequence.new(7, prompt, SamplingParams())
+    proposer.begin(seq, 0)
+    for drafted, new in rounds:
+        proposer.propose([seq.ahead(drafted)], [6])
+        seq.extend(new)
+        fresh, alone = LOOKUPS[kind](), Sequence.new(7, seq.tokens, SamplingParams())
+        fresh.begin(alone, 0)
+        (got,), (expected,) = proposer.propose([seq], [6]), fresh.propose([alone], [6])
+        assert (got.tokens.tolist(), got.parents.tolist()) == (expected.tokens.tolist(), expected.parents.tolist())
+        np.testing.assert_array_equal(np.array(got.confidence), np.array(expected.confidence))
+
+
+@pytest.mark.parametrize("kind", LOOKUPS)
+def test_sequences_do_not_see_each_other_and_ended_ones_are_forgotten(kind: str) -> None:
+    proposer = LOOKUPS[kind]()
+    seqs = [Sequence.new(0, [4, 5, 4], SamplingParams()), Sequence.new(1, [5, 4], SamplingParams())]
+    for seq in seqs:
+        proposer.begin(seq, 0)
+    assert [draft.tokens.tolist()[:1] for draft in proposer.propose(seqs, [2, 2])] == [[5], []]
+    for seq in (*seqs, Sequence.new(2, [4], SamplingParams())):  # the last one was aborted before it began
+        proposer.end(seq)
+    assert not proposer._texts

@@ -38,19 +38,6 @@ def test_drafts_equal_a_full_rescan_after_every_round(prompt: list[int], rounds:
     assert proposer.propose([seq], [9])[0].tokens.tolist() == rescanned(seq.tokens, 4)
 
 
-@settings(max_examples=150, deadline=None)
-@given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS), max_size=6))
-def test_drafts_equal_a_full_rescan_behind_drafted_tokens(prompt: list[int], rounds: list[tuple[list[int], list[int]]]) -> None:
-    """Other tokens, or the same ones, are committed between two calls."""
-    proposer, seq = NgramProposer(min_prob=0.0), Sequence.new(7, prompt, SamplingParams())
-    proposer.begin(seq, 0)
-    for drafted, new in rounds:
-        for one in (seq, seq.ahead(drafted)):
-            (draft,) = proposer.propose([one], [6])
-            assert draft.tokens.tolist() == rescanned(one.tokens, 6)
-        seq.extend(new)
-
-
 def test_a_repetition_is_carried_on_beyond_its_end() -> None:
     proposer, seq = NgramProposer(), Sequence.new(0, [5, 6, 7] * 3, SamplingParams())
     proposer.begin(seq, 0)
@@ -65,17 +52,6 @@ def test_each_token_that_agrees_makes_the_next_one_likelier_and_an_unlikely_draf
         confidence = [1 - (STRENGTH / (STRENGTH + 1)) ** (length + i) for i in range(num_tokens)]
         assert draft.confidence is not None
         assert draft.confidence.tolist() == pytest.approx(confidence, rel=1e-6)
-
-
-def test_sequences_do_not_see_each_other_and_ended_ones_are_forgotten() -> None:
-    proposer = NgramProposer(min_prob=0.0)
-    seqs = [Sequence.new(0, [4, 5, 4], SamplingParams()), Sequence.new(1, [5, 4], SamplingParams())]
-    for seq in seqs:
-        proposer.begin(seq, 0)
-    assert [draft.tokens.tolist() for draft in proposer.propose(seqs, [2, 2])] == [[5, 4], []]
-    for seq in seqs:
-        proposer.end(seq)
-    assert not proposer._texts
 
 
 def test_a_tree_has_the_latest_occurrence_and_the_other_ones_beside_it() -> None:

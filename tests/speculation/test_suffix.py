@@ -1,8 +1,6 @@
 """What a suffix proposer keeps of requests: the running ones followed exactly, past answers within a bound."""
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpuspec.config import SamplingParams, SpecConfig
@@ -36,23 +34,6 @@ def drafted(proposer: SuffixProposer, prompt: list[int], limit: int = 64) -> lis
     (draft,) = proposer.propose([seq], [limit])
     proposer._texts.clear()  # this one leaves no answer
     return draft.tokens.tolist()
-
-
-@settings(max_examples=100, deadline=None)
-@given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS), max_size=6), st.lists(TOKENS, max_size=3), st.booleans())
-def test_a_sequence_with_drafted_tokens_between_is_drafted_for_like_a_fresh_one(
-    prompt: list[int], rounds: list[tuple[list[int], list[int]]], past: list[list[int]], tree: bool
-) -> None:
-    proposer, seq = remembering(past, tree=tree), request(7, prompt)
-    proposer.begin(seq, 0)
-    for between, new in rounds:
-        proposer.propose([seq.ahead(between)], [6])
-        seq.extend(new)
-        fresh = remembering(past, tree=tree)
-        fresh.begin(request(7, seq.tokens), 0)
-        (got,), (expected,) = proposer.propose([seq], [6]), fresh.propose([request(7, seq.tokens)], [6])
-        assert (got.tokens.tolist(), got.parents.tolist()) == (expected.tokens.tolist(), expected.parents.tolist())
-        np.testing.assert_array_equal(np.array(got.confidence), np.array(expected.confidence))
 
 
 def test_past_answers_are_drafted_from_and_end_where_they_ended() -> None:
@@ -125,18 +106,6 @@ def test_past_answers_stay_within_their_bound_and_the_oldest_go_first() -> None:
     assert drafted(proposer, [6], limit=1) == [39]
     assert not remembering([[4, 5]], max_past_tokens=0)._past[""]
     assert drafted(remembering([[4, 5, 6, 7]], max_past_tokens=3), [6]) == [7]
-
-
-def test_running_sequences_do_not_see_each_other_and_ended_ones_are_forgotten() -> None:
-    proposer = SuffixProposer()
-    seqs = [request(0, [4, 5, 4]), request(1, [5, 4])]
-    for seq in seqs:
-        proposer.begin(seq, 0)
-    assert [draft.tokens.tolist()[:1] for draft in proposer.propose(seqs, [2, 2])] == [[5], []]
-    for seq in seqs:
-        proposer.end(seq)
-    proposer.end(request(2, [4]))  # aborted in the queue: it never began
-    assert not proposer._texts
 
 
 def test_specs_say_how_many_tokens_how_sure_and_whether_a_tree() -> None:
