@@ -74,14 +74,10 @@ def _spellings(parameter: inspect.Parameter, told: Any) -> list[str]:
     return [spelling for one in declared or [f"--{parameter.name.replace('_', '-')}"] for spelling in one.split("/")]
 
 
-OPTIONS = [
-    pytest.param(name, parameter, kind, told, id=f"{name} {_spellings(parameter, told)[0]}")
+OPTIONS = {
+    name: [(parameter, kind, told) for parameter, kind, told in _declared(callback) if isinstance(told, typer.models.OptionInfo)]
     for name, callback in COMMANDS.items()
-    for parameter, kind, told in _declared(callback)
-    if isinstance(told, typer.models.OptionInfo)
-]
-
-
+}
 REQUIRED = {
     name: [(parameter, told) for parameter, _, told in _declared(callback) if parameter.default is parameter.empty]
     for name, callback in COMMANDS.items()
@@ -140,26 +136,24 @@ def value_of(name: str, parameter: inspect.Parameter, kind: Any, told: Any, file
     return (str(file), "text") if parameter.name in ("json_schema", "grammar") else ("some", "some")
 
 
-@pytest.mark.parametrize(("name", "parameter", "kind", "told"), OPTIONS)
-def test_an_option_sets_what_it_is_called_by(
-    name: str, parameter: inspect.Parameter, kind: Any, told: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usual = arguments_of(name, tmp_path, monkeypatch).get(parameter.name)
-    more = [text for spelling in _spellings(parameter, told) for text in _NEEDS.get(spelling, ())]
-    if kind is bool:
-        spellings = _spellings(parameter, told)
+@pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if options])
+def test_an_option_sets_what_it_is_called_by(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = arguments_of(name, tmp_path, monkeypatch)
+    for parameter, kind, told in OPTIONS[name]:
+        spellings, before = _spellings(parameter, told), usual.get(parameter.name)
+        more = [text for spelling in spellings for text in _NEEDS.get(spelling, ())]
+        text, wanted = ("", None) if kind is bool else value_of(name, parameter, kind, told, tmp_path / "file")
+        values = []
         for spelling in spellings:
-            wanted = not spelling.startswith("--no-") or parameter.name.startswith("no_")
-            assert arguments_of(name, tmp_path, monkeypatch, spelling, *more)[parameter.name] is wanted
-        if usual is not None:
-            assert usual is parameter.default
-            assert any(arguments_of(name, tmp_path, monkeypatch, one)[parameter.name] is not usual for one in spellings)
-        return
-    text, wanted = value_of(name, parameter, kind, told, tmp_path / "file")
-    for spelling in _spellings(parameter, told):
-        got = arguments_of(name, tmp_path, monkeypatch, spelling, text, *more)[parameter.name]
-        assert (list(got) if isinstance(wanted, list) else got) == wanted
-        assert got != usual
+            given = [spelling, *([] if kind is bool else [text]), *more]
+            got = arguments_of(name, tmp_path, monkeypatch, *given)[parameter.name]
+            if kind is bool:
+                wanted = not spelling.startswith("--no-") or parameter.name.startswith("no_")
+            assert (list(got) if isinstance(wanted, list) else got) == wanted, given
+            values.append(got)
+        assert any(value != before for value in values), f"{spellings} set what is there without them"
+        if kind is bool and before is not None:
+            assert before is parameter.default, spellings
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -213,5 +207,5 @@ def test_every_setting_is_read_somewhere(settings: type) -> None:
         if file.parent.name != "cli" and file.name != "config.py":
             tree = ast.walk(ast.parse(file.read_text("utf-8")))
             read |= {one.attr for one in tree if isinstance(one, ast.Attribute)}
-    unread = {one.name for one in fields(settings)} - read  # type: ignore[arg-type]
+    unread = {one.name for one in fields(settings)} - read
     assert unread == set()

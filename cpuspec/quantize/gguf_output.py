@@ -16,9 +16,9 @@ from cpuspec.checkpoints.canonical import GGUF, Names, file_names, joined, joine
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.gguf import GGUF_POOLINGS, GGUF_SAMPLING_KEYS, GGUF_SCORES, ROPE_TENSORS, config_of
-from cpuspec.checkpoints.gguf_file import Value
+from cpuspec.checkpoints.gguf_file import Value, read_gguf
 from cpuspec.checkpoints.gguf_parts import read_parts
-from cpuspec.checkpoints.gguf_writer import TensorInfo, entry, read_entries, write_gguf
+from cpuspec.checkpoints.gguf_writer import TensorInfo, entry, write_gguf
 from cpuspec.config import ModelConfig, Rope
 from cpuspec.errors import ConfigError
 from cpuspec.files import replacing
@@ -65,7 +65,7 @@ def source_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
     Raises ConfigError for a tokenizer, or settings, that have no place in such a file: nothing is lost silently.
     """
     if isinstance(checkpoint.vocabulary, GgufVocabulary):
-        return {key: data for key, data in read_entries(checkpoint.path).items() if key not in _DROPPED}
+        return {key: data.tobytes() for key, data in read_gguf(checkpoint.path).entries.items() if key not in _DROPPED}
     config, family = checkpoint.config, FAMILIES[checkpoint.config.architecture]
     architecture = family.gguf_architecture or family.architecture
     made = shape_entries(checkpoint, architecture)
@@ -260,7 +260,7 @@ def tokenizer_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
     Raises ConfigError if llama.cpp could not encode as it does.
     """
     if isinstance(checkpoint.vocabulary, GgufVocabulary):
-        return {key: data for key, data in read_entries(checkpoint.path).items() if key.startswith("tokenizer.")}
+        return {key: data.tobytes() for key, data in read_gguf(checkpoint.path).entries.items() if key.startswith("tokenizer.")}
     return {key: entry(key, value) for key, value in _tokenizer(checkpoint, checkpoint.vocabulary).items()}
 
 

@@ -14,9 +14,8 @@ from cpuspec.config import EngineConfig, Experts
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.transformer import decode
-from tests.backends.models import MIXTURES, every_backend, forward, in_gguf, tiny
+from tests.backends.models import MIXTURES, TOKENS, computed, every_backend, forward, in_chunks, in_gguf, reference, tiny
 
-TOKENS = np.random.default_rng(0).integers(0, 300, 45).tolist()
 ROUTERS: dict[str, dict[str, object]] = {
     "softmax": {},
     "not normalised": {"normalised": False},
@@ -24,6 +23,7 @@ ROUTERS: dict[str, dict[str, object]] = {
     "a softmax over the chosen": {"score": "chosen", "normalised": False},
     "a shift for the choice alone": {"score": "sigmoid", "shifted": True},
     "groups": {"score": "sigmoid", "shifted": True, "groups": 4, "groups_used": 2},
+    "a part that all rows go through": {"shared": 96},
     "biases": {"bias": True},
     "biases, a softmax over the chosen": {"bias": True, "score": "chosen", "normalised": False},
     "as many experts as no vector has": {"count": 19, "used": 5},
@@ -56,11 +56,7 @@ def _mixture(tmp_path_factory: pytest.TempPathFactory, shared: int = 0, weight_f
 @every_backend(("numba", "torch"))
 def test_every_router_chooses_as_the_reference_does(tmp_path_factory, name: str, router: str) -> None:
     checkpoint = _mixture(tmp_path_factory, **ROUTERS[router])
-    settings = EngineConfig(threads=2, max_rows=64, kv_format="f32")
-    fast, slow = make_backend(name, checkpoint, settings), NumpyBackend(checkpoint, settings, np.float64)
-    got, wanted = (forward(one, one.new_cache(1, 64), {0: TOKENS}).logits for one in (fast, slow))
-    assert np.abs(got - wanted).max() < 1e-4
-    fast.close()
+    assert np.abs(computed(name, checkpoint, threads=2) - reference(checkpoint)).max() < 1e-4
 
 
 @pytest.mark.parametrize("facts", [{"used": 2}, {"scale": 1.01}, {"normalised": False}, {"score": "chosen"}], ids=str)
@@ -68,21 +64,7 @@ def test_the_comparison_would_see_another_choice(tmp_path_factory, facts: dict[s
     checkpoint = _mixture(tmp_path_factory, score="sigmoid")
     experts = replace(checkpoint.config.experts, **facts)
     other = replace(checkpoint, config=replace(checkpoint.config, experts=experts))
-    logits = []
-    for one in (checkpoint, other):
-        backend = NumpyBackend(one, EngineConfig(max_rows=64, kv_format="f32"))
-        logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits)
-    assert np.abs(logits[0] - logits[1]).max() > 1e-3
-
-
-@every_backend(("numba", "torch"))
-def test_a_part_that_all_rows_go_through_is_weighed_and_added(tmp_path_factory, name: str) -> None:
-    checkpoint = _mixture(tmp_path_factory, shared=96)
-    settings = EngineConfig(threads=2, max_rows=64, kv_format="f32")
-    fast, slow = make_backend(name, checkpoint, settings), NumpyBackend(checkpoint, settings, np.float64)
-    got, wanted = (forward(one, one.new_cache(1, 64), {0: TOKENS}).logits for one in (fast, slow))
-    assert np.abs(got - wanted).max() < 1e-4
-    fast.close()
+    assert np.abs(reference(checkpoint) - reference(other)).max() > 1e-3
 
 
 @pytest.fixture(scope="module", params=["q4_0", "q4_k", "q6_k", "f16", "bf16"])  # of each order of activations
@@ -92,31 +74,22 @@ def of_format(request, tmp_path_factory) -> Checkpoint:
 
 
 def test_a_row_does_not_depend_on_which_rows_share_its_experts(of_format: Checkpoint) -> None:
-    rows = None
-    for threads in (1, 2, 3):
-        backend = make_backend("numba", of_format, EngineConfig(threads=threads, max_rows=64, keep_packed=False))
-        for size in (1, 7, 45) if threads == 2 else (45,):
-            cache = backend.new_cache(1, 64)
-            got = np.concatenate([forward(backend, cache, {0: TOKENS[i : i + size]}).logits for i in range(0, 45, size)])
-            rows = got if rows is None else rows
-            assert np.array_equal(got, rows)
-        backend.close()
+    alone = computed("numba", of_format, TOKENS, 1, threads=2)
+    for threads, size in ((1, 45), (2, 7), (2, 45), (3, 45)):
+        assert np.array_equal(computed("numba", of_format, TOKENS, size, threads=threads), alone)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_chunks_of_a_prompt_give_the_same_bits_and_every_backend_the_same_logits(tmp_path_factory, family: str) -> None:
     checkpoint = tiny(tmp_path_factory, weight_format="f32", **in_gguf(family))
-    settings, tokens = EngineConfig(threads=2, max_rows=96, kv_format="f32", keep_packed=False), TOKENS + TOKENS[::-1]
-    reference = NumpyBackend(checkpoint, settings, np.float64)
-    wanted = forward(reference, reference.new_cache(1, 96), {0: tokens}).logits
+    tokens = TOKENS + TOKENS[::-1]
+    wanted = reference(checkpoint, tokens)
     for name in ("numba", "torch"):
-        backend, rows = make_backend(name, checkpoint, settings), None
-        for size in (90, 64, 7, 1) if name == "numba" else (90,):
-            cache = backend.new_cache(1, 96)
-            got = np.concatenate([forward(backend, cache, {0: tokens[i : i + size]}).logits for i in range(0, 90, size)])
-            rows = got if rows is None else rows
-            assert np.array_equal(got, rows)
-        assert np.abs(got - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
+        backend = make_backend(name, checkpoint, EngineConfig(threads=2, max_rows=96, kv_format="f32", keep_packed=False))
+        whole = in_chunks(backend, tokens, 90)
+        assert np.abs(whole - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
+        for size in (64, 7, 1) if name == "numba" else ():
+            assert np.array_equal(in_chunks(backend, tokens, size), whole)
         backend.close()
 
 
@@ -197,9 +170,5 @@ def test_a_model_without_experts_reads_all_its_weights_and_graphs_do_for_each_se
 def test_experts_that_lie_apart_are_those_that_lie_together(tmp_path_factory) -> None:
     together = tiny(tmp_path_factory, architecture="qwen3moe", weight_format="q4_k", num_layers=1, expert_size=256)
     tensors = {name: QuantTensor.stack(t.matrices) if len(t.shape) == 3 else t for name, t in together.tensors.items()}
-    logits = []
-    for checkpoint in (together, replace(together, tensors=tensors)):
-        backend = make_backend("numba", checkpoint, EngineConfig(threads=1, max_rows=64, keep_packed=False))
-        logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits)
-        backend.close()
-    assert np.array_equal(*logits)
+    apart = replace(together, tensors=tensors)
+    assert np.array_equal(*(computed("numba", checkpoint) for checkpoint in (together, apart)))

@@ -19,9 +19,8 @@ from cpuspec.environment import cache_dir
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.speed import Plan, measure_speed
 from cpuspec.model.batch import ForwardBatch, ForwardStoppedError
-from tests.backends.models import every_backend, forward, tiny
+from tests.backends.models import TOKENS, every_backend, forward, in_chunks, tiny
 
-TOKENS = np.random.default_rng(0).integers(0, 300, 45).tolist()
 SIZES = {"num_layers": 3, "num_experts": 12, "num_used": 3, "expert_size": 256}
 
 
@@ -59,8 +58,7 @@ def stored(checkpoint: Checkpoint, slots: float, **settings: int) -> NumbaBacken
 
 
 def logits(backend: NumbaBackend, size: int = 45) -> np.ndarray:
-    cache = backend.new_cache(1, 64)
-    return np.concatenate([forward(backend, cache, {0: TOKENS[i : i + size]}).logits for i in range(0, len(TOKENS), size)])
+    return in_chunks(backend, TOKENS, size)
 
 
 def test_bits_are_those_of_weights_in_memory_whatever_fits(of_format: Checkpoint) -> None:

@@ -16,11 +16,9 @@ from cpuspec.checkpoints import open_checkpoint
 from cpuspec.config import EngineConfig, SpecConfig
 from cpuspec.evaluate.parity import ModelIdentity, Question, open_side, record
 from cpuspec.evaluate.parity_file import write_recording
+from tests.backends.models import SMALL
 from tools.make_readme_tables import RESULTS
 from tools.make_tiny_model import make_tiny_gguf
-
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
-
 
 QUALITY = {"kl_mean": 2e-4, "kl_p99": 1e-3, "kl_max": 0.5, "same_top": 0.992, "perplexity_ratio": 1.001}
 

@@ -421,20 +421,14 @@ def test_ctrl_c_leaves_nothing_half_done(hub: StandInHub, caches: Path, impatien
     assert resolve_model(f"{NAME}:Q4_K_M").read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [(errno.ENOSPC, "its disk is full"), (errno.EDQUOT, "its disk is full"), (errno.EROFS, "Read-only file system")],
-)
-def test_a_disk_that_cannot_take_it_is_named_and_not_the_hub(
-    hub: StandInHub, caches: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
-) -> None:
+def test_a_full_disk_is_named_and_not_the_hub(hub: StandInHub, caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import cpuspec.checkpoints.hub_download as module
 
     def fail(*_: object, **__: object) -> str:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(module, "hf_hub_download", fail)
-    with pytest.raises(DownloadError, match=f"{caches} cannot be written: {reason}; make room, or set HF_HOME"):
+    with pytest.raises(DownloadError, match=f"{caches} cannot be written: its disk is full; make room, or set HF_HOME"):
         resolve_model(f"{NAME}:Q4_K_M")
 
 
@@ -447,7 +441,7 @@ def test_a_cache_that_is_in_the_way_is_named(hub: StandInHub, caches: Path) -> N
 
 def test_a_model_larger_than_the_disk_is_refused_before_it_is_asked_for(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(DownloadError, match=r"MB are needed in .* which has 0 MB free"):
+    with pytest.raises(DownloadError, match=r"needs .* MB free in .* which has 0 MB"):
         resolve_model(f"{NAME}:Q4_K_M")
     assert hub.fetched() == []
 

@@ -22,12 +22,11 @@ from cpuspec.evaluate.perplexity import (
 from cpuspec.evaluate.quality import compare, logits_of
 from cpuspec.sampling import log_softmax
 from cpuspec.text import make_tokenizer
-from tests.backends.models import tiny
+from tests.backends.models import SMALL, tiny
 from tools.make_tiny_model import make_tiny_gguf
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 50).tolist()
 BOS = 7
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
 # `llama-perplexity -f TEXT -c 16 -b 16 --chunks 2 --kl-divergence-base FILE` of llama.cpp b11434 with AVX2, on the f32 model below.
 THEIRS = Path(__file__).parent / "llama_perplexity.kld"
 THEIR_PERPLEXITY, THEIR_ERROR = 4056.1200, 2137.32402

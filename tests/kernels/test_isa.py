@@ -39,12 +39,12 @@ def _chosen_and_digest(path: str) -> str:
     return f"{isa.dot_isa()} {digest.hexdigest()}"
 
 
-def _in_child(path: Path, features: tuple[str, ...], cache: Path) -> subprocess.CompletedProcess[str]:
+def _in_child(path: Path, features: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Its machine code is kept beside that for this processor, under a name of its own."""
     environment = {
         **os.environ,
         "NUMBA_CPU_NAME": "x86-64-v3",
         "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in features),
-        "CPUSPEC_CACHE": str(cache),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     command = [sys.executable, "-c", f"from tests.kernels.test_isa import _chosen_and_digest as f; print(f({str(path)!r}))"]
@@ -59,25 +59,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_a_model_has_the_same_bits_on_every_instruction_set(model: Path, name: str, tmp_path: Path) -> None:
+def test_a_model_has_the_same_bits_on_every_instruction_set(model: Path, name: str) -> None:
     if lacking := set(FEATURES[name]) - isa.features():
         pytest.skip(f"this processor lacks {', '.join(sorted(lacking))}")
     if name == isa.dot_isa() and not isa.has_tiles():
         pytest.skip(f"this processor has nothing beyond {name}")
-    done = _in_child(model, FEATURES[name], tmp_path)
+    done = _in_child(model, FEATURES[name])
     assert done.stdout.split() == [name, _chosen_and_digest(str(model)).split()[1]], done.stderr
 
 
-def test_a_processor_that_is_too_old_is_a_clear_error(model: Path, tmp_path: Path) -> None:
-    done = _in_child(model, ("avx", "sse4.2"), tmp_path)
+def test_a_processor_that_is_too_old_is_a_clear_error(model: Path) -> None:
+    done = _in_child(model, ("avx", "sse4.2"))
     assert "BackendError: the numba backend needs a processor with avx2, fma, f16c" in done.stderr
     assert "--backend numpy" in done.stderr
 
 
-def test_features_that_the_processor_lacks_are_refused_and_not_run(model: Path, tmp_path: Path) -> None:
+def test_features_that_the_processor_lacks_are_refused_and_not_run(model: Path) -> None:
     host = binding.get_host_cpu_features()
     lacking = next(name for name in ("amx-tile", "avx512f", "avxifma", "xop") if not host[name])
-    done = _in_child(model, (*_V3, lacking), tmp_path)
+    done = _in_child(model, (*_V3, lacking))
     assert f"BackendError: NUMBA_CPU_FEATURES names {lacking}, which this processor" in done.stderr
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import struct
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,37 +345,6 @@ def test_a_hostile_vocabulary_is_a_clear_error(changes: dict[str, Any], message:
         make(make_vocabulary(**changes))
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_any_vocabulary_either_works_or_is_a_tokenizer_error(data: st.DataObject) -> None:
-    token = st.text("ab<|>Ġ▁\x00\n 中", max_size=4) | st.sampled_from(["<0x41>", "<unk>", "<|im_end|>", "Ġ", "a", "b", "ab"])
-    tokens = tuple(data.draw(st.lists(token, max_size=8, unique=data.draw(st.booleans()))))
-    an_id = st.none() | st.integers(-1, 8)
-    vocabulary = GgufVocabulary(
-        model=data.draw(st.sampled_from(["gpt2", "llama"])),
-        pre="smollm",
-        tokens=tokens,
-        token_types=tuple(data.draw(st.lists(st.integers(0, 7), min_size=len(tokens), max_size=len(tokens)))),
-        merges=tuple(data.draw(st.lists(st.sampled_from(["a b", "ab a", "Ġ a", "a <", " a", "< |"]), max_size=3))),
-        scores=tuple(float(i) for i in range(len(tokens))),
-        bos_id=data.draw(an_id),
-        eos_id=data.draw(an_id),
-        unk_id=data.draw(an_id),
-        pad_id=None,
-        add_bos=data.draw(st.booleans()),
-        add_eos=data.draw(st.booleans()),
-        add_space_prefix=data.draw(st.booleans()),
-    )
-    try:
-        tokenizer = make(vocabulary, vocab_size=8)
-    except TokenizerError:
-        return
-    for parse_special in (False, True):
-        ids = tokenizer.encode("ab <|im_end|> a\x00b中A", parse_special=parse_special)
-        assert all(0 <= i < len(tokens) for i in ids)
-        tokenizer.decode(ids)
-
-
 # SentencePiece
 
 
@@ -511,6 +481,14 @@ def make_hf(directory: Path, config: dict[str, Any] | None = None, **changes: An
     return HfTokenizerFiles(directory, directory / "tokenizer.json")
 
 
+def changed(files: HfTokenizerFiles, change: Callable[[dict[str, Any]], object]) -> Tokenizer:
+    """The tokenizer of a directory whose tokenizer.json `change` has changed."""
+    data = json.loads(files.tokenizer_json.read_text())
+    change(data)
+    files.tokenizer_json.write_text(json.dumps(data))
+    return make(files)
+
+
 def test_two_vocabularies_are_one_where_no_id_stands_for_another_text(tmp_path: Path) -> None:
     """A draft model of the target's family: the same tokens in another file, with more rows, or with an end left empty."""
     ours, end = make(make_vocabulary()), len(TOKENS)
@@ -588,12 +566,10 @@ def test_ends_and_chat_template_come_from_the_directory(tmp_path: Path) -> None:
 
 
 def test_a_control_token_may_swallow_white_space(tmp_path: Path) -> None:
-    files = make_hf(tmp_path)
-    data = json.loads(files.tokenizer_json.read_text())
-    data["added_tokens"][1]["rstrip"] = True
-    data["added_tokens"][0]["lstrip"] = True
-    files.tokenizer_json.write_text(json.dumps(data))
-    ids = make(files).encode("a \n<|im_start|> b<|im_end|> \n c", parse_special=True)
+    def swallow(data: dict[str, Any]) -> None:
+        data["added_tokens"][1]["rstrip"] = data["added_tokens"][0]["lstrip"] = True
+
+    ids = changed(make_hf(tmp_path), swallow).encode("a \n<|im_start|> b<|im_end|> \n c", parse_special=True)
     assert ids == [IDS["a"], IDS["<|im_start|>"], *BUILT["qwen2"].encode(" b"), IDS["<|im_end|>"], IDS["c"]]
 
 
@@ -616,49 +592,11 @@ def test_only_the_beginning_of_a_text_gets_the_first_space(tmp_path: Path) -> No
     assert tokenizer.decode([4, 6]) == "a b"
     assert tokenizer.encode_parts([b"a", 1, b"b b"]) == [4, 1, 5, 6]
     assert tokenizer.encode_parts([b"a b"], continues=True) == [3, 6]
-    data = json.loads(files.tokenizer_json.read_text())
     steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
-    data |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
-    files.tokenizer_json.write_text(json.dumps(data))
-    tokenizer = make(files)
+    normalizer = {"type": "Sequence", "normalizers": steps}
+    tokenizer = changed(files, lambda data: data.update(normalizer=normalizer, pre_tokenizer=None))
     assert tokenizer.encode_parts([b"a b"]) == [4, 6]
     assert tokenizer.encode_parts([b"a b"], continues=True) == [3, 6]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": {"type": "WordLevel", "vocab": {}}}, "wanted BPE"),
-        ({"model": {"type": "Unigram", "vocab": {}}}, "wanted BPE"),
-        ({"model": {"type": "Unigram", "vocab": [["a", "b"]]}}, "piece 0 is"),
-        ({"model": {"type": "Unigram", "vocab": [["a", 0.0], ["a", 0.0]]}}, "piece 1 is"),
-        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 1}, "added_tokens": []}, "unk_id is 1"),
-        ({"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "wanted what pieces inside"),
-        (
-            {"model": {"type": "WordPiece", "vocab": {}, "continuing_subword_prefix": "#", "max_input_chars_per_word": 1e9}},
-            "up to 256",
-        ),
-        ({"model": {"type": "Unigram", "vocab": [["a" * 2000, 0.0]]}}, "at most 1024"),
-        ({"model": None}, "wanted BPE"),
-        ({"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}, "wanted a number"),
-        ({"model": {"type": "BPE", "vocab": {"a": "0"}, "merges": []}}, "wanted a number"),
-        ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 0}, "merges": []}}, "share the id 0"),
-        ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 99_999}, "merges": []}}, "highest id is 99999"),
-        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}, "added_tokens": []}, "cannot be used"),
-        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": 3}, "added_tokens": []}, "merges is no list"),
-        ({"added_tokens": [{"id": 5}]}, "no list of tokens"),
-        ({"added_tokens": [{"id": 5, "content": "a"}]}, "has the ids"),
-        ({"added_tokens": "x"}, "no list of tokens"),
-        ({"decoder": {"type": "CTC"}}, "wanted ByteLevel"),
-        ({"decoder": 3}, "wanted an object"),
-        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}, "cannot be used"),
-        ({"pre_tokenizer": {"type": "Nonsense"}}, "cannot be used"),
-        ({"post_processor": {"type": "Nonsense"}}, "cannot be used"),
-    ],
-)
-def test_a_damaged_tokenizer_json_is_a_clear_error(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(TokenizerError, match=message):
-        make(make_hf(tmp_path, **changes))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
@@ -699,11 +637,7 @@ def test_training_left_truncation_or_padding_and_ids_stay(tmp_path: Path, change
 
 @pytest.mark.parametrize("dropout", [0.5, 1.0, -1, "x"])
 def test_dropout_is_for_training(tmp_path: Path, dropout: Any) -> None:
-    files = make_hf(tmp_path)
-    data = json.loads(files.tokenizer_json.read_text())
-    data["model"]["dropout"] = dropout
-    files.tokenizer_json.write_text(json.dumps(data))
-    tokenizer = make(files)
+    tokenizer = changed(make_hf(tmp_path), lambda data: data["model"].update(dropout=dropout))
     for _ in range(3):
         assert tokenizer.encode(CORPUS) == slow_encode(CORPUS, "qwen2")
 
@@ -776,6 +710,32 @@ EVIL = "(?:a+)+[bc](?!x)"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"model": {"type": "WordLevel", "vocab": {}}}, "wanted BPE"),
+        ({"model": {"type": "Unigram", "vocab": {}}}, "wanted BPE"),
+        ({"model": {"type": "Unigram", "vocab": [["a", "b"]]}}, "piece 0 is"),
+        ({"model": {"type": "Unigram", "vocab": [["a", 0.0], ["a", 0.0]]}}, "piece 1 is"),
+        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 1}, "added_tokens": []}, "unk_id is 1"),
+        ({"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "wanted what pieces inside"),
+        (
+            {"model": {"type": "WordPiece", "vocab": {}, "continuing_subword_prefix": "#", "max_input_chars_per_word": 1e9}},
+            "up to 256",
+        ),
+        ({"model": {"type": "Unigram", "vocab": [["a" * 2000, 0.0]]}}, "at most 1024"),
+        ({"model": None}, "wanted BPE"),
+        ({"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}, "wanted a number"),
+        ({"model": {"type": "BPE", "vocab": {"a": "0"}, "merges": []}}, "wanted a number"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 0}, "merges": []}}, "share the id 0"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 99_999}, "merges": []}}, "highest id is 99999"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}, "added_tokens": []}, "cannot be used"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": 3}, "added_tokens": []}, "merges is no list"),
+        ({"added_tokens": [{"id": 5}]}, "no list of tokens"),
+        ({"added_tokens": [{"id": 5, "content": "a"}]}, "has the ids"),
+        ({"added_tokens": "x"}, "no list of tokens"),
+        ({"decoder": {"type": "CTC"}}, "wanted ByteLevel"),
+        ({"decoder": 3}, "wanted an object"),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}, "cannot be used"),
+        ({"pre_tokenizer": {"type": "Nonsense"}}, "cannot be used"),
+        ({"post_processor": {"type": "Nonsense"}}, "cannot be used"),
         ({"normalizer": steps_of("normalizers", *[DOUBLE] * 34)}, "of one; at most"),
         ({"normalizer": DOUBLE | {"content": "a" * 1000}}, "of one; at most"),
         ({"normalizer": DOUBLE | {"pattern": {"Regex": ""}, "content": "a" * 100}}, "of one; at most"),
@@ -819,7 +779,9 @@ EVIL = "(?:a+)+[bc](?!x)"
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", 3]]}, "added_tokens": []}, "wanted two pieces"),
     ],
 )
-def test_a_hostile_tokenizer_json_is_refused_before_it_meets_a_text(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_tokenizer_json_that_is_damaged_is_refused_before_it_meets_a_text(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(TokenizerError, match=message):
         make(make_hf(tmp_path, **changes))
 
@@ -860,25 +822,26 @@ def test_odd_values_in_the_side_files(tmp_path: Path, name: str, content: dict[s
 SIDE_FILES = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.json")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", *SIDE_FILES])
-@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "dangling link", "huge"])
-def test_only_regular_files_of_a_sane_size_are_opened(tmp_path: Path, name: str, kind: str) -> None:
+UNREADABLE: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a directory": Path.mkdir,
+    "a dangling link": lambda path: path.symlink_to("nowhere"),
+    "a huge file": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_only_regular_files_of_a_sane_size_are_opened(tmp_path: Path, kind: str) -> None:
     """Neither a pipe that nobody writes to nor an endless device."""
-    files, path = make_hf(tmp_path), tmp_path / name
-    path.unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "directory":
-        path.mkdir()
-    elif kind == "dangling link":
-        path.symlink_to("nowhere")
-    else:
-        with path.open("wb") as file:
-            file.truncate(1 << 40)
-    with pytest.raises(TokenizerError, match=name):
-        make(files)
+    for name in ("tokenizer.json", "chat_template.jinja", *SIDE_FILES):
+        (tmp_path / kind / name).mkdir(parents=True)
+        files = make_hf(tmp_path / kind / name)
+        path = files.directory / name
+        path.unlink(missing_ok=True)
+        UNREADABLE[kind](path)
+        with pytest.raises(TokenizerError, match=name):
+            make(files)
 
 
 def test_a_link_to_a_regular_file_is_read(tmp_path: Path) -> None:
@@ -1072,11 +1035,7 @@ def test_ends_are_listed_by_the_model_s_files(tmp_path: Path, name: str) -> None
 
 
 def test_an_end_in_the_plain_vocabulary_ends_an_answer_and_is_no_text(tmp_path: Path) -> None:
-    files = make_hf(tmp_path)
-    data = json.loads(files.tokenizer_json.read_text())
-    data["model"]["vocab"]["<end_of_turn>"] = len(TOKENS)
-    files.tokenizer_json.write_text(json.dumps(data))
-    tokenizer = make(files)
+    tokenizer = changed(make_hf(tmp_path), lambda data: data["model"]["vocab"].update({"<end_of_turn>": len(TOKENS)}))
     assert len(TOKENS) in tokenizer.eos_ids
     assert tokenizer.decode(tokenizer.encode("<end_of_turn>")) == "<end_of_turn>"
     assert tokenizer.encode("<end_of_turn>", parse_special=True) == [len(TOKENS)]
