@@ -7,10 +7,10 @@ from typing import Any
 from typer.testing import CliRunner
 
 from cpuspec.cli.app import app
+from tests.backends.models import SMALL
 from tools.make_tiny_model import make_tiny_gguf
 
 NUMPY = ("--backend", "numpy")
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
 
 
 def run(*arguments: str, stdin: str | bytes | None = None) -> Any:

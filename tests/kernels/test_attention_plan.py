@@ -1,5 +1,7 @@
 """How attention is shared out: every chunk of every row once, in bounded memory, and the same bits whatever the bound."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from numba import njit
@@ -16,47 +18,46 @@ _state_at = pointer_to(layout.STATE)
 
 
 @njit
-def _plan(at):  # type: ignore[no-untyped-def]
+def _plan(at):
     plan_attention(_state_at(at))
 
 
-@pytest.mark.parametrize("most", [0, 40_000, 400_000, 1 << 40])
-@pytest.mark.parametrize("threads", [1, 2, 16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(12, 2), (32, 8), (8, 1), (9, 3)])
 @pytest.mark.parametrize("lengths", [[131_072], range(131_000, 131_512), [*range(130_000, 130_016), 5, *range(300, 330)]], ids=len)
-def test_partials_keep_to_their_room(lengths, heads: int, kv_heads: int, threads: int, most: int) -> None:  # type: ignore[no-untyped-def]
-    state, rows = np.zeros((), layout.STATE), len(lengths)
-    places, tasks = np.zeros(rows, layout.PLACE), np.zeros(rows, layout.TASK)
-    places["length"], places["storage"] = lengths, np.cumsum(np.diff(lengths, prepend=lengths[0]) != 1)
-    for name, value in {
-        "num_rows": rows, "heads": heads, "kv_heads": kv_heads, "threads": threads, "max_partials": most,
-        "places": places.ctypes.data, "tasks": tasks.ctypes.data,
-    }.items():  # fmt: skip
-        state[name] = value
-    _plan(state.ctypes.data)
-    planned = tasks[: int(state["num_tasks"])]
-    assert [row for task in planned for row in range(task["row"], task["end_row"])] == list(range(rows))
-    items = used = 0
-    for task in planned:
-        longest = max(lengths[row] for row in range(task["row"], task["end_row"]))
-        spans = -(-task["chunks"] // task["span"])
-        assert (task["chunks"], task["item"]) == (-(-longest // CHUNK), items)
-        items += spans * kv_heads
-        if spans > 1:
-            assert task["partial"] == used
-            used += task["chunks"] * (task["end_row"] - task["row"]) * heads
-    assert items == state["num_items"]
-    assert used <= most
-    if most > 1 << 39:
-        assert items >= min(threads, 64)  # room for all: every thread has something to do
+def test_partials_keep_to_their_room(lengths, heads: int, kv_heads: int) -> None:
+    for threads, most in product((1, 2, 16, 64), (0, 40_000, 400_000, 1 << 40)):
+        state, rows = np.zeros((), layout.STATE), len(lengths)
+        places, tasks = np.zeros(rows, layout.PLACE), np.zeros(rows, layout.TASK)
+        places["length"], places["storage"] = lengths, np.cumsum(np.diff(lengths, prepend=lengths[0]) != 1)
+        for name, value in {
+            "num_rows": rows, "heads": heads, "kv_heads": kv_heads, "threads": threads, "max_partials": most,
+            "places": places.ctypes.data, "tasks": tasks.ctypes.data,
+        }.items():  # fmt: skip
+            state[name] = value
+        _plan(state.ctypes.data)
+        planned = tasks[: int(state["num_tasks"])]
+        assert [row for task in planned for row in range(task["row"], task["end_row"])] == list(range(rows))
+        items = used = 0
+        for task in planned:
+            longest = max(lengths[row] for row in range(task["row"], task["end_row"]))
+            spans = -(-task["chunks"] // task["span"])
+            assert (task["chunks"], task["item"]) == (-(-longest // CHUNK), items)
+            items += spans * kv_heads
+            if spans > 1:
+                assert task["partial"] == used
+                used += task["chunks"] * (task["end_row"] - task["row"]) * heads
+        assert items == state["num_items"]
+        assert used <= most
+        if most > 1 << 39:
+            assert items >= min(threads, 64)  # room for all: every thread has something to do
 
 
 @pytest.mark.parametrize("kv_format", ["f16", "int4"])
-def test_a_row_does_not_depend_on_the_room_for_partials(tmp_path_factory, kv_format: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_row_does_not_depend_on_the_room_for_partials(tmp_path_factory, kv_format: str) -> None:
     checkpoint = tiny(tmp_path_factory, context_length=2048)
     backend = make_backend("numba", checkpoint, EngineConfig(threads=3, max_rows=1200, kv_format=kv_format))
     tokens, logits, items = np.random.default_rng(0).integers(0, 300, 1110).tolist(), [], set()
-    state = backend._program.state  # type: ignore[attr-defined]
+    state = backend._program.state
     for room in (int(state["max_partials"]), 0, 50, 400):
         state["max_partials"] = room
         cache = backend.new_cache(2, 1200)
