@@ -950,19 +950,8 @@ def test_a_retry_may_make_room_too(model: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_in_a_script_a_full_context_is_an_error_that_names_what_helps(model: str) -> None:
-    options = (
-        "chat",
-        "-m",
-        model,
-        "--backend",
-        "numpy",
-        "--context-length",
-        "120",
-        "--max-tokens",
-        "2",
-        "--logit-bias",
-        "377=-inf",
-    )
+    limits = ("--context-length=120", "--max-tokens=2", "--logit-bias=377=-inf")
+    options = ("chat", "-m", model, "--backend=numpy", *limits)
     result = run(*options, stdin=f"one {LONG}\ntwo {LONG}\n")
     assert result.exit_code == 1
     assert all(wanted in result.stderr for wanted in ("the context holds 120", "/drop 1", "/undo", "/reset", "--context-length"))

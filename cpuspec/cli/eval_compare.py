@@ -214,20 +214,7 @@ def _show_forms(report: Report) -> None:
 
 
 def _show_arms(report: Report) -> None:
-    columns = (
-        "arm",
-        "task",
-        "right>",
-        "tokens/s>",
-        "decode>",
-        "first token>",
-        "per token>",
-        "p95>",
-        "p99>",
-        "memory>",
-        "s/right>",
-        "price>",
-    )
+    names = "arm,task,right>,tokens/s>,decode>,first token>,per token>,p95>,p99>,memory>,s/right>,price>"
     rows = []
     for arm in report["arms"]:
         for task in arm["tasks"]:
@@ -247,27 +234,13 @@ def _show_arms(report: Report) -> None:
                     _figure(paid, 5),
                 )
             )
-    print_table(columns, rows)
+    print_table(names.split(","), rows)
     told = "the same answers with and without drafts" if report["drafts_change_nothing"] else "DRAFTS CHANGED AN ANSWER"
     emit(f"\n{report['model']}: {told}; latencies in ms\n")
 
 
 def _show_beside(report: Report) -> None:
-    columns = (
-        "engine",
-        "model",
-        "machine",
-        "what",
-        "prefill>",
-        "decode>",
-        "tokens/s>",
-        "ttft>",
-        "tpot>",
-        "accepted>",
-        "right>",
-        "a million>",
-        "right answer>",
-    )
+    names = "engine,model,machine,what,prefill>,decode>,tokens/s>,ttft>,tpot>,accepted>,right>,a million>,right answer>"
     rows = [
         (
             run["engine"],
@@ -281,7 +254,7 @@ def _show_beside(report: Report) -> None:
         )
         for run in report["runs"]
     ]
-    print_table(columns, rows)
+    print_table(names.split(","), rows)
 
 
 def _figure(value: float | None, digits: int) -> str:

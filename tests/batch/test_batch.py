@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.batch.answer import answer_lines
 from cpuspec.batch.lines import MAX_LINE_BYTES, Line, answer_line, error_line, read_lines
 from cpuspec.batch.run import Summary, run_batch
-from cpuspec.cli.app import app
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.platform import SYSTEM
+from tests import command
 from tests.processes import ROOT
 from tests.server.running import load, serving, tiny_model
 
@@ -365,30 +364,15 @@ def test_the_command_answers_resumes_and_sums_up(path: Path, tmp_path: Path, mon
     monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path / "cache"))
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\nbad\n{"prompt": "b"}\n')
-    command = [
-        "batch",
-        str(source),
-        str(out),
-        "-m",
-        str(path),
-        "--max-tokens",
-        "4",
-        "--temperature",
-        "0",
-        "--threads",
-        "1",
-        "--json",
-    ]
-    first = CliRunner().invoke(app, command, prog_name="cpuspec")
+    arguments = ("batch", str(source), str(out), "-m", str(path), "--max-tokens=4", "--temperature=0", "--threads=1", "--json")
+    first = command.run(*arguments)
     assert first.exit_code == 0, first.output
     summary = json.loads(first.stdout)
     assert (summary["num_answered"], summary["num_errors"], summary["interrupted"]) == (3, 1, False)
     assert "batch: 100 %" in first.stderr
     wanted = out.read_bytes()
     out.write_bytes(wanted[:-1])
-    again = CliRunner().invoke(app, command, prog_name="cpuspec")
-    assert json.loads(again.stdout)["num_kept"] == 2
+    assert json.loads(command.ok(*arguments))["num_kept"] == 2
     texts = [[json.loads(one)["response"] for one in content.splitlines()] for content in (wanted, out.read_bytes())]
     assert texts[0][2]["body"]["choices"] == texts[1][2]["body"]["choices"]
-    missing = CliRunner().invoke(app, ["batch", str(tmp_path / "none"), str(out)], prog_name="cpuspec")
-    assert missing.exit_code == 2
+    assert command.run("batch", str(tmp_path / "none"), str(out)).exit_code == 2

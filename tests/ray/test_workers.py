@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cpuspec import LLM
 from cpuspec.batch.answer import answer_lines
 from cpuspec.batch.run import Summary, run_batch
-from cpuspec.cli.app import app
 from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError, CpuspecError
+from tests import command
 from tests.ray.conftest import WHY
 
 pytest.importorskip("ray", reason=WHY)
@@ -92,21 +91,11 @@ def test_a_cluster_without_room_ends_the_run(cluster: Any, path: Path) -> None:
 
 def test_the_command_answers_over_a_cluster(cluster: Any, path: Path, source: Path, wanted: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    options = [
-        "--ray",
-        "--address",
-        cluster.address,
-        "--threads",
-        "1",
-        "--max-sequences",
-        "4",
-        "--temperature",
-        "0",
-        "--ignore-eos",
-    ]
-    done = CliRunner().invoke(app, ["batch", str(source), str(out), "-m", str(path), "--draft", "ngram", *options, "--json"])
+    how = ("--threads=1", "--max-sequences=4", "--temperature=0", "--ignore-eos", "--draft=ngram")
+    options = ("--ray", f"--address={cluster.address}", *how)
+    done = command.run("batch", str(source), str(out), "-m", str(path), *options, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["num_answered"] == 61
     assert told(out) == wanted
-    nowhere = CliRunner().invoke(app, ["batch", str(source), str(out), "--ray", "--address", "127.0.0.1:9", "-m", str(path)])
-    assert (nowhere.exit_code, "no Ray cluster" in nowhere.stderr) == (1, True)
+    nowhere = ("--ray", "--address=127.0.0.1:9", "-m", str(path))
+    command.refused("batch", str(source), str(out), *nowhere, code=1, message="no Ray cluster")
