@@ -20,7 +20,7 @@ class Ticket:
 
 
 class Admission:
-    """Hands out places. Waiting clients get one place each in turn; the answers of one client keep their order."""
+    """Hands out places. Waiting clients take turns, one place each; the answers of one client keep their order."""
 
     def __init__(self, max_running: int, max_waiting: int, name: str = "answers") -> None:
         """name: the word for the answers in error messages."""

@@ -19,7 +19,7 @@ from cpuspec.server.replies import STAMP, as_request_error, error_body, event, j
 from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.writer import Event, Writer
 
-KEEP_ALIVE_S = 10.0  # of silence, as while a long prompt is read, until a stream shows that it lives
+KEEP_ALIVE_S = 10.0  # silence, as while a long prompt is read, before a stream sends a sign of life
 _LAST_S = 10.0  # added to the time that a request may take, for its last event
 _LOG = logging.getLogger("cpuspec.server")
 
@@ -101,7 +101,7 @@ class EventStream(StreamingResponse):
         try:
             async with asyncio.timeout_at(self._answers.deadline_s + _LAST_S):
                 await super().__call__(scope, receive, send_stamped)
-        except TimeoutError:  # the client reads so slowly that it has not got the error of the same name, either
+        except TimeoutError:  # even the event about the end of its time could not be sent
             _LOG.warning("request %s ends: its client reads too slowly", self._request_id)
         finally:
             sender.close()

@@ -1,4 +1,4 @@
-"""The application: routes, the gate before them, and errors in the protocols' shapes. And the process that runs it."""
+"""The application with its routes and error handlers, and the process that serves it."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ _LOG = logging.getLogger("cpuspec.server")
 
 
 def make_app(server: Server) -> FastAPI:
-    """The application of a server, whose model may come later."""
+    """The application of a server. The server's model may be loaded later."""
     app = FastAPI(
         title="cpuspec", version=__version__, docs_url=None, redoc_url=None
     )  # their pages would load scripts from elsewhere
@@ -109,7 +109,7 @@ async def _on_failure(request: Request, error: Exception) -> Response:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ConfigError where that cannot be."""
+    """A listening socket. Raises ConfigError for an address that cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
@@ -118,10 +118,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve until the process is told to end (SIGTERM or Ctrl-C); then no request is taken any more, and those that run may end.
+    """Serve until SIGTERM or Ctrl-C. Then new requests are refused and running ones may end; a second signal ends it at once.
 
-    load: is called beside the event loop; until it has returned, requests get status 503. What it raises ends the server. ready: is
-    called when requests are answered. A second signal ends the server at once.
+    load: loads the model in a thread. Requests get status 503 until it returns; an error that it raises ends the server.
+    ready: called when the server begins to answer requests.
     """
     config = server.config
     web = uvicorn.Server(
@@ -155,8 +155,8 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
             await asyncio.sleep(0.01)
         if threading.current_thread() is threading.main_thread():
             for number, before in handlers.items():
-                # A background job ignores Ctrl-C, which the web server does not respect. And the loop's own handlers lose a signal
-                # where 278 tokens wait to be sent: its pipe is full, and they hear of signals by it alone.
+                # The event loop's own handlers are not used: they hear of a signal through the loop's pipe, and lose it when 278
+                # tokens wait to be sent and the pipe is full. A background job ignores Ctrl-C and must go on ignoring it.
                 signal.signal(number, before if before is signal.SIG_IGN else lambda *_: server.stop())
         await asyncio.wait((loaded, ending, serving), return_when=asyncio.FIRST_COMPLETED)
         if loaded.done():
@@ -178,7 +178,7 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
 
 
 async def _drain(server: Server, web: uvicorn.Server) -> None:
-    """Take no request any more, and wait for those that there are, as long as the settings say."""
+    """Refuse new requests, and wait for the running ones up to `drain_s` seconds."""
     server.state = "draining"
     log_event("draining", {"unfinished": server.num_unfinished})
     with suppress(TimeoutError):

@@ -14,7 +14,7 @@ from cpuspec.server.observe import log_event
 from cpuspec.server.schema import Body, body_in
 from cpuspec.server.server import server_of
 
-_ODD = re.compile(r"[^A-Za-z0-9_.\-]")  # what no header and no log line takes from a client
+_ODD = re.compile(r"[^A-Za-z0-9_.\-]")  # characters of a client that must not reach a header or a log line
 _LONGEST_NAME, _MOST_NAMES, _MOST_NOTED = 64, 32, 256
 
 
@@ -49,7 +49,7 @@ class _ReadRequest(Request):
         strict = server.config.strict_requests
         found, unknown = read(self._declared, given, strict)
         refused = {name.partition(".")[0] for name in unknown if strict or name in REFUSED}
-        if refused:  # by the body, which has no such field
+        if refused:  # the body refuses them: it has no such fields
             return found | {name: given.get(name) for name in refused}
         names = [_ODD.sub("?", name)[:_LONGEST_NAME] for name in unknown]
         if names:

@@ -24,7 +24,7 @@ from cpuspec.server.structured import call_grammar, loose_format, loosened_note
 from cpuspec.server.turns import in_turns
 from cpuspec.text import Tokenizer
 
-_ROLES = {"developer": "system"}  # a name that templates do not know yet
+_ROLES = {"developer": "system"}  # OpenAI's newer name, which templates do not know
 _KEPT = ("name", "tool_call_id", "reasoning_content")  # fields of a message that templates may read, besides role and content
 
 
@@ -75,11 +75,11 @@ def chat_prompt(
     answer_format: Mapping[str, Any] | None = None,
     ending: Ending | None = None,
 ) -> ChatPrompt:
-    """Encode a conversation in OpenAI's spelling. Takes a while for long ones.
+    """Encode a conversation in OpenAI's spelling. A long one may take seconds.
 
     variables: of the chat template. answer_format: fields of SamplingParams that restrict an answer without tool calls. ending: by
-    default the answer continues the last message if that is an assistant's. Raises RequestError for what is no conversation,
-    TokenizerError for what the template refuses.
+    default the answer continues the last message if that is an assistant's. Raises RequestError for a malformed conversation,
+    TokenizerError for one that the template refuses.
     """
     if not model.llm.tokenizer.chat_template:
         raise RequestError(f"{model.name} has no chat template; use /v1/completions, or an instruct model", "model")
@@ -122,7 +122,7 @@ def chat_prompt(
     elif keeps_to:
         keeps_to["free_reasoning"], lost = reasons, unkept
     if "free_reasoning" in keeps_to and (closing != "</think>" or tokenizer.token_id(closing) is None):
-        # Nothing could tell where the grammar begins.
+        # No single token marks where the reasoning ends and the grammar begins, so the reasoning is closed here.
         prefix, keeps_to = "<|channel|>final<|message|>" if form.channels else closed, keeps_to | {"free_reasoning": False}
     functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     if prefix:
@@ -151,7 +151,7 @@ def _encoded(
         return ids + tokenizer.encode_parts([begun.encode()], continues=True), begun, True
     if begun.strip():
         return _encoded_turns(tokenizer, messages, variables, continues=True), begun, False
-    if continues:  # of a message without a text, its beginning
+    if continues:  # a message without a text: the answer begins it
         messages, adds_prompt = messages[:-1], True
     ids = _encoded_turns(tokenizer, messages, variables, add_generation_prompt=adds_prompt)
     return ids, "", _opens_reasoning(tokenizer, template, ids)
@@ -182,7 +182,7 @@ def _open_reasoning(message: Mapping[str, Any], marks: tuple[str, str]) -> str |
 
 
 def _num_chars(value: Any) -> int:
-    """Characters of all texts in a value of JSON. It is as deep as a parser of JSON lets it be, so that this is no recursion."""
+    """The number of characters of all texts in a JSON value. It is not recursive: the value may be deeply nested."""
     total, left = 0, [value]
     while left:
         one = left.pop()
@@ -196,7 +196,7 @@ def _num_chars(value: Any) -> int:
 
 
 def _chosen_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], str]:
-    """The tools that the model is told of, and the one that must be called, if any."""
+    """The tools that the model is told of, and the name of the one that it must call, "" for none."""
     found = [_tool(number, tool) for number, tool in enumerate(tools)]
     if choice in (None, "auto", "required"):
         if choice == "required" and not found:
@@ -282,7 +282,7 @@ def _without_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, 
             told.append({"role": "assistant", "content": content})
         elif message["role"] in ("tool", "function"):
             result = f"```tool_output\n{message['content']}\n```"
-            if told and told[-1]["role"] == "user":  # results of several calls are one message
+            if told and told[-1]["role"] == "user":  # the results of several calls become one message
                 told[-1] = {"role": "user", "content": f"{told[-1]['content']}\n{result}"}
             else:
                 told.append({"role": "user", "content": result})

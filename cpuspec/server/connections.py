@@ -1,4 +1,4 @@
-"""Connections on which nothing comes or goes: the web server itself waits without end, and takes only so many connections."""
+"""Closes idle connections. The web server itself never does, and it takes a limited number of connections."""
 
 import asyncio
 import logging
@@ -8,10 +8,10 @@ import uvicorn
 
 from cpuspec.metrics import now_s
 
-REQUEST_S = 30.0  # that a client may take for the first line and the headers of a request
-READ_S = 60.0  # that a client may take nothing of what was sent to it
+REQUEST_S = 30.0  # the longest time in which the first line and the headers of a request may arrive
+READ_S = 60.0  # the longest time in which a client may read nothing
 _LOG = logging.getLogger("cpuspec.server")
-_SWEEPS = 4  # in these times
+_SWEEPS = 4  # looks at all connections within the shorter of these times
 
 
 async def close_silent(web: uvicorn.Server) -> None:
@@ -31,8 +31,8 @@ async def close_silent(web: uvicorn.Server) -> None:
                     silent[one] = waits if waits and waits[0] == unsent else (unsent, now_s())
             for one, (unsent, since_s) in silent.items():
                 if now_s() - since_s > (READ_S if unsent else REQUEST_S):
-                    one.transport.abort()  # to close it would wait until all is sent
-        except Exception:  # of the web server's own objects; nobody would hear that this task has ended
+                    one.transport.abort()  # `close` would wait until everything is sent
+        except Exception:  # the web server's objects may change; an error must not end this task unseen
             _LOG.exception("silent connections could not be closed")
 
 

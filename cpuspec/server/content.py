@@ -1,7 +1,7 @@
 """The parts of a message as one text, in the spellings of all protocols.
 
-A part that a text model cannot read, as an image, becomes a sentence that says so: it stays in an agent's history for good, and a
-request that failed for it would end the conversation.
+A part that a text model cannot read, such as an image, becomes a sentence that says so. An agent sends its whole history with each
+request, so refusing the part would end the conversation.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """The fields of requests as clients of other servers write them: other names, other forms of a value, other fields.
 
-A body declares the fields of its endpoint. Everything that is called or written otherwise elsewhere stands in the tables of this
-module, for all endpoints and for the lines of a batch. What is left over means nothing here; `bodies.py` tells the client.
+A body declares the fields of its endpoint. The tables of this module hold the other names and forms, for all endpoints and for the
+lines of a batch. Fields that are in neither mean nothing here; `bodies.py` tells the client.
 Sources: llama.cpp's server README (b11434), vLLM's protocol.py (0.12), Ollama's API, OpenRouter's and LiteLLM's references.
 """
 
@@ -31,7 +31,10 @@ _SAME = (
     ("add_special", "add_special_tokens"),
 )
 _OTHER_NAMES = {name: names for names in _SAME for name in names}
-_HOLDERS = ("options", "extra_body")  # whose fields count as the body's own: Ollama's, and what OpenAI's client means to unpack
+_HOLDERS = (
+    "options",
+    "extra_body",
+)  # their fields count as the body's own: Ollama's `options`; OpenAI's client unpacks `extra_body` itself
 
 
 def _thinks(value: Any) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def _reasoning(value: Any) -> dict[str, Any]:
 
 
 def _budget(value: Any) -> dict[str, Any] | None:
-    """A number of tokens for reasoning; none of them is an answer without it."""
+    """A budget of tokens for reasoning. 0 turns reasoning off; other budgets cannot be honoured."""
     return _thinks(False) if value == 0 else {} if value in (-1, None) else None
 
 
@@ -63,8 +66,8 @@ def _format(value: Any) -> dict[str, Any] | None:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": value}}} if isinstance(value, Mapping) else None
 
 
-# Fields that become others: what each becomes, None where its value cannot be honoured. Each counts where the body does not declare
-# the field itself, and declares what it becomes.
+# Fields that are translated into others; None is a value that cannot be honoured. A translation counts where the body does not
+# declare the field itself, and declares every field that it becomes.
 _BECOME: Mapping[str, Callable[[Any], dict[str, Any] | None]] = {
     "thinking": _thinks,
     "think": _thinks,
@@ -75,7 +78,7 @@ _BECOME: Mapping[str, Callable[[Any], dict[str, Any] | None]] = {
     "format": _format,
 }
 
-# Fields of other servers that have no part here, with the values at which they change nothing there, either.
+# Fields of other servers that this one lacks, with the values at which they change nothing on those servers.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("cache_prompt", "parse_tool_calls", "skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("add_special_tokens", "detokenize", "include_reasoning", "add_generation_prompt"), (True,)),
@@ -95,7 +98,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("auto", "none"),
 }
-# Fields without which an answer would be no answer, and what to send instead.
+# Fields that cannot be ignored, because the answer would be another one; and the field to send instead.
 REFUSED = {
     "functions": "tools",
     "function_call": "tool_choice",

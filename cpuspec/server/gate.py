@@ -21,13 +21,13 @@ from cpuspec.server.observe import log_event
 from cpuspec.server.replies import error_response
 from cpuspec.server.server import Server, server_of
 
-BODY_S = 60.0  # that a body may take to come
+BODY_S = 60.0  # the longest time in which a body may arrive
 # Paths that need no key: those of probes, and the page, which asks the user for the key.
 OPEN_PATHS = ("/livez", "/health", "/ready", *page.FILES)
-# In the scope of a request whose stream another server may have to repeat, event for event: a text of the request's own, and when
-# it came, in seconds since the epoch.
+# A key of the scope, set for a request whose stream another server may have to repeat event for event. Its value is a text that is
+# unique to the request, and the time when the request came, in seconds since the epoch.
 NONCE = "cpuspec.nonce"
-# Headers that tell how a request was changed: what comes before their names, and these.
+# Response headers that tell how a request was changed: their prefix, and their names behind it.
 NOTE, NOTES = "x-cpuspec-", ("ignored-fields", "left-out", "loosened")
 _OF_V1 = ("/chat/completions", "/completions", "/embeddings", "/messages", "/messages/count_tokens", "/models", "/responses")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -38,9 +38,9 @@ _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::[0-9]+)?")
 class RequestContext:
     """Facts about one request that all layers share.
 
-    created: when it came, in seconds since the epoch. rng: of a request with a nonce, the same for all with that one. figures: what
-    its endpoint adds to the log line. notes: on how the request was changed, for headers of the response, by their names behind
-    NOTE. models: stay loaded until it has ended.
+    created: when the request came, in seconds since the epoch. rng: for a request with a nonce; equal nonces give equal numbers.
+    figures: what the endpoint adds to the log line. notes: how the request was changed, by the header's name behind NOTE.
+    models: those that must stay loaded until the request has ended.
     """
 
     id: str
@@ -132,7 +132,7 @@ class Gate:
         found = _HOST.fullmatch(headers.get("host", ""))
         name = found["name"].lower().strip("[]") if found else ""
         bound = self._server.config.host
-        # A web page may lead its own name to this machine (DNS rebinding); what listens to this machine alone knows its names.
+        # A web page may point its own name at this machine (DNS rebinding). A server of local requests accepts only local names.
         if _is_loopback(bound) and not (name == bound or _is_loopback(name)):
             raise ForbiddenError(f"this server answers to localhost, and was asked for as {name[:100]!r}")
         address = (scope.get("client") or ("local", 0))[0]
@@ -150,7 +150,7 @@ class Gate:
 
 
 class _Limited:
-    """Receives a body up to a limit, for one that does not tell its length, and for as long as a body may take."""
+    """Receives a body, and stops when it exceeds its limits of bytes and of time. A body need not tell its length."""
 
     def __init__(self, receive: Receive, most: int) -> None:
         self._receive = receive
@@ -161,7 +161,7 @@ class _Limited:
 
     async def __call__(self) -> Message:
         try:
-            # Behind the body comes nothing but a disconnect, and that may take as long as the answer.
+            # After the body only a disconnect follows, and that has no time limit: the answer may take long.
             async with asyncio.timeout_at(None if self._complete else self._ends_s):
                 message = await self._receive()
         except TimeoutError:
@@ -175,7 +175,7 @@ class _Limited:
 
 
 def _usual(path: str) -> str:
-    """The path as it is served: clients leave out /v1, or write it once more behind an address that has it."""
+    """The path with exactly one /v1: some clients leave it out, others write it twice."""
     while path.startswith("/v1/v1/"):
         path = path.removeprefix("/v1")
     return f"/v1{path}" if path in _OF_V1 or path.startswith("/models/") else path

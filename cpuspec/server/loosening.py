@@ -17,10 +17,10 @@ _LOST: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("$dynamicRef", "$recursiveRef"), ()),
 }
 _PARTS_OF_LOST = ("then", "else", "minContains", "maxContains", "$dynamicAnchor", "$recursiveAnchor")
-_VALUES = ("const", "enum", "default", "examples", "required", "type")  # what stands there is no schema
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # what stands there maps names to schemas
+_VALUES = ("const", "enum", "default", "examples", "required", "type")  # keywords whose values are no schemas
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords whose values map names to schemas
 _DEEPEST, _MOST_BRANCHES = 64, 64
-_MOST_CHARS = 1 << 20  # of a schema; with so many, no grammar is compiled
+_MOST_CHARS = 1 << 20  # of a schema; no grammar of this size is compiled
 _ASSERTION = re.compile(r"\(\?<?[=!]")
 _LOST_ESCAPES = re.compile(r"\\[0-9kcGAzZ]")
 _QUANTIFIER = re.compile(r"[*+?]|\{\d")
@@ -29,13 +29,13 @@ _QUANTIFIER = re.compile(r"[*+?]|\{\d")
 def loosened(schema: Any) -> tuple[Any, set[str]]:
     """The part of a schema that can be kept, and the keywords that are kept in part or not at all.
 
-    One that is far too long to be compiled comes back as it is, and so does what is no JSON.
+    A schema that is far too long to be compiled, or is no JSON, is returned unchanged.
     """
     lost: set[str] = set()
     try:
         if len(json.dumps(schema)) > _MOST_CHARS:
             return schema, lost
-    except (ValueError, RecursionError):  # its compiler tells of it
+    except (ValueError, RecursionError):  # the grammar's compiler reports it
         return schema, lost
     return _loosened(schema, schema, lost, _DEEPEST), lost
 

@@ -93,8 +93,8 @@ _REFUSED = {
     "compaction": "the server writes no summaries by itself; ask for one in a message",
     "thread": "the server keeps no conversations; send the whole of it as messages",
 }
-# Tools that Anthropic runs itself, by the beginning of their type, and blocks about them: they hold nothing that this model could
-# use. Agents name the tools all the same.
+# Tools that Anthropic runs itself, by the beginning of their type, and the blocks about them. Agents name them to every server;
+# they hold nothing that this model could use.
 _FOREIGN_TOOLS = ("advisor", "code_execution", "mcp_toolset", "tool_search_tool", "web_fetch", "web_search")
 _FOREIGN_BLOCKS = (
     *("fallback", "mcp_tool_listing", "mcp_tool_use", "redacted_thinking", "server_tool_use", "tool_addition", "tool_removal"),
@@ -108,7 +108,7 @@ def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
     listed: list[dict[str, Any]] = []
     blocks = [{"type": "text", "text": body.system}] if isinstance(body.system, str) else body.system or []
     texts = [content_text([block], "system") for block in blocks]
-    if model.config.drop_changing_lines:  # a block that has nothing else leaves no empty line
+    if model.config.drop_changing_lines:  # a block of such lines alone leaves no empty line
         texts = list(map(without_lines, texts))
     if system := "\n\n".join(filter(None, texts)):
         listed.append({"role": "system", "content": system})

@@ -31,8 +31,9 @@ from cpuspec.text import Tokenizer
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_CHARS_PER_TOKEN, _CHARS_AT_LEAST = 16, 4096  # of a text; languages and programs have 2 to 6
-_STEP_S = 1.0  # that metrics wait for the end of a step
+# The most characters of a text for each token that fits; languages and programs have 2 to 6.
+_CHARS_PER_TOKEN, _CHARS_AT_LEAST = 16, 4096
+_STEP_S = 1.0  # the longest time that /metrics waits for a step to end
 _MOST_STOPS, _STOP_CHARS, _MOST_BIASES = 32, 4096, 1024
 
 
@@ -49,7 +50,7 @@ class Slot:
 
 
 class ServedModel:
-    """An LLM with everything that serving it needs. Made in the event loop; `close` ends its thread and frees it."""
+    """An LLM with its queue, its threads and its metrics. Made in the event loop; `close` ends the threads and frees the LLM."""
 
     def __init__(self, name: str, llm: LLM, config: ServerConfig) -> None:
         from cpuspec.server.observe import Metrics  # here: a batch uses this module, and may have no prometheus_client
@@ -63,11 +64,11 @@ class ServedModel:
         self.unfinished: set[Answers] = set()
         self.slots = [Slot(number) for number in range(llm.max_sequences)]
         self.metrics = Metrics(name, self._state, lambda: llm.levels, llm.reads, lambda: llm.num_draft_failures)
-        self.on_death: Callable[[], object] = lambda: None  # is called where its engine answers no more
+        self.on_death: Callable[[], object] = lambda: None  # called when its engine has died for good
         self.runner = Runner(llm, asyncio.get_running_loop(), self._engine_failed)
-        # Few threads: they share Python with the event loop and the engine, and no flood of prompts may starve these.
+        # Few threads: a flood of prompts must not starve the event loop and the engine, which share the interpreter with them.
         self._workers = ThreadPoolExecutor(2, "cpuspec-tokenizer")
-        self._compiler = ThreadPoolExecutor(1, "cpuspec-grammar")  # of its own: a grammar may take seconds to be refused
+        self._compiler = ThreadPoolExecutor(1, "cpuspec-grammar")  # separate, because a grammar may take seconds to be refused
         self._compiling = Admission(1, self.admission.max_running + self.admission.max_waiting, "grammars")
         self.embeds = asyncio.Lock()  # one request's embeddings are computed at a time, beside the engine's steps
         self.num_embedding = 0  # requests for embeddings that run or wait
@@ -94,12 +95,12 @@ class ServedModel:
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
     async def answers(self, client: str, request_id: str, wanted: Sequence[RequestedAnswer], rng: Random | None) -> "Answers":
-        """The answers to one request, all or none; its grammar is compiled beside the event loop. rng: as `Answers` has it.
+        """Queue the answers to one request, all or none. A grammar is compiled in a thread. rng: see `Answers`.
 
-        client: the client whose turn they take. Clients with keys of their own share no prefixes with each other.
+        client: whose turn in the queue the answers take. Clients with different keys share no prefixes.
         Raises RequestError or ConfigError for what the model cannot run, BusyError where the queue is full.
         """
-        each = {id(one.prompt): one for one in wanted}.values()  # the answers to one prompt differ in nothing that is checked
+        each = {id(one.prompt): one for one in wanted}.values()  # the answers to one prompt need one check
         for one in each:
             self.check_prompt(one.prompt)
         self.admission.check(len(wanted))
@@ -117,7 +118,7 @@ class ServedModel:
         return f"{client}:{given}" if self.has_keys else given
 
     async def _compile(self, client: str, params: SamplingParams, check: Callable[[], None]) -> None:
-        """Check a request with a grammar beside the event loop. Clients take turns; a compiled grammar waits for none."""
+        """Check a request with a grammar in a thread. Clients take turns; a grammar that is compiled already does not wait."""
         if self.llm.has_compiled(params):
             check()
             return
@@ -144,7 +145,7 @@ class ServedModel:
     def params(self, given: dict[str, Any]) -> SamplingParams:
         """The params of a request with these fields, the model's own recommendations for others.
 
-        Raises ConfigError, and RequestError for more than an engine's step should have to look through.
+        Raises ConfigError, and RequestError for more stop texts or biases than each step can look through.
         """
         stops = given.get("stop", ())
         stops = (stops,) if isinstance(stops, str) else stops
@@ -163,7 +164,7 @@ class ServedModel:
             raise ContextExceededError(len(prompt), self.max_prompt_tokens, self.llm.context_length)
 
     def check_text(self, num_chars: int) -> None:
-        """Raise ContextExceededError for a text that is too long to be worth tokenizing: a megabyte may take 15 seconds."""
+        """Raise ContextExceededError for a text that cannot fit. It is not tokenized first: a megabyte may take 15 seconds."""
         if num_chars > max(_CHARS_PER_TOKEN * self.max_prompt_tokens, _CHARS_AT_LEAST):
             detail = f" (or more: it has {num_chars} characters)"
             raise ContextExceededError(-(-num_chars // _CHARS_PER_TOKEN), self.max_prompt_tokens, self.llm.context_length, detail)
@@ -206,8 +207,9 @@ class Answers:
 
     `ServedModel.answers` makes it, after `LLM.check` has accepted the request. Raises BusyError if the queue is full.
 
-    rng: None, unless another server may have to repeat the answers. Then seeds and ids come from it, and outputs do not depend on
-    when tokens come. stamp: with an `rng`, a checksum of the tokens that `outputs` has yielded; None for a progress report.
+    rng: None, unless another server may have to repeat the answers. Then all seeds and ids are drawn from it, and the outputs do
+    not depend on when tokens come. stamp: with an `rng`, a checksum of the tokens that `outputs` has yielded; None for a progress
+    report.
     """
 
     def __init__(
@@ -222,10 +224,10 @@ class Answers:
         self._model = model
         self._client, self._request_id = client, request_id
         self.deadline_s = asyncio.get_running_loop().time() + model.config.max_request_s
-        self._outputs: list[list[Output]] = [[] for _ in wanted]  # that nobody has taken yet
+        self._outputs: list[list[Output]] = [[] for _ in wanted]  # not taken yet, by number
         self._ends: dict[int, RequestStats] = {}
         self._ready = asyncio.Event()
-        self._engine_ids: dict[int, int] = {}  # the engine's ids of those that run, by number
+        self._engine_ids: dict[int, int] = {}  # the engine's ids of the running answers, by number
         self._slots: dict[int, Slot] = {}
         self._error: CpuspecError | None = None
         try:
@@ -321,7 +323,7 @@ class Answers:
         slot.client, slot.salt = self._client, one.params.cache_salt
 
     def _take(self, number: int, output: Output) -> None:
-        """An output has come; the place of a finished answer is free at once, whether its reader is slow or not."""
+        """Keep an output that has come. A finished answer gives its place back at once, even if its reader is slow."""
         if number not in self._engine_ids:
             return  # closed meanwhile
         self._outputs[number] += [output] if self._rng is None else _by_token(output)
@@ -343,7 +345,7 @@ class Answers:
 
 
 def shown_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """Special tokens that are part of an answer's text."""
+    """The special tokens that stay in an answer's text: the marks that parsers read."""
     return frozenset(found for text in MARKS if (found := tokenizer.token_id(text)) is not None)
 
 

@@ -214,7 +214,7 @@ async def change_slot(number: int, action: str, request: Request, body: SlotBody
         else:
             part = await beside(partial(llm.read_prefix, path))
             done = await between_steps(partial(llm.hold_prefix, part, found.salt(client)))
-    except CacheError as error:  # where the directory is, is no client's business
+    except CacheError as error:  # a client must not learn where the directory is
         raise RequestError(str(error).replace(str(path), name), "filename") from None
     counts = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
     figures = dict(zip(counts, (done, path.stat().st_size), strict=True))

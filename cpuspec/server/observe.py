@@ -26,7 +26,7 @@ _TTFT = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10,
 _GAP = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-_RECENT = 1024  # requests that the percentiles are of
+_RECENT = 1024  # requests that the percentiles cover
 
 # Metrics with a value for each level: kind, name, help, and the value; None where a level has none.
 Row = tuple[type[Gauge] | type[Counted], str, str, Callable[[Any], float | None]]

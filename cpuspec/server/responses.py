@@ -111,7 +111,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         prompt = await model.in_worker(_prompt, model, body, tools)
         context.notes |= prompt.notes
         wanted = prompt.wanted(params)
-        # Signs of life take no number of a stream that may be repeated, where others come at other times.
+        # In a stream that another server may repeat, signs of life have no numbers: they would come at other times.
         counts_signs = context.rng is None
         return await respond(
             request,
@@ -123,7 +123,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     except ContextExceededError as error:
         if not body.stream:
             raise
-        # Codex shortens its conversation where a stream says so, and at no status.
+        # Codex shortens its conversation after such an event, and ignores the status.
         events = [event(numbered({"type": "response.created", "response": head})), event(numbered(_failed(head, error)))]
         return Response("".join(events), media_type="text/event-stream")
 

@@ -52,7 +52,7 @@ class Runner:
         self._wake = threading.Event()
         self._closed = False
         self._outputs: list[tuple[OnOutput, Output]] = []  # of the running step
-        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()  # that wait for the end of the step
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()  # to be called at the end of the step
         self._begin()
 
     def _begin(self) -> None:

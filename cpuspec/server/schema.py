@@ -68,7 +68,7 @@ class CpuspecOptions(Body):
 
 _MOST_LOGPROBS = 20
 
-# The scalar fields, under their own names; the others are spelled differently in requests.
+# The scalar fields of SamplingParams, which requests spell alike; those of _OWN_SPELLING, and all others, they spell differently.
 _SCALARS = {one.name: one for one in fields(SamplingParams) if one.type in (int, float, bool, int | None)}
 _OWN_SPELLING = ("logprobs", "max_draft_tokens", "free_reasoning", "max_tokens", "n", "parse_special")
 _FIELDS: dict[str, Any] = {

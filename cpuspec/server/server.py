@@ -147,7 +147,7 @@ class Server:
         if not self._keys:
             return address
         given = (key or "").encode()
-        # Every key is compared, so that the time tells nothing.
+        # Every key is compared, so that the time of the comparison reveals nothing.
         matches = [hmac.compare_digest(given, known) for known in self._keys]
         if not any(matches):
             return None

@@ -16,13 +16,13 @@ from cpuspec.text import MOST_BYTES
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
-# As `json.dumps` writes it, and as the answers to `json_schema` are written.
+# The white space of `json.dumps`, as in the answers to `json_schema`.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _REMARKS = ("$comment", "$schema", "default", "description", "examples", "title")
-_VALUES = ("const", "enum")  # what stands there is no schema
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # what stands there maps names to schemas
+_VALUES = ("const", "enum")  # keywords whose values are no schemas
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords whose values map names to schemas
 _DEEPEST = 64
-# Branches that could both hold are `anyOf` by now; llguidance cannot tell that the others exclude each other.
+# llguidance cannot see that branches of `oneOf` exclude each other; those that do not have become `anyOf` by now.
 _APART = {"coerce_one_of": True}
 
 
@@ -48,9 +48,9 @@ def answer_format(given: Any, where: str) -> dict[str, Any]:
 
 
 def loose_format(keeps_to: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Fields of SamplingParams that restrict an answer, with the part of a JSON schema that can be kept; and what is lost of it."""
+    """The fields of SamplingParams that restrict an answer, with what can be kept of a JSON schema; and the lost keywords."""
     schema = keeps_to.get("json_schema")
-    with suppress(ValueError, RecursionError):  # what is no JSON is told of where it is compiled
+    with suppress(ValueError, RecursionError):  # the grammar's compiler reports text that is no JSON
         found, lost = loosened(json.loads(schema) if isinstance(schema, str) else schema)
         if isinstance(found, Mapping):
             guidance = found.get("x-guidance")
