@@ -1,4 +1,4 @@
-"""Answers lines with an LLM: many at once, in the order of the lines."""
+"""Answers lines with an LLM, many at once. The answers keep the order of the lines."""
 
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
@@ -30,7 +30,7 @@ from cpuspec.server.schema import (
 from cpuspec.server.structured import check_strict
 
 _MOST_ANSWERS = 128  # to one line, as OpenAI's API allows
-_LINES_AHEAD = 16  # for each sequence that runs: answers that may wait for one before them
+_LINES_AHEAD = 16  # answers that may wait for an earlier one, for each sequence that the LLM runs
 # Fields that change no answer here, besides those that the bodies ignore. One model answers the whole batch.
 _IGNORED = frozenset(
     [
@@ -45,7 +45,7 @@ _IGNORED = frozenset(
         "verbosity",
     ]
 )
-# Fields that the server takes and a batch does not, with the values that change nothing.
+# Fields of the server that a batch does not support, with the values that change nothing.
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "stream": (None, False),
     "echo": (None, False),
@@ -56,11 +56,11 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 
 
 def answer_lines(llm: LLM, lines: Iterator[Line], given: Mapping[str, Any]) -> Generator[dict[str, Any]]:
-    """Yield the answer of each line, in order; as many run at once as the LLM has room for. Several threads may do
-    this with one LLM, and share its batch; a step that fails ends the answers of all of them.
+    """Yield the answer of each line, in order. As many run at once as the LLM has room for, and few lines are read ahead.
 
-    given: fields of SamplingParams for lines that do not have them; the model's own recommendations come after these. Few lines are
-    read ahead. A line that cannot be run gets an error as its answer. Raises what `LLM.step` raises.
+    given: fields of SamplingParams for lines without them; where both have none, the model's recommendation counts. Threads may
+    share one LLM and its batch; a step that fails ends the answers of all of them. A line that cannot be run gets an error as its
+    answer. Raises what `LLM.step` raises.
     """
     begun: deque[_Job] = deque()
     try:
@@ -86,7 +86,7 @@ def _has_room(llm: LLM, begun: deque["_Job"]) -> bool:
 
 
 class _Job:
-    """One line with its answers, as far as they are."""
+    """One line with its unfinished answers."""
 
     def __init__(self, llm: LLM, line: Line, given: Mapping[str, Any]) -> None:
         self._llm, self._line = llm, line
@@ -173,7 +173,7 @@ class _Job:
 
 
 def _body(url: str, fields: Mapping[str, Any]) -> ChatBody | CompletionBody:
-    """The server's body of a request. Raises ConfigError for fields that would be ignored: a line has no header that could tell."""
+    """The server's body of a request. Raises ConfigError for fields that the server ignores: a line has no header to name them."""
     kind: type[ChatBody | CompletionBody] = ChatBody if url == CHAT else CompletionBody
     found, unknown = read(kind.declared(), {name: value for name, value in fields.items() if name not in _IGNORED})
     if unknown:
@@ -209,7 +209,7 @@ class _BatchModel:
     config: ServerConfig = field(default_factory=lambda: ServerConfig(drop_changing_lines=False))
 
     def check_text(self, num_chars: int) -> None:
-        """Nothing: a long text delays nobody but its owner."""
+        """Accept every text: a long one delays nobody else."""
 
     def params(self, fields: Mapping[str, Any]) -> SamplingParams:
         """The params of a line with these fields."""

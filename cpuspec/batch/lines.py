@@ -18,7 +18,7 @@ ANSWER_BEGINS = f'{{"{_ID_KEY}": "{_ID_BEGINS}'.encode()  # of every answer's li
 
 
 class LineError(CpuspecError):
-    """A line that is no request. code: OpenAI's name for the fault."""
+    """A line that is not a request. code: OpenAI's name for the fault."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -69,13 +69,13 @@ class Line:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a file, one after the other: the whole is never in memory. Raises OSError."""
+    """Yield the lines of a file, which is never in memory as a whole. Raises OSError."""
     with path.open("rb") as file:
         number = 0
         while content := file.readline(MAX_LINE_BYTES + 1):
             whole = content
             while len(whole) > MAX_LINE_BYTES and not whole.endswith(b"\n") and whole:
-                whole = file.readline(MAX_LINE_BYTES + 1)  # the rest of a line that is too long is thrown away
+                whole = file.readline(MAX_LINE_BYTES + 1)  # the rest of a line that is too long is skipped
             if content.strip():
                 number += 1
                 yield Line(number, content, file.tell())
@@ -88,7 +88,7 @@ def answer_line(line: Line, status: int, body: Mapping[str, Any]) -> dict[str, A
 
 
 def error_line(line: Line, error: CpuspecError) -> dict[str, Any]:
-    """The line that answers a request that cannot be run (status 400), or a line that is none."""
+    """The answer to a line that cannot be run: an error with status 400, or for a line that is not a request the fault alone."""
     if isinstance(error, LineError):
         told = {"code": error.code, "message": str(error)}
         return {_ID_KEY: f"{_ID_BEGINS}{line.number}", "custom_id": line.custom_id, "response": None, "error": told}

@@ -1,6 +1,6 @@
-"""Reads a file of requests and writes a file of answers, which a run that was broken off goes on with.
+"""Reads a file of requests and writes a file of answers. A run that was interrupted is resumed from its file of answers.
 
-How lines are answered is a parameter: one process answers them with `answer.answer_lines`, and a cluster may do so as well.
+The function that answers the lines is a parameter: `answer.answer_lines` in one process, or a cluster's.
 """
 
 import json
@@ -92,7 +92,7 @@ def run_batch(source: Path, out: Path, answer: AnswerLines, on_progress: Callabl
 
 
 def _keep_answers(file: BinaryIO, lines: Iterator[Line], name: Path) -> int:
-    """Go past the lines that have answers, cut an unfinished answer off the end of the file, and return the number kept."""
+    """Skip the lines that have answers, cut an unfinished answer off the end of the file, and return the number of answers kept."""
     num_kept = end = 0
     file.seek(0)
     while (answer := file.readline(_MAX_ANSWER_BYTES)).endswith(b"\n"):

@@ -1,6 +1,6 @@
 """The command line: thin, and the only package that prints. Results go to stdout, everything else to stderr.
 
-Here is what must be ready before the first slow import: an end for those who press Ctrl-C during it.
+This module is loaded before the first slow import, so that Ctrl-C ends the process quietly during the import.
 """
 
 import os

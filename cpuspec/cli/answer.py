@@ -19,9 +19,9 @@ from cpuspec.server.parsing import Piece, answer_parser, tool_format
 
 @dataclass
 class Answer:
-    """An answer as far as it came. finish_reason "aborted": it was interrupted, and its stats are those until then.
+    """An answer, perhaps unfinished. finish_reason "aborted": it was interrupted, and its stats end there.
 
-    content, reasoning: of a model that answers in channels, what its text says in each; of others the text, and nothing.
+    content, reasoning: the text of the channels, for a model that answers in channels; else the text, and nothing.
     """
 
     params: SamplingParams
@@ -35,7 +35,7 @@ class Answer:
 
 
 def keep_quiet(text: str) -> None:
-    """For answers that are not shown as they come."""
+    """Show nothing: for answers that are printed when they are complete."""
 
 
 def collect(
@@ -45,9 +45,9 @@ def collect(
     show: Callable[[str], None],
     show_apart: Callable[[str], None] = keep_quiet,
 ) -> Answer:
-    """Stream the answer through `show`. An interrupt ends it and nothing else: what was said is returned.
+    """Stream the answer through `show`. Ctrl-C ends the answer, not the command: the text until then is returned.
 
-    show_apart: what a model that answers in channels says in others than the answer's: reasoning, and calls.
+    show_apart: gets the reasoning and the calls of a model that answers in channels.
     """
     answer = Answer(params)
     template = "" if isinstance(prompt, str) else llm.tokenizer.chat_template
@@ -92,7 +92,7 @@ class ExactCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether the answers are as alike as they must be: drafts may change what is drawn, never what is likeliest."""
+        """Whether the answers agree as they must: drafts may change a sampled answer, never a greedy one."""
         return self.identical or not self.greedy
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class ExactCheck:
 
 
 def check_exact(answer: Answer, plain: Answer, row_invariant: bool) -> ExactCheck | None:
-    """The check of an answer against the same without drafts; None if that was interrupted."""
+    """Compare an answer with the same one without drafts. None if that one was interrupted."""
     if plain.finish_reason == "aborted":
         return None
     same = shared_prefix(answer.token_ids, plain.token_ids)
@@ -119,19 +119,19 @@ def check_exact(answer: Answer, plain: Answer, row_invariant: bool) -> ExactChec
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
-    """The params, with a drawn seed where sampling would draw one unseen, so that every answer can be repeated."""
+    """The params, with a random seed where a sampled answer has none, so that it can be repeated."""
     return params if params.greedy or params.seed is not None else replace(params, seed=randbits(32))
 
 
 def describe_params(params: SamplingParams) -> dict[str, Any]:
-    """The params as JSON has them; it knows no infinity and no ids as names."""
+    """The params as JSON, which has no infinity and no numbers as keys."""
     shown = {one.name: getattr(params, one.name) for one in fields(params)}
     biases = {str(token): bias if math.isfinite(bias) else str(bias) for token, bias in params.logit_bias.items()}
     return shown | {"logit_bias": biases}
 
 
 def describe_sampling(params: SamplingParams, defaults: SamplingDefaults) -> str:
-    """How tokens were chosen, and which of the settings are the model's own, as `sampled at temperature 0.2 (model's own)`."""
+    """The sampling in words, with the settings that are the model's own: `sampled at temperature 0.2 (model's own)`."""
     names = [name for name in (*SAMPLING_FIELDS, "presence_penalty", "frequency_penalty") if not params.greedy or "penalty" in name]
     used = [name for name in names if getattr(params, name) != getattr(SamplingParams, name)]
     own = [name for name in used if getattr(params, name) == defaults.fields().get(name)]

@@ -99,7 +99,7 @@ def run() -> None:
     except typer.Exit as ending:
         code = ending.exit_code
     if code == INTERRUPTED:
-        os._exit(INTERRUPTED)  # everything is tidied up: Python's own end would take a while, and another Ctrl-C
+        os._exit(INTERRUPTED)  # everything is tidied up, and Python's own exit takes so long that a user presses Ctrl-C again
     sys.exit(code)
 
 

@@ -181,9 +181,9 @@ def _act(chat: Chat, message: str) -> None:
 
 
 def _answer(chat: Chat, text: str) -> bool:
-    """Let the model answer `text`, and tell whether it did.
+    """Let the model answer `text`, and return whether it did.
 
-    A message that cannot be answered, or was interrupted before a word, leaves no trace.
+    A message that cannot be answered, or is interrupted before the first word, is removed from the conversation.
     """
     chat.turns.append({"role": "user", "content": text})
     params = with_seed(chat.params)
@@ -213,9 +213,9 @@ def _answer(chat: Chat, text: str) -> bool:
 
 
 def _make_room(chat: Chat) -> bool:
-    """If the messages exceed the context, forget the oldest, should the user at the terminal agree. False if they fit.
+    """If the messages exceed the context, ask the user at the terminal, and forget the oldest. False if they fit.
 
-    Raises ConfigError, with what can be done, where they do not fit and stay.
+    Raises ConfigError with a remedy if they do not fit and the user disagrees, or nobody can be asked.
     """
     room, num_tokens = chat.llm.context_length, _num_tokens(chat, 0)
     if num_tokens < room:

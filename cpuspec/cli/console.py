@@ -42,12 +42,12 @@ def emit_json(value: Report) -> None:
 
 
 def emit_generated(text: str) -> None:
-    """Write what a model generated. A terminal gets control characters as visible escapes, so that it does not obey them."""
+    """Write generated text to stdout. A terminal gets control characters as visible escapes, so that it does not obey them."""
     emit(_OBEYED.sub(lambda found: printable(found[0]), text) if sys.stdout.isatty() else text)
 
 
 def emit_apart(text: str) -> None:
-    """Write on stderr what a model generated that is not its answer."""
+    """Write on stderr the generated text that is no part of the answer."""
     sys.stderr.write(_OBEYED.sub(lambda found: printable(found[0]), text))
     sys.stderr.flush()
 
@@ -61,7 +61,7 @@ class _Stream:
     """A standard stream. After a failed write every later one raises the exception that `lost` returned, if it returned one."""
 
     def __init__(self, stream: TextIO | None, descriptor: int, lost: Callable[[OSError], Exception | None]) -> None:
-        # One that was closed before the start is None. This stands for it, and takes its number, lest a file get it.
+        # A stream that was closed before the start is None. The null device takes its number, so that no file gets it.
         self._stream = stream or open(os.devnull, encoding="utf-8")  # noqa: SIM115
         self._descriptor, self._lost = descriptor, lost
         self._failure: Exception | None = None
@@ -83,17 +83,17 @@ class _Stream:
             action()
         except OSError as error:
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._descriptor)  # what is still buffered goes there when Python ends
+            os.dup2(null, self._descriptor)  # Python writes the rest of its buffer there when it ends
             os.close(null)
             self._failure = self._failure or self._lost(error)
-        # Again and again: libraries try a stream with an empty text, and take what is raised for a property of it.
+        # It is raised at every write: libraries try a stream with an empty text, and ignore the error of that.
         if self._failure:
             raise self._failure
 
 
 @contextmanager
 def guarded_streams() -> Iterator[None]:
-    """Within this context, output that cannot be written ends the command with an exit code; such notes are dropped."""
+    """Within this context, an output that cannot be written ends the command with an exit code; a note that cannot is dropped."""
     before = sys.stdout, sys.stderr
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if SYSTEM.pipe_encoding and hasattr(stream, "reconfigure") and not stream.isatty():
@@ -119,9 +119,9 @@ def _end_without_output(error: OSError) -> Exception:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt within this context, so that a command can tidy up. Outside it ends the process at once.
+    """Within this context Ctrl-C raises KeyboardInterrupt, so that a command can tidy up. Outside, it ends the process at once.
 
-    It changes nothing in tests, nor in a background job, which ignores Ctrl-C.
+    It changes nothing in tests and in a background job, which ignores Ctrl-C.
     """
     if signal.getsignal(signal.SIGINT) is not end_at_once:
         yield
@@ -136,7 +136,7 @@ def interruptible() -> Iterator[None]:
 def deliver_again(lost: Any) -> None:
     """A `sys.unraisablehook`: Ctrl-C that a callback of a library has swallowed comes again a moment later."""
     if lost.exc_type is KeyboardInterrupt:
-        # Not at once, lest it be swallowed, too; and to that thread, which may be waiting.
+        # A moment later, so that the same callback does not swallow it again; and to the main thread, which may be waiting.
         threading.Timer(0.01, SYSTEM.interrupt_main).start()
     else:
         sys.__unraisablehook__(lost)
@@ -207,7 +207,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*map(printable, row))
     terminal = Console()
-    # Into a text first: what cannot be written is for `emit` to tell.
+    # Into a text first, because `emit` handles output that cannot be written.
     out = io.StringIO()
     console = Console(file=out, highlight=False, markup=False, width=terminal.width if terminal.is_terminal else 1000)
     console.print(table)

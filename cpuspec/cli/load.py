@@ -1,4 +1,4 @@
-"""The command `bench-serve`: its options as a load, and the figures of one in the names of `vllm bench serve`."""
+"""The command `bench-serve`: its options, and its figures in the names of `vllm bench serve`."""
 
 import asyncio
 import json
@@ -203,7 +203,7 @@ def result_path(report: Mapping[str, Any], directory: Path, name: str | None) ->
 
 
 def note_errors(answers: Sequence[RequestResult]) -> None:
-    """Tell on stderr which errors came, and how often."""
+    """Print the errors on stderr, and how often each came."""
     errors = [answer.error for answer in answers if answer.error]
     for error in list(dict.fromkeys(errors))[:5]:
         note(f"{counted(errors.count(error), 'request')} failed: {error}")

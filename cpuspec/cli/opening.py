@@ -1,4 +1,4 @@
-"""Opens what a command names: models, their drafts, an LLM. Fetches what is not there, and shows that it does."""
+"""Opens the models, drafts and LLMs that a command names. Fetches missing files and shows the progress."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +52,7 @@ def load_llm(model: str, draft: str | None, running: options.Running, max_sequen
 
 
 def sampling_defaults(llm: "LLM") -> SamplingDefaults:
-    """The model's, after a warning for each that its files have and that cannot be used."""
+    """The model's defaults. A default in its files that cannot be used is told as a warning."""
     for remark in llm.sampling_defaults.ignored:
         note(f"warning: {remark}")
     return llm.sampling_defaults

@@ -1,4 +1,4 @@
-"""The options of the commands, and how their values become settings. Options of settings come from the settings' declaration."""
+"""The options of the commands, and the settings that their values become. Options of settings are generated from `config`."""
 
 import json
 import sys
@@ -23,11 +23,11 @@ from cpuspec.formats.kv import get_kv_format
 Command = Callable[..., None]
 
 MAX_PROMPT_BYTES = 64 << 20
-_LONGEST_NAME = 1000  # of a file that may exist
+_LONGEST_NAME = 1000  # of a file, in characters
 # Defaults of --max-tokens: long enough for an ordinary answer, short enough that a small model's loop ends by itself.
 GENERATE_TOKENS, CHAT_TOKENS = 512, 1024
 
-# Settings of commands: how a backend computes, and what the engine of one that answers many requests reserves beside that.
+# Settings of commands: those of a backend; and with them those of an engine that answers many requests.
 HOW = ("threads", "memory", "kv_format", "device", "dtype", "weights", "activations", "prompt_arithmetic")
 ANSWERING = (
     *("max_sequences", "context_length", "max_rows", "prompt_rows"),
@@ -75,7 +75,7 @@ MODEL_HELP = (
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names of models and chains for a shell to complete with; it adds files by itself."""
+    """Names of models and chains for the shell's completion; the shell adds file names."""
     return [name for name in known_names() if name.startswith(incomplete)]
 
 
@@ -254,7 +254,7 @@ def _read_serving(given: dict[str, Any]) -> ServerConfig:
         return ServerConfig(**{name: value for name, value in given.items() if value is not None})
 
 
-_OF_SERVERS = ("cache_salt",)  # a command has no other users
+_OF_SERVERS = ("cache_salt",)  # settings for servers only, which have several users
 
 
 def takes_sampling(max_tokens: int, without: Container[str] = ("n", "max_draft_tokens", "draft")) -> Callable[[Command], Command]:
@@ -317,7 +317,7 @@ def read_object(text: str | None) -> dict[str, Any]:
 
 
 def check_is_no_model(prompt: str | None) -> None:
-    """Raise BadParameter for a PROMPT that is a model: its user has meant MODEL and gives the prompt some other way."""
+    """Raise BadParameter for a PROMPT that names a model: the user has meant MODEL and gives the prompt in another way."""
     is_file = prompt is not None and len(prompt) < _LONGEST_NAME and Path(prompt).suffix == ".gguf" and Path(prompt).is_file()
     if prompt is not None and (is_file or prompt in known_names()):
         raise typer.BadParameter(

@@ -1,4 +1,4 @@
-"""Shows on stderr that something is going on: a spinner, the bar of a download, the steps of a measurement."""
+"""Shows progress on stderr: a spinner, the bar of a download, the steps of a measurement."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,7 +28,7 @@ def stderr_console() -> Console:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Show on a terminal that something is going on; elsewhere say nothing."""
+    """Show a spinner on a terminal; elsewhere nothing."""
     console = stderr_console()
     with ExitStack() as stack:
         if _is_live(console):
@@ -73,7 +73,7 @@ class FetchProgress:
                 console=self._console,
             )
             self._bar.start()
-            # Told where it starts, the bar does not count a resumed part as this run's speed.
+            # The bar gets its start, so that it does not count the resumed part as this run's speed.
             self._task = self._bar.add_task(what, name=self._name, total=total_bytes, completed=done_bytes)
         else:
             self._bar.update(self._task, description=what, completed=done_bytes, total=total_bytes)
@@ -83,7 +83,7 @@ class FetchProgress:
 class StepProgress:
     """Shows the progress of a measurement: a bar on a terminal, a line for each new step elsewhere, or for each tenth of it.
 
-    The bar is drawn when there is something to tell and at no other time: a thread that draws would take turns with those measured.
+    The bar is drawn at each step only: a thread that redraws it would take time from the measured threads.
     """
 
     def __init__(self, tenths: bool = False) -> None:

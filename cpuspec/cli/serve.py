@@ -1,4 +1,4 @@
-"""The command `serve`: keys from where a user keeps them, and a server that runs until it is told to end."""
+"""The command `serve`: it reads the keys, opens the models, and runs a server until a signal ends it."""
 
 import asyncio
 import ipaddress

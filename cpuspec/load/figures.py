@@ -131,6 +131,6 @@ def most_at_once(answers: Sequence[RequestResult]) -> int:
 
 
 def _told(counts: Sequence[int | None]) -> int | None:
-    """The sum; None where the server told none."""
+    """The sum of the counts that the server told; None if it told none."""
     known = [count for count in counts if count is not None]
     return sum(known) if known else None

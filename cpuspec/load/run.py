@@ -1,4 +1,4 @@
-"""Sends requests as they arrive by a random process, and watches the answers stream in."""
+"""Sends requests at random times, and measures their streamed answers."""
 
 import asyncio
 import json

@@ -1,7 +1,7 @@
-"""What an ingress sends to its client: the answer of one replica, and where that has ended, the rest of it from another one.
+"""Relays an answer to a client: from one replica, and if that dies, the rest from another one.
 
-Another replica repeats the answer from its beginning, event for event, so what the client has is counted and left out. It knows
-the application's messages only, and nothing of Ray.
+The other replica repeats the answer from its beginning, event for event, so the events that the client has are counted and left
+out. The module knows the messages of ASGI, and nothing of Ray.
 """
 
 from starlette.types import Message, Send

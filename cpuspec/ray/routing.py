@@ -1,4 +1,4 @@
-"""What tells a conversation: requests with the same key go to the same replica, whose prefix cache holds their earlier turns."""
+"""The key of a conversation. Requests with the same key go to the same replica, whose prefix cache holds the earlier turns."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ def conversation_key(body: bytes) -> str:
 
 
 def _beginning(body: Mapping[str, Any]) -> Any:
-    """What does not change while the prompt of this body grows."""
+    """The part of a body that stays the same while its conversation grows."""
     for name in ("messages", "input"):
         turns = body.get(name)
         if isinstance(turns, str):
