@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from cpuspec import LLM
@@ -18,6 +20,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def running(path: Any) -> Iterator[Running]:
     with serving(lambda: load(path)) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> openai.OpenAI:
+    return running.openai
+
+
+@pytest.fixture(scope="module")
+def theirs(running: Running) -> anthropic.Anthropic:
+    return running.anthropic
 
 
 @pytest.fixture(scope="module")

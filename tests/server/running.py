@@ -36,6 +36,23 @@ def load(path: Path, **settings: Any) -> LLM:
     return LLM(path, engine.pop("spec", "ngram"), settings=EngineConfig(**engine))
 
 
+@contextmanager
+def before_forwards(llm: LLM, call: Callable[[], object]) -> Iterator[None]:
+    """Within this context, an LLM calls the function before each forward of its target."""
+    backend = llm._backend
+    whole = backend.forward
+
+    def forward(batch: Any, cache: Any) -> Any:
+        call()
+        return whole(batch, cache)
+
+    backend.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        backend.forward = whole  # type: ignore[method-assign]
+
+
 class Running:
     """A server that runs in a thread."""
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import app as module
-from cpuspec.cli.app import app
 from cpuspec.cli.serve import read_keys
+from tests.command import ok, refused, run
 
 
 @pytest.fixture(autouse=True)
@@ -19,10 +18,6 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CPUSPEC_API_KEY", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(module, "show_log", lambda: None)  # other tests' servers would log from then on
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["serve", *arguments], prog_name="cpuspec")
 
 
 def test_keys_come_from_the_environment_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +50,7 @@ def test_a_file_without_keys_is_wrong_usage(tmp_path: Path, content: Any) -> Non
     ],
 )
 def test_limits_that_cannot_be_are_wrong_usage(options: tuple[str, ...], wanted: str) -> None:
-    result = run("no-model", *options)
-    assert result.exit_code == 2
-    assert wanted in result.stderr
+    refused("serve", "no-model", *options, code=2, message=wanted)
 
 
 def test_without_a_name_the_default_model_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,11 +61,11 @@ def test_without_a_name_the_default_model_is_served(monkeypatch: pytest.MonkeyPa
         raise typer.BadParameter("it is not opened")
 
     monkeypatch.setattr("cpuspec.cli.serve.open_with_drafts", open_with_drafts)
-    assert "it is not opened" in run().stderr
+    assert "it is not opened" in run("serve").stderr
     assert asked == [DEFAULT_RECIPE]
 
 
 def test_every_setting_of_the_server_is_an_option() -> None:
-    shown = run("--help").stdout
+    shown = ok("serve", "--help")
     for option in ("--host", "--port", "--alias", "--cors", "--max-waiting", "--api-key-file", "--drain-s", "--draft", "--threads"):
         assert re.search(rf"{option}[ ,]", shown), option

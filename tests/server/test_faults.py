@@ -29,7 +29,7 @@ from cpuspec.server.errors import EngineFailedError
 from cpuspec.server.server import Server
 from tests.processes import started, wait_for
 from tests.server.asgi import Application, application
-from tests.server.running import PATIENCE_S, SMALL, Running, events, load, request_bytes, serving, tiny_model
+from tests.server.running import PATIENCE_S, SMALL, Running, before_forwards, events, load, request_bytes, serving, tiny_model
 
 ENDLESS = {"prompt": "the cat", "max_tokens": 30000, "temperature": 0, "ignore_eos": True}
 SHORT = ENDLESS | {"max_tokens": 5}
@@ -83,15 +83,9 @@ def test_clients_that_vanish_from_the_queue_leave_it(running: Running) -> None:
 
 def test_a_client_that_vanishes_while_its_prompt_is_read_ends_it(path: Path) -> None:
     llm = load(path)
-    whole = llm._backend.forward
-
-    def forward(batch: Any, cache: Any) -> Any:
-        threading.Event().wait(0.02)  # the prompt takes 10 seconds
-        return whole(batch, cache)
-
-    llm._backend.forward = forward  # type: ignore[method-assign]
     body = {"prompt": [5 + number % 200 for number in range(16_000)], "stream": True, "max_tokens": 1}
-    with serving(lambda: llm) as running:
+    slowly = before_forwards(llm, lambda: threading.Event().wait(0.02))  # the prompt takes 10 seconds
+    with slowly, serving(lambda: llm) as running:
         with running.client() as client, client.stream("POST", "/v1/completions", json=body) as reply:
             assert reply.status_code == 200
             running.eventually(lambda: running.server.num_unfinished == 1)
@@ -277,23 +271,20 @@ class Panic(BaseException):
 
 
 class Bomb:
-    """Makes the steps of an LLM raise an error while it is set."""
+    """Raises an error while it is set."""
 
-    def __init__(self, llm: LLM, error: type[BaseException]) -> None:
-        self._whole, self._error, self.is_set = llm._backend.forward, error, False
-        llm._backend.forward = self._forward  # type: ignore[method-assign]
+    def __init__(self, error: type[BaseException] = RuntimeError, is_set: bool = False) -> None:
+        self._error, self.is_set = error, is_set
 
-    def _forward(self, batch: Any, cache: Any) -> Any:
+    def __call__(self) -> None:
         if self.is_set:
             raise self._error("a kernel is broken")
-        return self._whole(batch, cache)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, Panic, SystemExit])
 def test_a_step_that_fails_ends_its_requests_and_no_other(path: Path, error: type[BaseException]) -> None:
-    llm = load(path)
-    bomb = Bomb(llm, error)
-    with serving(lambda: llm) as running:
+    llm, bomb = load(path), Bomb(error)
+    with before_forwards(llm, bomb), serving(lambda: llm) as running:
         assert answers(running)
         bomb.is_set = True
         reply = running.post("/v1/completions", json=SHORT)
@@ -355,9 +346,8 @@ def a_log_that_kills() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_thread_that_dies_fails_its_requests_and_is_made_anew(path: Path) -> None:
-    llm = load(path)
-    bomb = Bomb(llm, RuntimeError)
-    with serving(lambda: llm) as running, a_log_that_kills():
+    llm, bomb = load(path), Bomb()
+    with before_forwards(llm, bomb), serving(lambda: llm) as running, a_log_that_kills():
         assert answers(running)
         for _ in range(2):
             bomb.is_set = True
@@ -378,21 +368,25 @@ def test_an_engine_thread_that_dies_before_its_first_token_is_told_by_the_probes
             replies += [await client.get(path) for path in ("/health", "/ready", "/livez")]
         return [reply.status_code for reply in replies]
 
-    with asyncio.Runner() as loop, application(path, loop) as app, a_log_that_kills():
-        Bomb(app.served.llm, RuntimeError).is_set = True
+    with (
+        asyncio.Runner() as loop,
+        application(path, loop) as app,
+        a_log_that_kills(),
+        before_forwards(app.served.llm, Bomb(is_set=True)),
+    ):
         assert loop.run(ask(app)) == [500, 503, 503, 503, 200]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_server_whose_engine_is_dead_ends(path: Path) -> None:
     llm, listener = load(path), listen("127.0.0.1", 0)
-    Bomb(llm, RuntimeError).is_set = True
     url, statuses = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions", list[int]()
     asking = threading.Thread(
         target=lambda: statuses.append(httpx.post(url, json=SHORT, timeout=PATIENCE_S).status_code), daemon=True
     )
     server = Server("tiny", ServerConfig(port=0))
-    with a_log_that_kills(), pytest.raises(EngineFailedError, match="died before"):
+    dies = before_forwards(llm, Bomb(is_set=True))
+    with a_log_that_kills(), dies, pytest.raises(EngineFailedError, match="died before"):
         asyncio.run(asyncio.wait_for(serve(server, lambda: llm, listener, asking.start), PATIENCE_S))
     asking.join(PATIENCE_S)
     assert statuses == [500]

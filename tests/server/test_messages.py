@@ -1,4 +1,4 @@
-"""Anthropic's protocol through its official client."""
+"""Anthropic's protocol through its official theirs."""
 
 from typing import Any
 
@@ -40,18 +40,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return directory
 
 
-@pytest.fixture(scope="module")
-def client(running: Running) -> anthropic.Anthropic:
-    return running.anthropic
-
-
 def expected(llm: LLM, messages: list[dict[str, Any]], **settings: Any) -> Any:
     return llm.chat(messages, SamplingParams(**settings))
 
 
-def test_a_greedy_message_is_the_offline_answer(client: anthropic.Anthropic, llm: LLM) -> None:
+def test_a_greedy_message_is_the_offline_answer(theirs: anthropic.Anthropic, llm: LLM) -> None:
     wanted = expected(llm, [{"role": "system", "content": "be brief"}, *ASK["messages"]], max_tokens=12)
-    answer = client.messages.create(system="be brief", max_tokens=12, **ASK)
+    answer = theirs.messages.create(system="be brief", max_tokens=12, **ASK)
     assert [block.text for block in answer.content] == [wanted.text]  # type: ignore[union-attr]
     assert answer.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[wanted.finish_reason]
     usage = answer.usage
@@ -59,9 +54,9 @@ def test_a_greedy_message_is_the_offline_answer(client: anthropic.Anthropic, llm
     assert usage.output_tokens == wanted.stats.num_new_tokens
 
 
-def test_a_stream_has_the_events_in_their_order_and_adds_up(client: anthropic.Anthropic, llm: LLM) -> None:
+def test_a_stream_has_the_events_in_their_order_and_adds_up(theirs: anthropic.Anthropic, llm: LLM) -> None:
     wanted = expected(llm, ASK["messages"], max_tokens=12)
-    with client.messages.stream(max_tokens=12, **ASK) as stream:
+    with theirs.messages.stream(max_tokens=12, **ASK) as stream:
         kinds = [event.type for event in stream if event.type not in ("text", "content_block_delta")]
         final = stream.get_final_message()
     assert kinds == ["message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"]
@@ -70,21 +65,21 @@ def test_a_stream_has_the_events_in_their_order_and_adds_up(client: anthropic.An
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_stop_sequence_that_ended_it_is_named(client: anthropic.Anthropic, llm: LLM, stream: bool) -> None:
+def test_the_stop_sequence_that_ended_it_is_named(theirs: anthropic.Anthropic, llm: LLM, stream: bool) -> None:
     text = expected(llm, ASK["messages"], max_tokens=12).text
     stops = ["never said", text[4:6]]
     if stream:
-        with client.messages.stream(max_tokens=12, stop_sequences=stops, **ASK) as events:
+        with theirs.messages.stream(max_tokens=12, stop_sequences=stops, **ASK) as events:
             answer = events.get_final_message()
     else:
-        answer = client.messages.create(max_tokens=12, stop_sequences=stops, **ASK)
+        answer = theirs.messages.create(max_tokens=12, stop_sequences=stops, **ASK)
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", text[4:6])
     assert "".join(block.text for block in answer.content) == text[: text.index(text[4:6])]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_demanded_tool_is_used(
-    client: anthropic.Anthropic, running: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+    theirs: anthropic.Anthropic, running: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask: dict[str, Any] = {**ASK, "messages": USED, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_time"}}
     model = running.model
@@ -93,17 +88,17 @@ def test_a_demanded_tool_is_used(
     biased = SamplingDefaults(temperature=0.0), {"logit_bias": {brace: 100.0}}
     monkeypatch.setattr(model, "params", lambda given: biased[0].under({**given, **biased[1]}))
     if stream:
-        with client.messages.stream(max_tokens=1, **ask) as events:
+        with theirs.messages.stream(max_tokens=1, **ask) as events:
             seen = list(events)
         blocks = [event.content_block for event in seen if event.type == "content_block_start"]
         deltas = [event.delta for event in seen if event.type == "content_block_delta"]
         assert [delta.partial_json for delta in deltas] == ["{"]
     else:
-        blocks = client.messages.create(max_tokens=1, **ask).content
+        blocks = theirs.messages.create(max_tokens=1, **ask).content
     assert [(block.type, block.name, block.input) for block in blocks] == [("tool_use", "get_time", {})]
 
 
-def test_blocks_reach_the_template_and_count(client: anthropic.Anthropic, llm: LLM) -> None:
+def test_blocks_reach_the_template_and_count(theirs: anthropic.Anthropic, llm: LLM) -> None:
     spelled = [
         {"role": "system", "content": "a\n\nb"},
         {"role": "user", "content": "time?"},
@@ -121,12 +116,12 @@ def test_blocks_reach_the_template_and_count(client: anthropic.Anthropic, llm: L
     wanted = len(llm.tokenizer.encode_chat(spelled, variables={"tools": tools}))
     for header in ([], [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=0815;"}]):
         system = [*header, {"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]
-        count = client.messages.count_tokens(model="tiny", system=system, messages=USED, tools=[TOOL])  # type: ignore[arg-type]
+        count = theirs.messages.count_tokens(model="tiny", system=system, messages=USED, tools=[TOOL])  # type: ignore[arg-type]
         assert count.input_tokens == wanted
 
 
-def test_the_clients_own_errors_are_raised(client: anthropic.Anthropic) -> None:
+def test_the_clients_own_errors_are_raised(theirs: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
-        client.messages.create(max_tokens=3, **{**ASK, "model": "other"})
+        theirs.messages.create(max_tokens=3, **{**ASK, "model": "other"})
     with pytest.raises(anthropic.BadRequestError):
-        client.messages.create(max_tokens=3, **{**ASK, "messages": []})
+        theirs.messages.create(max_tokens=3, **{**ASK, "messages": []})

@@ -15,11 +15,6 @@ GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
 IGNORE = {"extra_body": {"ignore_eos": True}}
 
 
-@pytest.fixture(scope="module")
-def client(running: Running) -> openai.OpenAI:
-    return running.openai
-
-
 def expected(llm: LLM, **settings: Any) -> Any:
     return llm.chat(MESSAGES, SamplingParams(ignore_eos=True, **settings))
 

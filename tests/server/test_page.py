@@ -17,7 +17,7 @@ from cpuspec.engine.engine import Output
 from cpuspec.server import answering, page
 from cpuspec.server.model import Answers
 from tests.server.browser import CHROMIUM, Browser, browsing
-from tests.server.running import Running, load, serving
+from tests.server.running import Running, before_forwards, events, load, serving
 
 PACKAGE = Path(cpuspec.__file__).parent
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat and the cat sat on the hat"}]
@@ -34,19 +34,19 @@ def running(path: Path) -> Iterator[Running]:
 
 def chunks(running: Running, **settings: Any) -> list[dict[str, Any]]:
     """The chunks of a streamed answer."""
-    lines = running.post("/v1/chat/completions", json=GREEDY | settings).text.split("\n\n")
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+    return events(running.post("/v1/chat/completions", json=GREEDY | settings).text)
+
+
+@pytest.fixture(scope="module")
+def guarded(path: Path) -> Iterator[Running]:
+    with serving(lambda: load(path), ("secret",)) as found:
+        yield found
 
 
 @pytest.mark.parametrize("where", page.FILES)
-def test_the_pages_files_come_without_a_key_and_may_reach_nothing_but_this_server(running: Running, where: str) -> None:
-    server = running.server
-    server._keys = [b"secret"]
-    try:
-        answer = running.get(where)
-        assert running.get("/props").status_code == 401
-    finally:
-        server._keys = []
+def test_the_pages_files_come_without_a_key_and_may_reach_nothing_but_this_server(guarded: Running, where: str) -> None:
+    answer = guarded.get(where)
+    assert guarded.get("/props").status_code == 401
     name, media_type = page.FILES[where]
     assert (answer.status_code, answer.headers["content-type"]) == (200, media_type)
     assert answer.content == (PACKAGE / "server" / "page" / name).read_bytes()
@@ -102,17 +102,12 @@ def test_a_token_a_chunk_carries_its_own_logprobs(running: Running) -> None:
     assert [len(one["content"]) for one in told] == [1] * 30
 
 
-def test_a_stream_tells_how_much_of_the_prompt_has_been_read_if_asked(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = running.model.llm._backend.forward
-
-    def forward(batch: Any, cache: Any) -> Any:
-        threading.Event().wait(0.05)  # what comes faster than it is sent is one output
-        return whole(batch, cache)
-
-    monkeypatch.setattr(running.model.llm._backend, "forward", forward)
+def test_a_stream_tells_how_much_of_the_prompt_has_been_read_if_asked(running: Running) -> None:
     messages = [{"role": "user", "content": "one two three four five six seven eight nine ten " * 40}]
     options = {"messages": messages, "max_tokens": 2, "return_progress": True}
-    found = chunks(running, **options)
+    # Outputs that come faster than they are sent would be one.
+    with before_forwards(running.model.llm, lambda: threading.Event().wait(0.05)):
+        found = chunks(running, **options)
     progress = [one["prompt_progress"] for one in found if "prompt_progress" in one]
     read = [one["processed"] for one in progress]
     timings = found[-1]["timings"]
@@ -121,7 +116,8 @@ def test_a_stream_tells_how_much_of_the_prompt_has_been_read_if_asked(running: R
     assert {one["total"] for one in progress} == {timings["prompt_n"] + timings["cache_n"]}
     assert read[-1] < progress[-1]["total"], "the last part comes with the first token"
     messages[0]["content"] += "and many more words that no cache has seen before, " * 10
-    again = [one["prompt_progress"] for one in chunks(running, **options) if "prompt_progress" in one]
+    with before_forwards(running.model.llm, lambda: threading.Event().wait(0.05)):
+        again = [one["prompt_progress"] for one in chunks(running, **options) if "prompt_progress" in one]
     assert {one["cache"] for one in again} == {again[0]["cache"]}
     assert 0 < again[0]["cache"] < again[0]["processed"]
 

@@ -13,7 +13,7 @@ import pytest
 from cpuspec.engine.changing_lines import RULES
 from cpuspec.server import model as served_model
 from tests.processes import started, wait_for
-from tests.server.running import PATIENCE_S, Running, load, serving
+from tests.server.running import PATIENCE_S, Running, before_forwards, load, serving
 
 PROMPT = list(range(3, 203)) * 2
 BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -166,22 +166,21 @@ def test_what_cannot_be_saved_or_restored_is_a_clear_error(saving: Running, tmp_
 def test_metrics_tell_what_the_cache_holds_and_wait_for_no_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_model, "_STEP_S", 0.05)
     llm = load(path, prefix_cache_gb=1e-5)
-    whole, go_on, stands = llm._backend.forward, threading.Event(), threading.Event()
+    go_on, stands = threading.Event(), threading.Event()
 
-    def forward(batch: Any, cache: Any) -> Any:
+    def stand() -> None:
         stands.set()
         assert go_on.wait(PATIENCE_S)
-        return whole(batch, cache)
 
     with serving(lambda: llm) as running:
         ask(running.url)
         running.eventually(lambda: value(running, "prefix_cache_limit_bytes") == 10_000)
         assert 0 <= value(running, "prefix_cache_kept_bytes") <= 10_000
         assert value(running, "prefix_cache_evictions_total") >= 0
-        llm._backend.forward = forward  # type: ignore[method-assign]
-        thread = threading.Thread(target=ask, args=(running.url,), daemon=True)
-        thread.start()
-        assert stands.wait(PATIENCE_S)
-        assert value(running, "prefix_cache_limit_bytes") == 10_000
-        go_on.set()
-        thread.join(PATIENCE_S)
+        with before_forwards(llm, stand):
+            thread = threading.Thread(target=ask, args=(running.url,), daemon=True)
+            thread.start()
+            assert stands.wait(PATIENCE_S)
+            assert value(running, "prefix_cache_limit_bytes") == 10_000
+            go_on.set()
+            thread.join(PATIENCE_S)

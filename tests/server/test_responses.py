@@ -45,11 +45,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return directory
 
 
-@pytest.fixture(scope="module")
-def client(running: Running) -> openai.OpenAI:
-    return running.openai
-
-
 def test_a_greedy_response_is_the_offline_answer(client: openai.OpenAI, llm: LLM) -> None:
     wanted = llm.chat([{"role": "user", "content": "the cat sat"}], SamplingParams(max_tokens=12))
     answer = client.responses.create(**ASK)

@@ -82,16 +82,6 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def client(running: Running) -> openai.OpenAI:
-    return running.openai
-
-
-@pytest.fixture(scope="module")
-def theirs(running: Running) -> anthropic.Anthropic:
-    return running.anthropic
-
-
 def token_of(running: Running, text: str) -> int:
     token = running.model.llm.tokenizer.token_id(text)
     assert token is not None

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 
 from cpuspec.checkpoints import open_checkpoint
@@ -55,10 +54,6 @@ def untold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield found
 
 
-def client_of(running: Running) -> openai.OpenAI:
-    return running.openai
-
-
 def prompt_of(running: Running, **body: Any) -> str:
     reply = running.post("/apply-template", json=body)
     assert reply.status_code == 200, reply.text
@@ -86,7 +81,7 @@ def test_a_template_without_tools_is_told_in_words(untold: Running) -> None:
 def test_a_demanded_call_comes_in_the_shape_of_the_protocol(server: str, stream: bool, request: pytest.FixtureRequest) -> None:
     running: Running = request.getfixturevalue(server)
     choice = {"type": "function", "function": {"name": "get_time"}}
-    answer = client_of(running).chat.completions.create(  # type: ignore[call-overload]
+    answer = running.openai.chat.completions.create(  # type: ignore[call-overload]
         model="tiny",
         messages=CONVERSATION,
         tools=[TOOL, OTHER],
@@ -115,26 +110,13 @@ def token_of(running: Running, text: str) -> int:
 
 def test_reasoning_that_the_prompt_opens_comes_apart(running: Running) -> None:
     extra = {"chat_template_kwargs": {"think": True}, "ignore_eos": True}
-    answer = client_of(
-        running
-    ).chat.completions.create(  # type: ignore[call-overload]
-        model="tiny", messages=CONVERSATION[:1], max_tokens=8, temperature=0, extra_body=extra
-    )
-    plain = client_of(running).completions.create(  # type: ignore[call-overload]
-        model="tiny",
-        prompt=template_ids(running),
-        max_tokens=8,
-        temperature=0,
-        extra_body={"ignore_eos": True},
-    )
+    limits: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+    ids = running.model.llm.tokenizer.encode_chat(CONVERSATION[:1], variables={"think": True})
+    answer: Any = running.openai.chat.completions.create(messages=CONVERSATION[:1], extra_body=extra, **limits)  # type: ignore[arg-type]
+    plain = running.openai.completions.create(prompt=ids, extra_body={"ignore_eos": True}, **limits)
     message = answer.choices[0].message
     assert message.content == ""
     assert message.reasoning_content == plain.choices[0].text.lstrip()
-
-
-def template_ids(running: Running) -> list[int]:
-    ids: list[int] = running.model.llm.tokenizer.encode_chat(CONVERSATION[:1], variables={"think": True})
-    return ids
 
 
 def test_no_text_in_tools_or_calls_becomes_a_control_token(running: Running) -> None:
