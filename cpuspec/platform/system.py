@@ -12,21 +12,19 @@ from cpuspec.platform.topology import Memory, Topology
 
 @dataclass(frozen=True)
 class System:
-    """Facts of an operating system and calls to it. A system that lacks a call does what its comment says of others.
+    """Facts of an operating system and calls to it. "Others" tells what an entry is or does on a system without the call."""
 
-    Processors and memory.
-    """
-
+    # Processors and memory.
     topology: Callable[[], Topology]
     memory: Callable[[], Memory]
     processor_name: Callable[[], str]
     # The id that the system gives each boot. Others: "".
     boot_id: Callable[[], str]
-    # Ask that this process may use tile registers (AMX), and return whether it may. Others: False.
+    # Ask for the use of tile registers (AMX), and return whether this process may use them. Others: False.
     enable_tile_registers: Callable[[], bool]
 
     # Pages. The arguments of the mappings are numbers of bytes; they raise OSError, ValueError or OverflowError.
-    # Zeros that take up memory page by page, as they are written. Others: as the system gives them.
+    # Zeros whose pages take memory only when they are written. Others: an ordinary anonymous mapping.
     zeroed_pages: Callable[[int], mmap]
     # The first bytes of an open file (its descriptor), read-only, with all pages there at once. Others: as they are read.
     populated_file: Callable[[int, int], mmap]

@@ -40,13 +40,8 @@ def make_app(server: Server) -> FastAPI:
     app = FastAPI(
         title="cpuspec", version=__version__, docs_url=None, redoc_url=None
     )  # their pages would load scripts from elsewhere
-    app.include_router(native.router)
-    app.include_router(completions.router)
-    app.include_router(messages.router)
-    app.include_router(responses.router)
-    app.include_router(infill.router)
-    app.include_router(embeddings.router)
-    app.include_router(page.router)
+    for module in (native, completions, messages, responses, infill, embeddings, page):
+        app.include_router(module.router)
     guard(app, server)
     return app
 

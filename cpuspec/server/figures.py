@@ -56,8 +56,8 @@ def prompt_progress(output: Output, num_tokens: int, running_s: float) -> dict[s
 def token_parts(output: Output) -> list[tuple[str, list[TokenLogprobs], dict[str, Any]]]:
     """For each token the text that it added, its log-probabilities, and the `cpuspec` object of its chunk.
 
-    level: the drafter of a token, null for the target's own. rounds: with the first token that a chunk tells of, the target's
-    verifications that brought it and those behind it, each with the drafter that was chosen and what came of its draft.
+    level: the drafter that proposed the token, null for the target's own. rounds: in the first token's object, the target's
+    verifications behind this output, each with the chosen drafter and its counts of drafted and accepted tokens.
     """
     rounds = [
         {"level": source if drafted else None, "drafted": drafted, "accepted": accepted}

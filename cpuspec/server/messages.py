@@ -22,7 +22,7 @@ from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import event, json_response
-from cpuspec.server.schema import SamplingFields, ignoring, sampling_params
+from cpuspec.server.schema import SamplingFields, ignoring, refuse, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
 from cpuspec.server.writer import Writer
@@ -102,9 +102,7 @@ _FOREIGN_BLOCKS = (
 
 
 def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
-    for name, why in _REFUSED.items():
-        if getattr(body, name):
-            raise RequestError(f"{name} is not supported: {why}", name)
+    refuse(body, _REFUSED)
     listed: list[dict[str, Any]] = []
     blocks = [{"type": "text", "text": body.system}] if isinstance(body.system, str) else body.system or []
     texts = [content_text([block], "system") for block in blocks]

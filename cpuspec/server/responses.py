@@ -20,7 +20,7 @@ from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import event
-from cpuspec.server.schema import Ending, SamplingFields, UnusedBody, ignoring, sampling_params
+from cpuspec.server.schema import Ending, SamplingFields, UnusedBody, ignoring, refuse, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
 from cpuspec.server.writer import Writer
@@ -75,10 +75,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     model = await model_of(request, body.model)
-    asked = body.model_dump(include=set(_REFUSED))
-    for name, why in _REFUSED.items():
-        if asked[name]:
-            raise RequestError(f"{name} is not supported: {why}", name)
+    refuse(body, _REFUSED)
     params = sampling_params(model, body, max_tokens=body.max_output_tokens, stop=body.stop)
     tools, owners = _functions(body.tools or ())
     head = {

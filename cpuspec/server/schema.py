@@ -206,6 +206,13 @@ class ChatBody(SamplingBody, UnusedBody, Ending):
         return dict(given) if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none", **given}
 
 
+def refuse(body: Body, reasons: Mapping[str, str]) -> None:
+    """Raise RequestError if one of these fields asks for something. reasons: why it is not supported, by field."""
+    for name, why in reasons.items():
+        if getattr(body, name):
+            raise RequestError(f"{name} is not supported: {why}", name)
+
+
 def sampling_params(model: ServedModel, body: SamplingFields, **own: Any) -> SamplingParams:
     """The params that a body asks for. own: fields whose spelling is the endpoint's own; None is absent. Raises ConfigError."""
     given = {name: value for name, value in body.model_dump(include=set(_SCALARS)).items() if name not in _OWN_SPELLING}

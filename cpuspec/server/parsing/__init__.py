@@ -1,6 +1,6 @@
-"""Generated text, as it arrives, taken apart into reasoning, content and tool calls. Knows text only, no tokens and no protocol.
+"""Parsers that split generated text into reasoning, content and tool calls as it arrives. They know no tokens and no protocol.
 
-Whatever the pieces that a text arrives in, what comes out is the same: `tests/server/test_parsing.py` holds that for every split.
+The result does not depend on the pieces in which a text arrives: `tests/server/test_parsing.py` tests every split.
 """
 
 from cpuspec.server.parsing.answer import MARKS, AnswerParser, answer_parser, opens_reasoning, reasoning_marks

@@ -60,12 +60,12 @@ def answer_parser(template: str | None, functions: Functions, thinking: bool = F
 
 
 class ContinuingParser:
-    """Takes apart an answer that continues a text. Of that text it hands out nothing but the tool calls that it has begun."""
+    """Parses an answer that continues a text. Of that text it returns only the tool calls that the text has begun."""
 
     def __init__(self, parser: Parser, begun: str) -> None:
         self._parser = parser
         self._calls = [piece for piece in parser.push(begun) if piece.kind in ("call", "arguments")]
-        # Characters of the text that are undecided yet, by the kind that they are of if nothing follows.
+        # By kind, the characters of the text that are undecided yet, as if nothing followed.
         self._known: dict[str, int] = {}
         for piece in deepcopy(parser).finish():
             self._known[piece.kind] = self._known.get(piece.kind, 0) + len(piece.text)
@@ -101,7 +101,7 @@ class AnswerParser:
     """Takes an answer apart.
 
     reasons: whether an opening mark at the answer's beginning opens reasoning; thinking: the prompt has opened it already. calls:
-    what parses tool calls, None where there are no tools. marks: around reasoning. White space around reasoning is nobody's.
+    the parser of tool calls, None without tools. marks: around reasoning. White space around reasoning is dropped.
     """
 
     def __init__(

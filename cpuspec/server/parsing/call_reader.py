@@ -8,7 +8,7 @@ _ARGUMENTS = ("arguments", "parameters")  # Hermes, Qwen and Mistral say the fir
 
 
 class ValueEnd:
-    """Finds where a JSON value ends. It does not check the value: that is for whoever reads it."""
+    """Finds where a JSON value ends. It does not check the value."""
 
     def __init__(self) -> None:
         self.done = False
@@ -45,8 +45,8 @@ class ValueEnd:
 class CallReader:
     """Reads `{"name": ..., "arguments": {...}}`.
 
-    names: the functions that there are, None for any: what names another is no call. Once a name and the beginning of arguments
-    are known, `begun` is true and arguments are handed out as they come. raw: everything that was read, for text that is no call.
+    names: of the functions, None for any; an object with another name is no call. Once the name and the beginning of the arguments
+    are known, `begun` is true and the arguments are returned as they come. raw: all that was read, in case it is no call.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:

@@ -22,7 +22,7 @@ _SPACE = " \t\r\n"
 class MarkedCalls:
     """Calls behind a mark, as `<tool_call>{...}</tool_call>` and `[TOOL_CALLS][{...}, {...}]`, with text before and between them.
 
-    White space beside a call is nobody's. named: `NAME[ARGS]{...}` may stand in a call's place, too.
+    White space beside a call is dropped. named: a call may also be written as `NAME[ARGS]{...}`.
     """
 
     def __init__(self, opens: str, closes: str, named: bool = False) -> None:
@@ -31,7 +31,7 @@ class MarkedCalls:
         self._closes = closes
         self._named = named
         self._state = "content"
-        self._pending = ""  # text that nothing is decided about
+        self._pending = ""  # undecided text
         self._before_call = ""  # the mark, white space and the bracket of a list
         self._reader = CallReader()
         self._arguments = ValueEnd()
@@ -159,7 +159,7 @@ class MarkedCalls:
 class BareCalls:
     """An answer that is nothing but calls: JSON objects, perhaps behind a mark or in a fence, with ; or , between them.
 
-    An object that names none of the functions is no call. That and all text behind it is for `rest` to parse, or content.
+    An object that names none of the functions is no call. It and all text behind it go to `rest`; without `rest` they are content.
     """
 
     def __init__(self, names: Collection[str], marks: Sequence[str], rest: Parser | None = None) -> None:
@@ -187,7 +187,7 @@ class BareCalls:
         broken_off = self._state == "call" and not self._reader.begun
         text = self._skipped + (self._reader.raw if broken_off else "") + self._pending
         self._pending, self._skipped, self._state = "", "", "content"
-        # Behind a call, separators are nobody's.
+        # Separators behind a call are dropped.
         pieces = self._others(text) if not self._num_own or text.strip(_SPACE + ";,[]`") else []
         return pieces + (self._numbered(self._rest.finish()) if self._rest else [])
 
@@ -253,10 +253,10 @@ class BareCalls:
 class ToolFormat:
     """How a model writes calls.
 
-    parser: makes the parser of one answer, given the functions' schemas. mark: what a call begins with, "" where it is bare JSON;
-    many vocabularies have a token for it. opens, arguments, closes: the text before the function's name, between the name and its
-    arguments, and the least that ends a call behind them; a call that is demanded is written so, in JSON, also where the model's
-    own calls are not. id_chars: of a call's id. channels: the whole answer is in channels (`ChannelParser`).
+    parser: makes the parser of one answer from the functions' schemas. mark: the text that begins a call, "" where a call is bare
+    JSON; many vocabularies have a token for it. opens, arguments, closes: the text before the function's name, the text between the
+    name and the arguments, and the shortest text that ends a call. A demanded call is written with these and in JSON, even if the
+    model's own calls are not JSON. id_chars: the length of a call's id. channels: the answer is in channels (`ChannelParser`).
     """
 
     name: str
@@ -385,7 +385,7 @@ _TELLTALES = {
 
 
 def tool_format(template: str | None) -> ToolFormat:
-    """The way that a chat template teaches; "json", which `tool_instructions` teach, where it has none."""
+    """The format that a chat template teaches. If it teaches none, "json", which `tool_instructions` describe."""
     template = template or ""
     found = next((name for mark, name in _TELLTALES.items() if mark in template), "json")
     # An answer in channels is one without tools, too. DeepSeek's template renders calls and takes no list of tools.

@@ -33,7 +33,7 @@ class ChannelParser:
         return joined(decided(self._step))
 
     def finish(self) -> list[Piece]:
-        """The rest, at the end of the answer. A header that broke off says nothing."""
+        """The rest, at the end of the answer. An unfinished header is dropped."""
         pieces = joined(decided(self._step))
         rest, self._pending = self._pending, ""
         return joined([*pieces, *self._text(rest)]) if self._kind is not None else pieces

@@ -23,7 +23,7 @@ _MOST_CHARS = 1 << 20  # of one call
 
 
 class ConvertedCalls:
-    """Calls between two marks, with text before and between them. White space beside a call belongs to nobody.
+    """Calls between two marks, with text before and between them. White space beside a call is dropped.
 
     A text between the marks that is no call is content, marks included. A call that the answer's end cuts off is converted if it
     can be.
