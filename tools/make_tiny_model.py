@@ -298,6 +298,11 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, F32]:
     return weights
 
 
+def with_prediction(config: ModelConfig) -> ModelConfig:
+    """The model with attention in its last layer, as one for multi-token prediction has."""
+    return replace(config, layer_recurrent=(*config.layer_recurrent[:-1], False)) if config.layer_recurrent else config
+
+
 def prediction_weights(config: ModelConfig, seed: int = 7) -> dict[str, F32]:
     """Random tensors of a layer for multi-token prediction, besides those of a layer of the model, by their names in GGUF files."""
     rng, hidden = np.random.default_rng(seed), config.hidden_size
@@ -339,7 +344,7 @@ def make_tiny_gguf(
 
     predicts: whether the last layer is one for multi-token prediction. shape: arguments of `tiny_config`.
     """
-    config = tiny_config(architecture, **shape)
+    config = with_prediction(tiny_config(architecture, **shape)) if predicts else tiny_config(architecture, **shape)
     weights, formats = random_weights(config, seed), {"embed_format": embed_format, "output_format": output_format}
     predicting = prediction_weights(config) if predicts else {}
     return write_gguf(path, config, weights, weight_format=weight_format, **formats, predicting=predicting)
@@ -359,7 +364,7 @@ def make_tiny_hf(
 
     predicts: whether the last layer is one for multi-token prediction. shape: arguments of `tiny_config`.
     """
-    config = tiny_config(architecture, **shape)
+    config = with_prediction(tiny_config(architecture, **shape)) if predicts else tiny_config(architecture, **shape)
     predicting = prediction_weights(config) if predicts else {}
     weights = random_weights(config, seed)
     return write_huggingface(directory, config, weights, dtype=dtype, num_shards=num_shards, predicting=predicting)
@@ -481,9 +486,12 @@ def write_huggingface(
             values = values[None]
         theirs = prefix + name.removeprefix("model.") if name.startswith("model.") else name
         stored |= _hf_tensors(theirs, QuantTensor.encode(get_format(dtype), values))
+    last = f"{prefix}layers.{config.num_layers - 1}."
     for name, values in predicting.items():
-        theirs = f"{prefix}layers.{config.num_layers - 1}.{name.replace('shared_head_', 'shared_head.')}.weight"
+        theirs = f"{last}{name.replace('shared_head_', 'shared_head.')}.weight"
         stored[theirs] = QuantTensor.encode(get_format(dtype), values - np.float32(family.norm_offset * (values.ndim == 1)))
+    if predicting and config.recurrent:
+        stored = {_qwen_name(name, last): tensor for name, tensor in stored.items()}
     if num_shards == 1:
         write_safetensors(directory / "model.safetensors", stored)
     else:
@@ -521,6 +529,15 @@ def _hf_values(config: ModelConfig, name: str, values: F32, norm_offset: float) 
     if name.endswith("delta_conv"):
         return values[:, None]
     return values - np.float32(norm_offset * (name.endswith("norm") and not name.endswith("delta_norm")))
+
+
+def _qwen_name(name: str, layer: str) -> str:
+    """The name of a tensor where the model's last layer is one for multi-token prediction. layer: what its names begin with."""
+    parts = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
+    part = name.removeprefix(layer).removesuffix(".weight")
+    if not name.startswith(layer):
+        return name
+    return f"mtp.{parts[part]}.weight" if part in parts else name.replace(layer, "mtp.layers.0.")
 
 
 def gpt_oss_experts(weights: Mapping[str, F32]) -> dict[str, F32]:

@@ -308,7 +308,12 @@ def test_a_layer_for_multi_token_prediction_computes_what_speculators_computes(
         assert_alike(got, logits, f"step {step}")
 
 
-OF_FAMILIES: dict[str, dict[str, Any]] = {"qwen2": {"tied": False}, "glm4moe": {**MIXTURES["glm4moe"], "rope_dims": 8}}
+OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"tied": False},
+    "glm4moe": {**MIXTURES["glm4moe"], "rope_dims": 8},
+    "qwen35": {"tied": False},
+    "qwen35moe": {"tied": False, "shared_size": 64},
+}
 
 
 @BACKENDS

@@ -69,6 +69,7 @@ from tools.make_tiny_model import (
     prediction_weights,
     random_weights,
     tiny_config,
+    with_prediction,
     write_gguf,
     write_huggingface,
 )
@@ -173,6 +174,10 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4moe": {**MIXTURES["glm4moe"], "rope_dims": 8, "expert_size": 64},
     "bailingmoe2": {**MIXTURES["bailingmoe2"], "rope_dims": 8, "expert_size": 64},
 }
+OWN |= {
+    family: {"num_layers": 5, "rope_dims": 8, "shared_size": 32, "expert_size": 64}
+    for family in ("qwen35", "qwen35moe", "qwen3next")
+}
 FILES = {"gguf": partial(make_tiny_gguf, weight_format="f32"), "hf": make_tiny_hf}
 
 
@@ -195,7 +200,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.mark.parametrize("family", OWN)
 def test_a_targets_own_layer_is_read_as_a_layer_of_its_family(tmp_path: Path, family: str, kind: str) -> None:
     target = open_checkpoint(with_own_layer(tmp_path / "model", family, kind))
-    config = tiny_config(**shape_of_own(family))
+    config = with_prediction(tiny_config(**shape_of_own(family)))
     weights, others, last = random_weights(config), prediction_weights(config), f"layers.{config.num_layers - 1}."
     head = own_mtp(target)
     assert (target.config.num_layers, head.layers) == (config.num_layers - 1, (config.num_layers - 2,))
@@ -208,7 +213,8 @@ def test_a_targets_own_layer_is_read_as_a_layer_of_its_family(tmp_path: Path, fa
     assert head.model.tensors["embed"] is target.tensors["embed"]
     (norm,) = head.feature_norms
     assert norm.weight.tolist() == target.tensors["norm"].dequantize().tolist()
-    check_answers(target, "numba", ["mtp@3"])
+    if kind == "gguf":
+        check_answers(target, "numpy" if target.config.recurrent else "numba", ["mtp@3"])
 
 
 OWN_SPECS = (*(f"mtp@{number}" for number in range(1, 7)), "tree:mtp@6", "draw:mtp", "ngram@2+mtp@2", "numpy:mtp", "auto")

@@ -193,8 +193,10 @@ def _head(files: Mapping[str, QuantTensor], target: Checkpoint, name: str) -> He
 
 
 def _config(target: ModelConfig, named: Mapping[str, QuantTensor]) -> ModelConfig:
-    """The layer's shape: that of the target's last one, with experts if it has some."""
-    config = replace(target.with_layers([target.num_layers - 1]), head=HeadConfig(), tied_embeddings=False)
+    """The layer's shape: that of the target's last one with attention, with experts if it has some."""
+    recurs = target.layer_recurrent or (False,) * target.num_layers
+    last = max(i for i, recurrent in enumerate(recurs) if not recurrent)
+    config = replace(target.with_layers([last]), head=HeadConfig(), tied_embeddings=False)
     if "layers.0.router" in named:
         return replace(config, layer_experts=())
     return replace(config, experts=None, layer_experts=(), shared_size=0, shared_gate=False)
