@@ -1,8 +1,11 @@
 """The layer for multi-token prediction of a model that is written as a GGUF file: kept, as llama.cpp names it, or left out."""
 
+import re
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.canonical import GGUF, file_names, joined
@@ -73,24 +76,26 @@ def _format_of(name: str, tensor: QuantTensor, like: QuantTensor | None) -> Form
     return tensor.format if tensor.format.gguf_type is not None and tensor.format.bits <= smaller.bits else smaller
 
 
+def _of_layers(entries: Mapping[str, object], architecture: str) -> dict[str, NDArray[Any]]:
+    """The entries that have a number for each block. Those of rotary positions have one for each section."""
+    count, of_model = entries[f"{architecture}.{_COUNT}"], re.compile(re.escape(architecture) + r"\.(?!rope\.)")
+    arrays = {key: value for key, value in entries.items() if isinstance(value, np.ndarray) and of_model.match(key)}
+    return {key: value for key, value in arrays.items() if len(value) == count}
+
+
 def entries_with(made: Mapping[str, Value], architecture: str) -> dict[str, Value]:
     """What a file says of its blocks where one for prediction follows, of entries without it."""
     count = made[f"{architecture}.{_COUNT}"]
     assert isinstance(count, int), "a number of layers"
     found: dict[str, Value] = {f"{architecture}.{_COUNT}": count + 1, f"{architecture}.{_PREDICTING}": 1}
-    for key, value in made.items():
-        if isinstance(value, np.ndarray) and key.startswith(f"{architecture}.") and len(value) == count:
-            found[key] = np.append(value, value.dtype.type(0) if value.dtype == bool else value.max())
+    for key, value in _of_layers(made, architecture).items():
+        found[key] = np.append(value, value.dtype.type(0) if value.dtype == bool else value.max())
     return found
 
 
 def entries_without(checkpoint: Checkpoint) -> dict[str, Value]:
     """What a GGUF file says of its blocks once those for prediction are left out."""
-    metadata = read_parts(checkpoint.path).metadata
-    architecture, count = metadata["general.architecture"], checkpoint.config.num_layers
+    metadata, count = read_parts(checkpoint.path).metadata, checkpoint.config.num_layers
+    architecture = str(metadata["general.architecture"])
     found: dict[str, Value] = {f"{architecture}.{_COUNT}": count, f"{architecture}.{_PREDICTING}": 0}
-    whole = metadata[f"{architecture}.{_COUNT}"]
-    for key, value in metadata.items():
-        if isinstance(value, np.ndarray) and key.startswith(f"{architecture}.") and len(value) == whole:
-            found[key] = value[:count]
-    return found
+    return found | {key: value[:count] for key, value in _of_layers(metadata, architecture).items()}

@@ -505,6 +505,12 @@ def test_a_layer_for_prediction_is_kept_or_left_out(tmp_path: Path, family: str,
         values, again = tensor.dequantize(), got.model.tensors[name]
         assert np.abs(again.dequantize() - values).max() < 0.01 * np.abs(values).max(), name
         assert again.format.name == ("q8_0" if is_linear(name, tensor.shape) else "f32"), name
+    for made, count in ((kept, options["num_layers"]), (dropped, options["num_layers"] - 1)):
+        metadata = {key.partition(".")[2]: value for key, value in read_gguf(made).metadata.items() if key.startswith(family)}
+        assert (metadata["block_count"], metadata.get("nextn_predict_layers", 0)) == (count, int(made == kept))
+        lengths = {key: len(value) for key, value in metadata.items() if isinstance(value, np.ndarray)}
+        assert lengths.pop("rope.dimension_sections", 4) == 4
+        assert set(lengths.values()) <= {count}
     without = open_checkpoint(dropped)
     assert without.config == open_checkpoint(kept).config
     assert not without.prediction_layers
