@@ -1,6 +1,5 @@
 """`auto` drafts of a head as much as is likely enough at the measured costs, alternatives among it."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
 from cpuspec.speculation.drafters.head_path import CHILDREN, likeliest
 from cpuspec.speculation.drafters.heads import HeadProposer
 from cpuspec.speculation.head_context import DraftedRows, HeadRows
-from cpuspec.speculation.planner import planner as planner_module
 from cpuspec.speculation.planner.costs import Costs
 from cpuspec.speculation.planner.planner import Planner
 from cpuspec.speculation.verify import verify_tokens
@@ -29,17 +27,10 @@ class Clock:
 
     now_s = 0.0
 
-    def elapsed_s(self, function: Callable[[], object]) -> float:
-        begin_s = self.now_s
-        function()
-        return self.now_s - begin_s
-
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(planner_module, "now_s", lambda: clock.now_s)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 class HeadOfFewWords:
@@ -99,7 +90,8 @@ def seconds_a_token(planner: Planner, clock: Clock, chances: tuple[float, ...], 
 
 def planner_of(clock: Clock, forward_s: float, sure: tuple[float, ...], rule: Any = draft_chains) -> Planner:
     context: Any = HeadOfFewWords(clock, forward_s, sure)
-    return Planner(TARGET, [], [(HeadProposer(context, rule, VOCAB, "head", 16), context.costs)])
+    models = [(HeadProposer(context, rule, VOCAB, "head", 16), context.costs)]
+    return Planner(TARGET, [], models, clock=lambda: clock.now_s)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.planner import costs as costs_module
-from cpuspec.speculation.planner import planner as planner_module
 from cpuspec.speculation.planner.costs import Costs, find_costs
 from cpuspec.speculation.planner.planner import Planner
 from cpuspec.speculation.proposer import Floors, NullProposer, goes_on
@@ -34,11 +34,17 @@ class Clock:
     num_rows = weight_bytes = 0
 
 
+NOW = Clock()
+
+
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(planner_module, "now_s", lambda: clock.now_s)
-    return clock
+def clock() -> Clock:
+    NOW.now_s, NOW.num_rows, NOW.weight_bytes = 0.0, 0, 0
+    return NOW
+
+
+def planner_of(costs: Costs, lookups: list[Any], models: list[Any] | None = None, context: Any = None) -> Planner:
+    return Planner(costs, lookups, models or [], context=context, clock=lambda: NOW.now_s)
 
 
 class Text(NullProposer):
@@ -212,7 +218,7 @@ def test_costs_are_measured_once_and_nonsense_is_measured_anew(
 @pytest.mark.parametrize("slope", [0.02, 0.1, 0.4])
 def test_a_draft_from_text_is_cut_where_it_promises_most(confidence: float, slope: float) -> None:
     costs = Costs([1, 2], [1.0, 1.0 + slope])
-    planner, seq = Planner(costs, [Text(confidence)], []), _sequence()
+    planner, seq = planner_of(costs, [Text(confidence)], []), _sequence()
     planner.begin(seq, 0)
     [draft] = planner.propose([seq], [24])
     rates = [sum(confidence**k for k in range(n + 1)) / costs.forward_s(n + 1) for n in range(25)]
@@ -220,22 +226,22 @@ def test_a_draft_from_text_is_cut_where_it_promises_most(confidence: float, slop
 
 
 def test_nothing_is_drafted_where_each_row_costs_a_forward() -> None:
-    planner, seq = Planner(STEEP, [Text(0.99)], []), _sequence()
+    planner, seq = planner_of(STEEP, [Text(0.99)], []), _sequence()
     assert _rounds(planner, seq, 20, 1.0) == [0] * 20
     assert planner.num_plain_rounds == 20
 
 
 def test_drafts_that_are_never_accepted_come_to_an_end() -> None:
-    planner, seq = Planner(Costs([1, 2], [1.0, 1.1]), [Text(0.9)], []), _sequence()
+    planner, seq = planner_of(Costs([1, 2], [1.0, 1.1]), [Text(0.9)], []), _sequence()
     lengths = _rounds(planner, seq, 100, 0.0)
     assert lengths[0] > 0
     assert sum(lengths[20:]) < sum(lengths[:20])
     assert sum(lengths[20:]) * 0.1 < 0.03 * 80  # rows that cost 3 % of those forwards
-    assert _rounds(Planner(Costs([1, 2], [1.0, 1.1]), [Text(0.9)], []), _sequence(), 100, 1.0)[-1] > 0
+    assert _rounds(planner_of(Costs([1, 2], [1.0, 1.1]), [Text(0.9)], []), _sequence(), 100, 1.0)[-1] > 0
 
 
 def test_a_request_that_begins_expects_what_others_saw() -> None:
-    planner = Planner(Costs([1, 2], [1.0, 1.1]), [Text(0.8)], [])
+    planner = planner_of(Costs([1, 2], [1.0, 1.1]), [Text(0.8)], [])
     lengths = []
     for number in range(4):
         seq = _sequence(number)
@@ -245,14 +251,14 @@ def test_a_request_that_begins_expects_what_others_saw() -> None:
 
 
 def test_what_failed_once_is_tried_again() -> None:
-    planner, seq = Planner(Costs([1, 2], [1.0, 1.1]), [Text(0.9)], []), _sequence()
+    planner, seq = planner_of(Costs([1, 2], [1.0, 1.1]), [Text(0.9)], []), _sequence()
     _rounds(planner, seq, 40, 0.0)
     assert _rounds(planner, seq, 100, 1.0)[-1] > 4
 
 
 def test_sequences_that_share_a_forward_share_its_price() -> None:
     costs = Costs([1, 16, 17], [1.0, 1.0, 2.0])
-    alone, together = Planner(costs, [Text(0.9)], []), Planner(costs, [Text(0.9)], [])
+    alone, together = planner_of(costs, [Text(0.9)], []), planner_of(costs, [Text(0.9)], [])
     [draft] = alone.propose([_sequence()], [24])
     drafts = together.propose([_sequence(n) for n in range(8)], [24] * 8)
     assert len(draft) == 15
@@ -262,7 +268,7 @@ def test_sequences_that_share_a_forward_share_its_price() -> None:
 @pytest.mark.parametrize(("seconds", "asked"), [(0.05, True), (0.9, False)])
 def test_a_model_drafts_where_its_tokens_are_cheaper_than_what_they_save(seconds: float, asked: bool) -> None:
     model = Model()
-    planner, seq = Planner(FLAT, [], [(model, Costs([1], [seconds]))]), _sequence()  # type: ignore[list-item]
+    planner, seq = planner_of(FLAT, [], [(model, Costs([1], [seconds]))]), _sequence()
     lengths = _rounds(planner, seq, 50, 1.0)
     assert (sum(lengths) > 100) == asked
     assert asked or sum(lengths) <= 2
@@ -270,14 +276,14 @@ def test_a_model_drafts_where_its_tokens_are_cheaper_than_what_they_save(seconds
 
 def test_a_text_that_repeats_goes_before_a_model() -> None:
     model = Model()
-    planner, seq = Planner(FLAT, [Text(0.99)], [(model, Costs([1], [0.3]))]), _sequence()  # type: ignore[list-item]
+    planner, seq = planner_of(FLAT, [Text(0.99)], [(model, Costs([1], [0.3]))]), _sequence()
     _rounds(planner, seq, 20, 1.0)
     assert not model.asked
 
 
 def test_trying_what_the_estimates_speak_against_takes_two_hundredths_of_the_time(clock: Clock) -> None:
     model = TimedModel(clock, 0.4, 0.001)
-    planner, seq = Planner(FLAT, [], [(model, model.costs)]), _sequence()  # type: ignore[list-item]
+    planner, seq = planner_of(FLAT, [], [(model, model.costs)]), _sequence()
     _rounds(planner, seq, 20, 0.0)  # learns that it is no good
     before = len(model.asked)
     _rounds(planner, seq, 1000, 0.0)
@@ -288,7 +294,7 @@ def test_a_model_is_not_asked_for_an_answer_too_short_to_pay_for_its_prompt() ->
     lengths = []
     for max_tokens in (5, 10_000):
         model = Model()
-        planner = Planner(FLAT, [], [(model, Costs([1, 2], [0.1, 0.2]))])  # type: ignore[list-item]
+        planner = planner_of(FLAT, [], [(model, Costs([1, 2], [0.1, 0.2]))])
         seq = Sequence.new(0, [0] * 500, SamplingParams(max_tokens=max_tokens))
         [draft] = planner.propose([seq], [min(24, max_tokens - 1)])
         lengths.append(len(draft))
@@ -315,7 +321,7 @@ def test_where_nothing_helps_it_costs_as_little_as_the_log_says(
     """The simulation of benchmarks/LOG.md: at most 2.8 % over 25 answers."""
     model = TimedModel(clock, drafted_s, fed_s)
     texts = [] if confidence is None else [Text(confidence)]
-    planner = Planner(rising(slope), texts, [(model, model.costs)])  # type: ignore[list-item]
+    planner = planner_of(rising(slope), texts, [(model, model.costs)])
     ratios = _answers(planner, clock, rising(slope), lambda answer: 0.0, 25)
     assert 1 <= np.mean(ratios) <= 1.028
 
@@ -326,14 +332,14 @@ def test_asking_a_text_that_never_helps_costs_three_hundredths_at_most(clock: Cl
     text = TimedText(clock, seconds)
     text.finds = finds
     num_tokens = 20 * 200
-    ratios = _answers(Planner(rising(0.05), [text], []), clock, rising(0.05), lambda answer: 0.0, 20)
+    ratios = _answers(planner_of(rising(0.05), [text], []), clock, rising(0.05), lambda answer: 0.0, 20)
     assert 1 <= np.mean(ratios[1:]) <= 1.03
     assert 0.005 * num_tokens <= text.num_asked * seconds <= 0.02 * num_tokens  # one percent, and what it took to learn
 
 
 def test_plain_rounds_are_all_counted_and_one_of_four_is_timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     text, costs, timed = TimedText(clock, 0.1), rising(0.05), list[int]()
-    planner, seq = Planner(costs, [text], [], context=clock), _sequence()  # type: ignore[arg-type]
+    planner, seq = planner_of(costs, [text], [], context=clock), _sequence()
     _rounds(planner, seq, 100, 0.0, clock)  # learns that asking does not pay
     monkeypatch.setattr(costs, "observe", lambda rows, *_: timed.append(rows))
     asked = text.num_asked
@@ -345,14 +351,14 @@ def test_plain_rounds_are_all_counted_and_one_of_four_is_timed(clock: Clock, mon
 
 def test_a_text_that_takes_next_to_nothing_is_asked_every_time(clock: Clock) -> None:
     text = TimedText(clock, 0.003)
-    _answers(Planner(rising(0.05), [text], []), clock, rising(0.05), lambda answer: 0.0, 5)
+    _answers(planner_of(rising(0.05), [text], []), clock, rising(0.05), lambda answer: 0.0, 5)
     assert text.num_asked == 5 * 199  # all but for the last token, which leaves no room for a draft
 
 
 def test_a_request_without_drafts_says_nothing_about_texts(clock: Clock) -> None:
     text = TimedText(clock, 0.1)
     text.finds = True
-    planner = Planner(rising(0.05), [text], [])
+    planner = planner_of(rising(0.05), [text], [])
     without = _sequence()
     planner.begin(without, 0)
     for _ in range(500):
@@ -368,7 +374,7 @@ def test_a_request_without_drafts_says_nothing_about_texts(clock: Clock) -> None
 
 def test_of_two_texts_that_find_the_same_the_first_one_drafts() -> None:
     """A trial is for where nothing else is drafted: it must not shorten a draft that pays."""
-    planner, seq = Planner(rising(0.05), [Text(0.9), Text(0.9)], []), _sequence()
+    planner, seq = planner_of(rising(0.05), [Text(0.9), Text(0.9)], []), _sequence()
     lengths = _rounds(planner, seq, 50, 0.9)
     assert min(lengths) > 4
     assert [one.drafted.num_rounds for one in planner.lookups] == [50, 0]
@@ -377,7 +383,7 @@ def test_of_two_texts_that_find_the_same_the_first_one_drafts() -> None:
 @pytest.mark.parametrize("seconds", [0.003, 0.03, 0.1])
 def test_a_text_that_helps_is_asked_every_time_and_one_that_begins_to_soon(clock: Clock, seconds: float) -> None:
     text = TimedText(clock, seconds)
-    planner = Planner(rising(0.05), [text], [])
+    planner = planner_of(rising(0.05), [text], [])
     _answers(planner, clock, rising(0.05), lambda answer: 0.0, 12)
     text.finds = True
     asked, answers = text.num_asked, _answers(planner, clock, rising(0.05), lambda answer: 1.0, 1, first=12)
@@ -390,7 +396,7 @@ def test_a_text_that_helps_is_asked_every_time_and_one_that_begins_to_soon(clock
 def test_what_came_between_is_not_held_against_a_text(clock: Clock) -> None:
     text = TimedText(clock, 0.001)
     text.finds = True
-    planner = Planner(rising(0.05), [text], [])
+    planner = planner_of(rising(0.05), [text], [])
     seq = _sequence()
     text._seconds = 1e3
     _rounds(planner, seq, 1, 1.0)
@@ -404,7 +410,7 @@ def test_a_model_that_was_given_up_is_used_again_once_it_helps(
     clock: Clock, texts: list[Text], drafted_s: float, fed_s: float, within: int
 ) -> None:
     model = TimedModel(clock, drafted_s, fed_s, confidence=0.99)
-    planner = Planner(rising(0.05), list(texts), [(model, model.costs)])  # type: ignore[list-item]
+    planner = planner_of(rising(0.05), list(texts), [(model, model.costs)])
     before = _answers(planner, clock, rising(0.05), lambda answer: 0.0, 12)
     assert min(before) > 0.99
     after = _answers(planner, clock, rising(0.05), lambda answer: 1.0 if model.asked else 0.0, within + 5, first=12)
@@ -413,10 +419,9 @@ def test_a_model_that_was_given_up_is_used_again_once_it_helps(
 
 def test_a_trial_feeds_no_more_than_the_allowance_has() -> None:
     """A model that must be fed as dearly as the target itself is not tried for ever."""
-    clock = Clock()
-    model = TimedModel(clock, 0.9, 0.5)
-    planner = Planner(rising(0.05), [], [(model, model.costs)])  # type: ignore[list-item]
-    assert _answers(planner, clock, rising(0.05), lambda answer: 0.0, 10) == pytest.approx([1.0] * 10)
+    model = TimedModel(NOW, 0.9, 0.5)
+    planner = planner_of(rising(0.05), [], [(model, model.costs)])
+    assert _answers(planner, NOW, rising(0.05), lambda answer: 0.0, 10) == pytest.approx([1.0] * 10)
 
 
 @pytest.mark.parametrize("helps", [True, False])
@@ -424,7 +429,7 @@ def test_costs_that_were_measured_wrong_are_found_out(clock: Clock, helps: bool)
     """Rows that seem dear although they are cheap, and rows that seem cheap although they are dear."""
     truth = rising(0.05 if helps else 0.3)
     wrong = Costs(ROWS, [1.0, *(1.6 * truth.forward_s(n) for n in ROWS[1:])] if helps else rising(0.1).seconds[: len(ROWS)])
-    planner = Planner(wrong, [Text(0.6)], [], context=clock)  # type: ignore[arg-type]
+    planner = planner_of(wrong, [Text(0.6)], [], context=clock)
     _answers(planner, clock, truth, lambda answer: 0.5, 30)
     right = [truth.forward_s(n) / truth.forward_s(1) for n in (2, 3)]
     first = [1.6 * one for one in right] if helps else [1.1, 1.2]
@@ -471,7 +476,7 @@ def test_more_rows_than_were_measured_are_learned_from_and_not_kept(tmp_path: Pa
 def test_a_round_is_learned_from_with_all_rows_that_it_fed_unless_most_are_of_prompts(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, beside: int, learned: list[int]
 ) -> None:
-    planner, seq = Planner(rising(0.05), [Text(0.9)], [], context=clock), _sequence()  # type: ignore[arg-type]
+    planner, seq = planner_of(rising(0.05), [Text(0.9)], [], context=clock), _sequence()
     rows: list[int] = []
     monkeypatch.setattr(planner.costs, "observe", lambda number, *_: rows.append(number))
     assert planner.propose([seq], [1])[0].tokens.tolist() == [1]
@@ -483,7 +488,7 @@ def test_a_round_is_learned_from_with_all_rows_that_it_fed_unless_most_are_of_pr
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 4, 32])
 def test_rounds_without_a_draft_teach_what_their_rows_take(clock: Clock, num_seqs: int) -> None:
-    planner, seqs = Planner(rising(0.05), [], [], context=clock), [_sequence(n) for n in range(num_seqs)]  # type: ignore[arg-type]
+    planner, seqs = planner_of(rising(0.05), [], [], context=clock), [_sequence(n) for n in range(num_seqs)]
     _together(planner, seqs, 200, 0.0, clock, Costs([1], [2.0 / num_seqs]))
     assert planner.costs.forward_s(num_seqs) == pytest.approx(2.0, rel=0.1)
 
@@ -494,7 +499,7 @@ LOADS = [2, 8, 32]
 @pytest.mark.parametrize("accept", [0.0, 0.5, 0.8])
 def test_under_load_drafts_shrink_to_nothing_and_they_are_back_when_it_falls(accept: float) -> None:
     """With 32 sequences a row takes nine tenths of a plain token; alone it takes a fifth."""
-    planner, crowd, alone = Planner(rising(0.2), [Text(0.9)], []), [_sequence(n) for n in range(32)], _sequence(32)
+    planner, crowd, alone = planner_of(rising(0.2), [Text(0.9)], []), [_sequence(n) for n in range(32)], _sequence(32)
     assert min(_rounds(planner, alone, 20, 0.8)) > 2
     _together(planner, crowd, 20, accept)  # learns what little can be learned under load
     assert sum(_together(planner, crowd, 100, accept)) < 0.03 * 100 * 32
@@ -510,7 +515,7 @@ def test_drafts_cost_no_load_more_than_three_hundredths(
     clock: Clock, num_seqs: int, slope: float, accept: float, confidence: float
 ) -> None:
     truth = rising(slope)
-    planner, seqs = Planner(rising(slope), [Text(confidence)], [], context=clock), [_sequence(n) for n in range(num_seqs)]  # type: ignore[arg-type]
+    planner, seqs = planner_of(rising(slope), [Text(confidence)], [], context=clock), [_sequence(n) for n in range(num_seqs)]
     _together(planner, seqs, 30, accept, clock, truth)
     num_before, begin_s = sum(len(seq.tokens) for seq in seqs), clock.now_s
     _together(planner, seqs, 60, accept, clock, truth)
