@@ -52,8 +52,8 @@ def speculate(
 
     Each sequence gains one to limit + 1 tokens, those that the context's model alone would draw. `chunks` are parts of
     other sequences' prompts that the same forward reads. Tokens that a sequence's grammar forces are drafted here, before the
-    proposer's and behind them: to the proposer they are committed tokens. A sequence whose rows give no token, as where they are
-    not finite, gains none, and its round says why; the others go on. is_answer: whether what it gains is never taken back.
+    proposer's tokens and behind them. A sequence whose rows give no token, because they are not finite, gains none, and its round
+    says why; the others go on. is_answer: whether the gained tokens are the request's answer, and no draft of a chain.
     """
     most = context.backend.max_rows - 1  # a draft that takes two forwards gains nothing
     limits = [min(limit, most) for limit in limits]
@@ -67,16 +67,16 @@ def speculate(
     rounds = []
     outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks)
     for seq, draft, scored, before, part in zip(seqs, drafts, outputs, forced, parts, strict=True):
-        hidden = scored.hidden
+        hidden, failed = scored.hidden, None
         try:
             verdict = verify(seq, draft, scored.logits, scored.best, is_answer)
         except CpuspecError as error:
-            if not draft.is_chain:
-                context.keep_path(seq, draft, [])
-            rounds.append(Round(draft, Verdict([], []), scored, (), str(error)))
-            continue
+            verdict, failed = Verdict([], []), str(error)
         if not draft.is_chain:
             context.keep_path(seq, draft, verdict.path)
+        if failed is not None:
+            rounds.append(Round(draft, verdict, scored, (), failed))
+            continue
         if len(verdict.path) < len(draft) or not draft.is_chain:
             hidden = tuple(_along(verdict.path, layer, len(draft)) for layer in hidden)
         seq.extend(verdict.tokens)
