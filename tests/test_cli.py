@@ -829,9 +829,8 @@ def test_commands_say_what_they_did(model: str, lines: str, wanted: str) -> None
     ],
 )
 def test_a_failed_line_of_a_script_ends_the_chat_with_an_error(model: str, line: str, wanted: str) -> None:
-    result = run("chat", "-m", model, "--backend", "numpy", "--context-length", "40", stdin=line + "\n")
-    assert result.exit_code == 1
-    assert wanted in result.stderr
+    result = run("chat", "-m", model, "--backend=numpy", "--context-length=40", stdin=line + "\n")
+    assert (result.exit_code, wanted in result.stderr) == (1, True), result.stderr
 
 
 def test_save_overwrites_only_what_this_chat_wrote(model: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from cpuspec.config import EngineConfig, ServerConfig
 from cpuspec.server.app import listen, serve
 from cpuspec.server.model import ServedModel
 from cpuspec.server.server import Loader, Server
-from tools.make_tiny_model import make_tiny_gguf
+from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
 PATIENCE_S = 300.0  # a machine that is slower than this hangs
@@ -28,6 +28,13 @@ PATIENCE_S = 300.0  # a machine that is slower than this hangs
 def tiny_model(directory: Path, **shape: Any) -> Path:
     """A model that may talk for long."""
     return make_tiny_gguf(directory / "tiny.gguf", context_length=32768, **SMALL | shape)
+
+
+def templated_model(directory: Path, template: str, **shape: Any) -> Path:
+    """A small random model in a Hugging Face directory, with this chat template."""
+    found = make_tiny_hf(directory / "hf", **{"context_length": 2048} | shape)
+    (found / "chat_template.jinja").write_text(template)
+    return found
 
 
 def load(path: Path, **settings: Any) -> LLM:

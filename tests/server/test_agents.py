@@ -32,9 +32,8 @@ from tests.server.agents import (
     read_claude,
     read_codex,
 )
-from tests.server.running import PATIENCE_S, Running, load, serving
+from tests.server.running import PATIENCE_S, Running, load, serving, templated_model
 from tests.server.test_tools import TEMPLATE
-from tools.make_tiny_model import make_tiny_hf
 
 USED: list[dict[str, Any]] = [
     {"type": "tool_use", "id": "toolu_1", "name": "shell", "input": {}},
@@ -50,8 +49,7 @@ STRICT = (
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=16384)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    directory = templated_model(tmp_path_factory.mktemp("model"), TEMPLATE, context_length=16384)
     with serving(lambda: load(directory), max_new_tokens=40) as found:
         yield found
 
@@ -218,8 +216,7 @@ def test_a_stream_that_is_silent_shows_that_it_lives(
 
 
 def test_conversations_are_put_into_turns_for_templates_that_want_them(tmp_path: Any) -> None:
-    directory = make_tiny_hf(tmp_path / "hf", context_length=16384)
-    (directory / "chat_template.jinja").write_text(STRICT)
+    directory = templated_model(tmp_path, STRICT, context_length=16384)
     with serving(lambda: load(directory), max_new_tokens=2) as strict:
         stream(strict, "/v1/responses", codex_body([]))
         assert_in_order(

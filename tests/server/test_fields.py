@@ -13,7 +13,7 @@ from cpuspec import LLM, SamplingParams
 from cpuspec.server import completions, embeddings, infill, messages, native, responses, schema
 from cpuspec.server.bodies import Body
 from cpuspec.server.fields import _BECOME, _NEUTRAL, _SAME, UNLIMITED, read
-from tests.server.running import Running, load, serving
+from tests.server.running import Running, events, load, serving
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cat sat on the mat"}], "max_tokens": 3}
 BODIES: dict[str, dict[str, Any]] = {
@@ -234,10 +234,8 @@ def test_an_answer_has_its_least_tokens_in_every_protocol(running: Running, llm:
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
 def test_each_chunk_has_the_usage_until_then_where_that_is_asked_for(running: Running, endpoint: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    lines = post(
-        running, endpoint, stream=True, stream_options=options, max_tokens=6, ignore_eos=True, temperature=0
-    ).text.splitlines()
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    limits = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
+    chunks = events(post(running, endpoint, stream=True, stream_options=options, **limits).text)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == 6

@@ -7,9 +7,8 @@ import pytest
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.config import SamplingDefaults
-from tests.server.running import Running
+from tests.server.running import Running, templated_model
 from tests.server.test_tools import TEMPLATE
-from tools.make_tiny_model import make_tiny_hf
 
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "the cat sat"}]}
 TOOL = {"name": "get_time", "description": "the time", "input_schema": {"type": "object"}}
@@ -35,9 +34,7 @@ USED = [
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return directory
+    return templated_model(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
 def expected(llm: LLM, messages: list[dict[str, Any]], **settings: Any) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.server.asgi import Application, application, parts, said
+from tests.server.running import templated_model
 from tests.server.test_infill import with_fill_tokens
 from tests.server.test_tools import TEMPLATE, TOOL
-from tools.make_tiny_model import make_tiny_hf
 
 CHAT, PLAIN, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 TALK = {"messages": [{"role": "user", "content": "the cat sat on the mat and the cat sat on the mat"}], "max_tokens": 40}
@@ -41,9 +41,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with tools, reasoning and the tokens of filling in."""
-    directory = make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048, vocab_size=512)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return with_fill_tokens(directory)
+    return with_fill_tokens(templated_model(tmp_path_factory.mktemp("model"), TEMPLATE, vocab_size=512))
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,13 @@
 """OpenAI's Responses protocol through its official client, and in the order of events that Codex reads."""
 
-import json
 from typing import Any
 
 import openai
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from tests.server.running import Running
+from tests.server.running import Running, events, templated_model
 from tests.server.test_tools import TEMPLATE
-from tools.make_tiny_model import make_tiny_hf
 
 ASK: dict[str, Any] = {"model": "tiny", "input": "the cat sat", "temperature": 0, "max_output_tokens": 12}
 TOOL = {"type": "function", "name": "get_time", "description": "the time", "parameters": {"type": "object"}, "strict": False}
@@ -40,9 +38,7 @@ CODEX = {
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return directory
+    return templated_model(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
 def test_a_greedy_response_is_the_offline_answer(client: openai.OpenAI, llm: LLM) -> None:
@@ -84,11 +80,10 @@ def test_a_turn_of_codex_is_answered(running: Running, llm: LLM) -> None:
     function = {"name": "get_time", "description": "the time", "parameters": {"type": "object"}}
     tools = [{"type": "function", "function": {"parameters": {"type": "object"}, **function}}]
     num_tokens = len(llm.tokenizer.encode_chat(spelled, variables={"tools": tools}))
-    text = running.post("/v1/responses", json=CODEX).text
-    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
-    assert events[-1]["type"] in ("response.completed", "response.incomplete")
-    assert events[-1]["response"]["usage"]["input_tokens"] == num_tokens
-    assert all("sequence_number" in event for event in events)
+    told = events(running.post("/v1/responses", json=CODEX).text)
+    assert told[-1]["type"] in ("response.completed", "response.incomplete")
+    assert told[-1]["response"]["usage"]["input_tokens"] == num_tokens
+    assert all("sequence_number" in event for event in told)
 
 
 @pytest.mark.parametrize("stream", [False, True])

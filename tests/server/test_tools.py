@@ -14,8 +14,8 @@ from cpuspec.errors import TokenizerError
 from cpuspec.server.chat import chat_prompt
 from cpuspec.server.parsing import tool_format
 from cpuspec.text import make_tokenizer
-from tests.server.running import Running, load, serving, tiny_model
-from tools.make_tiny_model import CHAT_TEMPLATE, make_tiny_gguf, make_tiny_hf
+from tests.server.running import Running, load, serving, templated_model, tiny_model
+from tools.make_tiny_model import CHAT_TEMPLATE, make_tiny_gguf
 
 TOOL = {"type": "function", "function": {"name": "get_time", "description": "the time", "parameters": {"type": "object"}}}
 OTHER = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
@@ -40,8 +40,7 @@ CONVERSATION = [
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A model whose template knows tools."""
-    directory = make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    directory = templated_model(tmp_path_factory.mktemp("model"), TEMPLATE)
     with serving(lambda: load(directory)) as found:
         yield found
 
