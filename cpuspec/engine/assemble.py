@@ -81,7 +81,8 @@ MODELS = (*OWN_WEIGHTS, BY_TEXT, *HEAD_STYLES)
 MTP = "mtp"
 
 _PLANNED = AUTO.levels[0].name
-_PLANNED_LOOKUP = LevelSpec("suffix:tree", 24, 0.05)  # where the spec of a planner names no lookup
+# Where the spec of a planner names no lookup, and that for a target with recurrent layers, which verify no trees.
+_PLANNED_LOOKUP, _PLANNED_CHAIN = LevelSpec("suffix:tree", 24, 0.05), LevelSpec("suffix", 24, 0.05)
 _LONGEST_CHOICE = 200  # characters of a spec that a request names
 _MOST_TOKENS_FOR_ONE = 4  # a text takes at most this factor of tokens more in another vocabulary
 _BACKEND = re.compile(rf"(?P<backend>(?:{'|'.join(BACKENDS)})(?::{BACKEND_SETTINGS})?):(?P<drafter>.+)")
@@ -260,6 +261,10 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
     if spec == AUTO and target.settings.memory == "auto" and _predicts(target):
         spec = SpecConfig((*AUTO.levels, LevelSpec(MTP)))
     is_planned, levels = _is_planned(spec), _levels(spec)
+    verified = levels if is_planned or not levels or _read(levels[-1]).is_lookup else levels[-1:]  # by the target itself
+    trees = [str(one) for level in verified for one in (level, *level.then) if "tree" in (_read(one).name, _read(one).argument)]
+    if trees and _is_recurrent(target):
+        raise ConfigError(f"{trees[0]} drafts trees, and recurrent layers, as this target has, read one path alone; leave out tree")
     num_tokens = MAX_TOKENS if is_planned else DEFAULT_NUM_TOKENS
     verifier = Verifier(target.tokenizer, target.vocab_size, target.context_length)
     models: list[OpenedLevel] = []
@@ -275,8 +280,13 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
             verifier = opened[0].as_verifier
         elif len(levels) > len(models):
             raise ConfigError(f"{level.drafter} verifies no drafts of others; join them with +, as in {levels[0]}+{level}")
-    lookups = [level for level in levels if _read(level).is_lookup] or [_PLANNED_LOOKUP] * is_planned
+    planned = _PLANNED_CHAIN if _is_recurrent(target) else _PLANNED_LOOKUP
+    lookups = [level for level in levels if _read(level).is_lookup] or [planned] * is_planned
     return OpenedSpec(is_planned, [_open_level(level, target, verifier, DEFAULT_NUM_TOKENS) for level in lookups], models)
+
+
+def _is_recurrent(target: Target) -> bool:
+    return target.checkpoint is not None and target.checkpoint.config.is_recurrent
 
 
 def _predicts(target: Target) -> bool:
@@ -454,7 +464,8 @@ def _load_head(opened: OpenedHead, target: Backend) -> HeadProposer:
         else HeadContext(head, backend, settings.max_sequences, capacity, settings.prompt_rows)
     )
     draws, num_rows = opened.style == "draw", opened.verifier.num_rows
-    return HeadProposer(context, rule, num_rows, opened.name, opened.num_tokens, opened.min_confidence, draws)
+    branches = not target.config.is_recurrent
+    return HeadProposer(context, rule, num_rows, opened.name, opened.num_tokens, opened.min_confidence, draws, branches)
 
 
 def _load_model(model: OpenedModel, target: Backend, inner: Proposer) -> DraftModel:

@@ -217,6 +217,14 @@ def test_a_targets_own_layer_is_read_as_a_layer_of_its_family(tmp_path: Path, fa
         check_answers(target, "numpy" if target.config.recurrent else "numba", ["mtp@3"])
 
 
+def test_recurrent_layers_verify_chains(tmp_path: Path) -> None:
+    path = with_own_layer(tmp_path / "model", "qwen35", "gguf")
+    for spec in ("tree:mtp", "suffix:tree", "auto,ngram:tree", "ngram@2+tree:mtp@4"):
+        with pytest.raises(ConfigError, match="drafts trees, and recurrent layers, as this target has, read one path alone"):
+            LLM(path, spec, "numpy", settings=SETTINGS)
+    check_answers(open_checkpoint(path), "numpy", ["auto"])
+
+
 OWN_SPECS = (*(f"mtp@{number}" for number in range(1, 7)), "tree:mtp@6", "draw:mtp", "ngram@2+mtp@2", "numpy:mtp", "auto")
 
 

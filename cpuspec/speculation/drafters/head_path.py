@@ -24,7 +24,7 @@ class HeadPath:
 
     token_ids: the target's id of each number of a row, None for the same. draws: whether tokens are drawn; else each is the
     likeliest. min_confidence: the draft ends with the first token of a row that gives no token this probability.
-    floors: as in `DraftModel.propose`; with them a draft has confidences, and the likely alternatives to its tokens.
+    floors: as in `DraftModel.propose`; with them a draft has confidences, and, if it `branches`, likely alternatives to its tokens.
     """
 
     token_ids: I64 | None
@@ -34,6 +34,7 @@ class HeadPath:
     min_confidence: float = 0.0
     draws: bool = False
     floors: Floors | None = None
+    branches: bool = True
     tokens: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)  # of the tokens, where somebody asks
     others: list[list[tuple[int, float]]] = field(default_factory=list)  # for each token its alternatives and their confidences
@@ -75,7 +76,7 @@ class HeadPath:
             number = int(logits.argmax())
             token = number if self.token_ids is None else int(self.token_ids[number])
         self.tokens.append(token)
-        self.others.append(others)
+        self.others.append(others if self.branches else [])
         if self.floors is None and not self.min_confidence:
             return
         sure = confidence(logits) if sure is None else sure

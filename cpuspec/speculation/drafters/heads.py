@@ -41,7 +41,7 @@ _ROWS_FOR_ONE = 8  # of a head are read in the time of one of its target, or les
 
 
 class HeadProposer(Proposer):
-    """Drafts up to `num_tokens` tokens with a head. min_confidence, draws: as in `HeadPath`."""
+    """Drafts up to `num_tokens` tokens with a head. min_confidence, draws, branches: as in `HeadPath`."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class HeadProposer(Proposer):
         num_tokens: int,
         min_confidence: float = 0.0,
         draws: bool = False,
+        branches: bool = True,
     ) -> None:
         """vocab_size: of the target's rows of logits."""
         self.name = name
@@ -61,6 +62,7 @@ class HeadProposer(Proposer):
         self.num_tokens = num_tokens
         self.in_one_pass = rule in (draft_at_once, draft_blocks)
         self._rule, self._vocab_size, self._min_confidence, self._draws = rule, vocab_size, min_confidence, draws
+        self._branches = branches
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Follow the sequence."""
@@ -85,6 +87,7 @@ class HeadProposer(Proposer):
             HeadPath(
                 *(context.head.token_ids, seqs[i], limits[i], self._vocab_size, self._min_confidence, self._draws),
                 floors=floors[i] if floors else None,
+                branches=self._branches,
             )
             for i in drafting
         ]
