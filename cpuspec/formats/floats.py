@@ -6,31 +6,6 @@ from cpuspec.formats.format import F32, Format, Parts
 from cpuspec.formats.packing import GROUP, lanes, words
 
 
-def decode_f32(parts: Parts) -> F32:
-    """The bits as they are."""
-    return parts["codes"].view("<f4")
-
-
-def encode_f32(values: F32) -> Parts:
-    """The bits as they are."""
-    return {"codes": values.view("<u4")}
-
-
-def decode_f16(parts: Parts) -> F32:
-    """IEEE half precision."""
-    return parts["codes"].view("<f2").astype(np.float32)
-
-
-def encode_f16(values: F32) -> Parts:
-    """Rounded to nearest even."""
-    return {"codes": values.astype("<f2").view("<u2")}
-
-
-def decode_bf16(parts: Parts) -> F32:
-    """The upper half of an f32."""
-    return (parts["codes"].astype(np.uint32) << 16).view(np.float32)
-
-
 def encode_bf16(values: F32) -> Parts:
     """Rounded to nearest even. A nan keeps its sign and becomes a quiet nan, because rounding could turn it into infinity."""
     bits = values.view(np.uint32)
@@ -43,8 +18,8 @@ F32_FORMAT = Format(
     "f32",
     np.dtype([("codes", "<u4")]),
     1,
-    encode_f32,
-    decode_numbers=decode_f32,
+    lambda values: {"codes": values.view("<u4")},
+    decode_numbers=lambda parts: parts["codes"].view("<f4"),
     planes=(lanes("codes", "<u4", 1),),
     reader="f32",
     gguf_type=0,
@@ -54,8 +29,8 @@ F16 = Format(
     "f16",
     np.dtype([("codes", "<u2")]),
     1,
-    encode_f16,
-    decode_numbers=decode_f16,
+    lambda values: {"codes": values.astype("<f2").view("<u2")},  # to nearest even
+    decode_numbers=lambda parts: parts["codes"].view("<f2").astype(np.float32),
     planes=(lanes("codes", "<u2", 1),),
     reader="f16",
     gguf_type=1,
@@ -66,7 +41,7 @@ BF16 = Format(
     np.dtype([("codes", "<u2")]),
     1,
     encode_bf16,
-    decode_numbers=decode_bf16,
+    decode_numbers=lambda parts: (parts["codes"].astype(np.uint32) << 16).view(np.float32),  # the upper half of an f32
     planes=(words("codes", 16, "<u2"),),  # kernels multiply pairs of inputs
     reader="pairs",
     padded_to=GROUP,

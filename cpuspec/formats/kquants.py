@@ -6,6 +6,8 @@ Decoding equals ggml's bit for bit; encoding is a least-squares search of our ow
 error stays in the same range.
 """
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,33 +16,6 @@ from cpuspec.formats.format import F32, Affine, CodeField, Format, Parts
 from cpuspec.formats.packing import bits, lanes, words
 
 SUPERBLOCK = 256
-
-
-def encode_q2_k(values: F32) -> Parts:
-    """Scales and minima by least squares per 16 values, then codes for the scales as stored."""
-    parts = _encode_scales_and_minima(values.reshape(-1, 16, 16), 3, 15)
-    return {**parts, "scales": parts["s"] | parts["z"] << 4}
-
-
-def encode_q3_k(values: F32) -> Parts:
-    """As q6_k with 8 codes and 64 scales."""
-    parts = _encode_signed_scales(values.reshape(-1, 16, 16), 4, 32)
-    return {**parts, "scales": pack_signed_scales(parts["s"])}
-
-
-def encode_q4_k(values: F32) -> Parts:
-    """Scales and minima by least squares per 32 values, then codes for the scales as stored."""
-    return _encode_scales_and_minima(values.reshape(-1, 8, 32), 15, 63)
-
-
-def encode_q5_k(values: F32) -> Parts:
-    """As q4_k with 32 codes."""
-    return _encode_scales_and_minima(values.reshape(-1, 8, 32), 31, 63)
-
-
-def encode_q6_k(values: F32) -> Parts:
-    """Scales by least squares per 16 values, then codes for the scales as stored."""
-    return _encode_signed_scales(values.reshape(-1, 16, 16), 32, 128)
 
 
 def unpack_scales(packed: NDArray) -> tuple[NDArray, NDArray]:
@@ -90,8 +65,11 @@ def pack_signed_scales(scales: NDArray) -> NDArray:
     return np.concatenate([low, np.bitwise_or.reduce(tops, axis=1)], axis=1)
 
 
-def _encode_scales_and_minima(groups: F32, largest: int, steps: int) -> Parts:
-    """Scales and minima 0..steps and codes 0..largest for groups [n, s, k], with d and base as f16 stores them."""
+def _encode_scales_and_minima(size: int, largest: int, steps: int, values: F32) -> Parts:
+    """Scales and minima 0..steps by least squares for groups of `size` values, with d and base as f16 stores them; then the nearest
+    codes 0..largest under the scales and minima as stored.
+    """
+    groups = values.reshape(len(values), -1, size)
     scale, minimum = _fit_asymmetric(groups, largest) if largest > 3 else _fit_few_codes(groups, largest)
     d = (scale.max(axis=1, keepdims=True) / steps).astype("<f2")
     base = (minimum.max(axis=1, keepdims=True) / steps).astype("<f2")
@@ -104,8 +82,11 @@ def _encode_scales_and_minima(groups: F32, largest: int, steps: int) -> Parts:
     return {"codes": codes.reshape(len(groups), -1), "s": scales, "z": minima, "d": d, "base": base}
 
 
-def _encode_signed_scales(groups: F32, largest: int, steps: int) -> Parts:
-    """Scales -steps..steps - 1 and codes 0..2 largest - 1 for groups [n, s, k], with d as f16 stores it."""
+def _encode_signed_scales(largest: int, steps: int, values: F32) -> Parts:
+    """Scales -steps..steps - 1 by least squares for groups of 16 values, with d as f16 stores it; then the nearest codes
+    0..2 largest - 1 under the scales as stored.
+    """
+    groups = values.reshape(len(values), -1, 16)
     scale = _fit_symmetric(groups, largest)
     # The scale of largest magnitude becomes -steps, the end of the signed range that reaches furthest.
     peak = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
@@ -149,7 +130,7 @@ def _fit_asymmetric(groups: NDArray, largest: int) -> tuple[NDArray, NDArray]:
 
 
 def _fit_few_codes(groups: NDArray, largest: int) -> tuple[NDArray, NDArray]:
-    """As `_fit_asymmetric`."""
+    """`_fit_asymmetric` for formats of four codes."""
     x = np.ascontiguousarray(groups.reshape(-1, groups.shape[2]).T)
     d, zero = search.fit(x, largest, search.FEW_CODES, lambda d, start: (d, np.maximum(-start * search.inverse(d), 0)))
     return d.reshape(groups.shape[:2]), (d * zero).reshape(groups.shape[:2])
@@ -181,10 +162,11 @@ Q2_K = Format(
     "q2_k",
     np.dtype([("scales", "u1", 16), ("codes", "u1", 64), ("d", "<f2"), ("base", "<f2")]),
     SUPERBLOCK,
-    encode_q2_k,
+    partial(_encode_scales_and_minima, 16, 3, 15),
     Affine(1),
     (PAIRS,),
     lambda fields: {"s": fields["scales"] & 0x0F, "z": fields["scales"] >> 4},
+    lambda parts: {"scales": parts["s"] | parts["z"] << 4} if "s" in parts else {},
     planes=(bits(2), lanes("scales", "u1", 16), _D, _BASE),
     reader="q2_k",
     gguf_type=10,
@@ -193,10 +175,11 @@ Q3_K = Format(
     "q3_k",
     np.dtype([("high", "u1", 32), ("codes", "u1", 64), ("scales", "u1", 12), ("d", "<f2")]),
     SUPERBLOCK,
-    encode_q3_k,
+    partial(_encode_signed_scales, 4, 32),
     Affine(4),
     (PAIRS, CodeField("high", 1, stride=32, at=2)),
     lambda fields: {"s": unpack_signed_scales(fields["scales"])},
+    lambda parts: {"scales": pack_signed_scales(parts["s"])} if "s" in parts else {},
     planes=(bits(2), bits(1, at=2), words("scales", 96 / SUPERBLOCK, "u1"), _D),
     reader="q3_k",
     gguf_type=11,
@@ -205,7 +188,7 @@ Q4_K = Format(
     "q4_k",
     np.dtype([("d", "<f2"), ("base", "<f2"), ("scales", "u1", 12), ("codes", "u1", 128)]),
     SUPERBLOCK,
-    encode_q4_k,
+    partial(_encode_scales_and_minima, 32, 15, 63),
     Affine(1),
     (_NIBBLES,),
     _unpacked_scales,
@@ -217,7 +200,7 @@ Q5_K = Format(
     "q5_k",
     np.dtype([("d", "<f2"), ("base", "<f2"), ("scales", "u1", 12), ("high", "u1", 32), ("codes", "u1", 128)]),
     SUPERBLOCK,
-    encode_q5_k,
+    partial(_encode_scales_and_minima, 32, 31, 63),
     Affine(1),
     (_NIBBLES, CodeField("high", 1, stride=32, at=4)),
     _unpacked_scales,
@@ -229,7 +212,7 @@ Q6_K = Format(
     "q6_k",
     np.dtype([("low", "u1", 128), ("high", "u1", 64), ("s", "i1", 16), ("d", "<f2")]),
     SUPERBLOCK,
-    encode_q6_k,
+    partial(_encode_signed_scales, 32, 128),
     Affine(32),
     (CodeField("low", 4, stride=64), CodeField("high", 2, stride=32, at=4)),
     planes=(bits(4), bits(2, at=4), lanes("s", "i1", 16), _D),

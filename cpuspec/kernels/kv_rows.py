@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cpuspec.formats.kv import INT4, INT8, get_kv_format, stored_bytes
 from cpuspec.formats.tensor import U8
 from cpuspec.kernels import machine_code, simd
-from cpuspec.kernels.ops import F16, F32X16, I1, I8, I16, I32, I32X16, I64, VOID, Ops, Value, call, fma, vector_of
+from cpuspec.kernels.ops import F16, F32X16, I1, I8, I16, I32, I32X16, I64, VOID, Ops, Value, bf16_bits, call, fma, vector_of
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.simd import LANES, emitted
 
@@ -45,20 +45,13 @@ class Coding:
 
     @property
     def unit(self) -> int:
-        """What dimensions are padded to."""
+        """Dimensions are padded to a multiple of this."""
         return self.group or LANES
 
     @property
     def unit_bytes(self) -> int:
         """Bytes of so many dimensions, the group's header included."""
         return self.header + self.unit * self.size // self.halves
-
-
-def _to_bf16(values: Value) -> Value:
-    """To nearest even; a nan keeps its upper half and becomes quiet."""
-    bits = values.bits(I32X16)
-    near, quiet = bits + 0x7FFF + (bits >> 16 & 1) >> 16, bits >> 16 | 0x40
-    return values.unordered("uno", values).select(quiet, near).trunc(vector_of(I16))
 
 
 def _to_i8(values: Value) -> Value:
@@ -74,7 +67,7 @@ CODINGS: Mapping[str, Coding] = MappingProxyType(
         WIDENED: Coding(4, 0, lambda at, half: at.f32(), lambda values: values, near=True),
         "f32": Coding(4, 0, lambda at, half: at.f32(), lambda values: values),
         "f16": Coding(2, 0, lambda at, half: at.f16(), lambda values: values.fptrunc(vector_of(F16))),
-        "bf16": Coding(2, 0, lambda at, half: at.bf16(), _to_bf16),
+        "bf16": Coding(2, 0, lambda at, half: at.bf16(), lambda values: (bf16_bits(values) >> 16).trunc(vector_of(I16))),
         "int8": Coding(1, INT8.block_size, lambda at, half: at.i8(), _to_i8),
         "int4": Coding(1, INT4.block_size, _half_bytes, _to_i8, halves=2),
     }
@@ -234,7 +227,7 @@ def key_parts(coding: Coding, at: Value, group: Value, dims: Value) -> Iterator[
 
 
 def place_of_value(coding: Coding, rows: Value, first: Value) -> tuple[Value, Value, Value]:
-    """Where a value's scales and numbers lie from dimension `first` on, a multiple of 16, and in which half of their bytes."""
+    """The addresses of a value's scales and numbers from dimension `first`, a multiple of 16, on, and the half of their bytes."""
     unit, vector = rows + first // coding.unit * coding.unit_bytes, first % coding.unit // LANES
     element = vector // coding.halves * (LANES * coding.size)
     return unit, unit + coding.header + element, (vector % coding.halves).trunc(I32)

@@ -1,4 +1,4 @@
-"""What happens to rows between linear layers: norms, SiLU, quantization to int8 groups, rotary positions.
+"""Operations on rows between linear layers: norms, SiLU, quantization to int8 groups, rotary positions.
 
 Everything works on one row (or one head) by addresses. Row buffers are padded with zeros to whole vectors of 16 numbers.
 """
@@ -155,6 +155,11 @@ def norm_row(row, weight, eps, features):
 
 
 @compiled
+def _silu(x):
+    return x / (simd.splat_f32(1.0) + exp_f32(simd.splat_f32(0.0) - x))
+
+
+@compiled
 def _gelu(x):
     """The tanh form: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
     inner = simd.fma(x * x * x, simd.splat_f32(0.044715), x) * simd.splat_f32(0.7978845608028654)
@@ -184,13 +189,13 @@ def _prepared(kind, row, other, weight, order, scale, mean, at):
     if kind == NORM:
         return x * scale * _numbers(weight, order, at)
     if kind == SILU:
-        return x / (simd.splat_f32(1.0) + exp_f32(simd.splat_f32(0.0) - x)) * _numbers(other, order, at)
+        return _silu(x) * _numbers(other, order, at)
     if kind == GELU:
         return _gelu(x) * _numbers(other, order, at)
     if kind == LAYER_NORM:
         return simd.fma((x - mean) * scale, _numbers(weight, order, at), _numbers(other, order, at))
     if kind == SILU_ALONE:
-        return x / (simd.splat_f32(1.0) + exp_f32(simd.splat_f32(0.0) - x))
+        return _silu(x)
     if kind == GELU_ALONE:
         return _gelu(x)
     if kind == SWIGLU_OAI:
@@ -354,5 +359,5 @@ def subtract(numbers, others, count):
 
 @compiled
 def rows_of_block(row, rows):
-    """How many rows the block of `row` holds, of a batch of `rows`."""
+    """The number of rows in the block of `row`, in a batch of `rows`."""
     return min(BLOCK_ROWS, rows - row // BLOCK_ROWS * BLOCK_ROWS)

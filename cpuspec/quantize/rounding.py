@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.formats import Format, grids, kquants, mx, nl4, search
+from cpuspec.formats import Format, grids, mx, nl4, search
 from cpuspec.formats.format import CHUNK_VALUES, F32, U8, Parts, per_group, scales_of
 from cpuspec.kernels import fit
 from cpuspec.kernels.encode import encode as encode_compiled
@@ -168,7 +168,7 @@ def _store(format: Format, scale: F32) -> Parts:
     peak = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
     d = (peak / low).astype("<f2")
     s = np.clip(np.rint(scale * search.inverse(d.astype(np.float32))), low, high).astype(np.int8)
-    return {"d": d, "s": s, **({"scales": kquants.pack_signed_scales(s)} if format.name == "q3_k" else {})}
+    return {"d": d, "s": s}
 
 
 def _lines(format: Format, x: F32, weights: F32) -> Parts:
@@ -184,7 +184,7 @@ def _lines(format: Format, x: F32, weights: F32) -> Parts:
         base, of_minima, minima = _multiples(minimum, shape, most)
         found = fit.whole_lines(groups, group_weights, (of_scales, of_minima), (scales, minima), largest, most)
         s, z = (part.astype(np.uint8).reshape(shape) for part in found)
-        return {"d": d, "base": base, "s": s, "z": z, **({"scales": s | z << 4} if format.name == "q2_k" else {})}
+        return {"d": d, "base": base, "s": s, "z": z}
     d, minimum = scale.astype("<f2").reshape(shape), minimum.reshape(shape)
     if free:
         return {"d": d, "base": (minimum / zero).astype("<f2")}

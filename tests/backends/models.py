@@ -13,9 +13,10 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
 from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
-from cpuspec.formats import QuantTensor, get_format
+from cpuspec.formats import Format, QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
+from cpuspec.quantize.cast import cast, casts
 from tools.make_tiny_model import make_tiny_gguf
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 45).tolist()
@@ -93,6 +94,16 @@ def tiny(tmp_path_factory, *, weight_format: str = "q4_0", **options) -> Checkpo
     matrices = {n: t for n, t in checkpoint.tensors.items() if len(t.shape) == 2 and t.format.name == in_file}
     encoded = {n: QuantTensor.encode(format, t.dequantize()) for n, t in matrices.items()}
     return replace(checkpoint, tensors={**checkpoint.tensors, **encoded})
+
+
+def cast_checkpoint(checkpoint: Checkpoint, format: Format) -> Checkpoint:
+    """The checkpoint with `casts` made, as backends make them when they load it; every other tensor is the very same object."""
+    wanted, tensors = casts(checkpoint, format), dict(checkpoint.tensors)
+    tied = checkpoint.config.tied_embeddings and "output" not in wanted
+    if not tied:
+        tensors.setdefault("output", tensors["embed"])
+    tensors |= {name: cast(tensors[name], to) for name, to in wanted.items()}
+    return replace(checkpoint, config=replace(checkpoint.config, tied_embeddings=tied), tensors=tensors)
 
 
 def forward(

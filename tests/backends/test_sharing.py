@@ -11,8 +11,8 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
 from cpuspec.formats import get_format
-from cpuspec.quantize.cast import cast_checkpoint, casts
-from tests.backends.models import every_backend, forward, tiny
+from cpuspec.quantize.cast import casts
+from tests.backends.models import cast_checkpoint, every_backend, forward, tiny
 
 SHARING = [name for name in BACKENDS if name not in ("onnxruntime", "openvino")]  # they rearrange weights for themselves
 ENGINE = EngineConfig(threads=2, max_rows=8)
