@@ -47,7 +47,7 @@ _BLOCK_BYTES = 4 << 20  # a checksum covers one block
 _CHECKSUM_BYTES = 8
 _VERIFIED_S = 86400.0  # a verification counts for this long where the system has no boot id
 _MAX_HEAD_BYTES = 1 << 24
-_ABANDONED_S = 3600.0  # an unfinished file that nobody has written to for this long has no writer any more
+_ABANDONED_S = 3600.0  # an unfinished file that was not written to for this long counts as abandoned
 
 # Odd numbers have inverses modulo 2^64, so that no change of one word leaves a sum of products as it was.
 _ODD = np.arange(1, _PAGE // 4, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -122,7 +122,7 @@ def verify_again() -> None:
 
 
 def packed_directory() -> Path:
-    """Where packed weights are kept."""
+    """The directory of packed weights."""
     return cache_dir() / "packed"
 
 
@@ -291,7 +291,7 @@ def _checksums(data: U8, pool: Executor) -> bytes:
 
 
 def _checksums_of(block_at: Callable[[int], U8], num_bytes: int, pool: Executor) -> bytes:
-    """The same of bytes that a function has, the block from a place on."""
+    """The checksums of `num_bytes` bytes of which `block_at` gives the block from an offset on."""
     found = pool.map(lambda at: _checksum(block_at(at)), range(0, num_bytes, _BLOCK_BYTES))
     return b"".join(found).ljust(_checksum_bytes(num_bytes), b"\0")
 

@@ -220,7 +220,7 @@ class LayerExperts:
         self.store.reader.start(reading, is_waited_for)
 
     def _places(self, expert: int) -> Iterator[tuple[int, int, int]]:
-        """Of an expert's matrices the place in the file, the bytes, and the place of their pages in a slot."""
+        """For each matrix of an expert: its offset in the file, its bytes, and the offset of its pages in a slot."""
         at = 0
         for offset, size in zip(self._offsets, self._matrix_bytes, strict=True):
             yield offset + expert * size, size, at
@@ -233,7 +233,7 @@ class LayerExperts:
 
 @dataclass(frozen=True)
 class Router:
-    """What it takes to guess a layer's experts: rows of numbers, weights of their norm, the router's matrix [E, C], bias and shift.
+    """The operands of a guess of a layer's experts: rows, weights of their norm, the router's matrix [E, C], bias and shift.
 
     norm, bias, shift: None where there is none.
     """
@@ -318,7 +318,7 @@ def _count(tensors: Mapping[str, WeightTensor]) -> int:
 
 
 def _num_slots(num_bytes: int, of_slots: Mapping[str, int], most: Mapping[str, int]) -> dict[str, int]:
-    """How many slots each layer gets: the same share of its experts, and one at least."""
+    """The number of slots of each layer: the same share of its experts for all, and at least one."""
     share = num_bytes / sum(size * most[layer] for layer, size in of_slots.items())
     counts = {layer: max(1, min(most[layer], int(share * most[layer]))) for layer in of_slots}
     left = num_bytes - sum(size * counts[layer] for layer, size in of_slots.items())

@@ -73,7 +73,7 @@ class Grid:
         return self.points[indices].reshape(len(indices), -1) | minus << self.sign
 
     def split(self, codes: NDArray[np.uint8]) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
-        """The reverse of `codes`, for codes that come from points."""
+        """The inverse of `codes`, for codes that come from points."""
         places = codes.reshape(-1, self.dims) & np.uint8((1 << self.sign) - 1)
         indices = self._indices[places @ self._weights].reshape(len(codes), -1)
         signs: NDArray[np.uint8] = np.packbits(codes >> np.uint8(self.sign), axis=1, bitorder="little")
@@ -265,19 +265,19 @@ def _signs_and_scales(words: NDArray[np.uint32]) -> tuple[NDArray[np.uint8], NDA
 
 
 def _words(signs: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """The reverse of `_signs_and_scales`."""
+    """The inverse of `_signs_and_scales`."""
     sevens = np.bitwise_or.reduce((signs & 0x7F).reshape(-1, 8, 4).astype(np.uint32) << _SEVENS, axis=2)
     return sevens | np.stack([scales & 0x0F, scales >> 4], axis=2).reshape(-1, 8).astype(np.uint32) << 28
 
 
 def parts_iq2_xxs(fields: NDArray) -> Parts:
-    """For each 32 values four bytes of points and a word of signs and their scale."""
+    """A block has four bytes of points, and a word of signs and scale, for each 32 values."""
     words = fields["points"].reshape(-1, 8, 2)
     return _parts(_IQ2_XXS, np.ascontiguousarray(words[:, :, 0]).view(np.uint8), *_signs_and_scales(words[:, :, 1]))
 
 
 def fields_iq2_xxs(parts: Parts) -> Parts:
-    """The reverse."""
+    """The inverse of `parts_iq2_xxs`."""
     indices, signs = _IQ2_XXS.split(parts["codes"])
     return {"points": np.stack([indices.astype(np.uint8).view("<u4"), _words(signs, parts["scales"])], axis=2)}
 
@@ -289,7 +289,7 @@ def parts_iq2_xs(fields: NDArray) -> Parts:
 
 
 def fields_iq2_xs(parts: Parts) -> Parts:
-    """The reverse."""
+    """The inverse of `parts_iq2_xs`."""
     indices, signs = _IQ2_XS.split(parts["codes"])
     return {"points": indices | (signs & 0x7F).astype(np.uint16) << 9}
 
@@ -301,7 +301,7 @@ def parts_iq2_s(fields: NDArray) -> Parts:
 
 
 def fields_iq2_s(parts: Parts) -> Parts:
-    """The reverse."""
+    """The inverse of `parts_iq2_s`."""
     indices, signs = _IQ2_S.split(parts["codes"])
     tops = np.bitwise_or.reduce((indices >> 8).astype(np.uint8).reshape(-1, 8, 4) << _PAIRS, axis=2)
     return {"points": indices.astype(np.uint8), "tops": tops, "signs": signs}
@@ -313,7 +313,7 @@ def parts_iq3_xxs(fields: NDArray) -> Parts:
 
 
 def fields_iq3_xxs(parts: Parts) -> Parts:
-    """The reverse."""
+    """The inverse of `parts_iq3_xxs`."""
     indices, signs = _IQ3_XXS.split(parts["codes"])
     return {"points": indices.astype(np.uint8), "words": _words(signs, parts["scales"])}
 
@@ -325,7 +325,7 @@ def parts_iq3_s(fields: NDArray) -> Parts:
 
 
 def fields_iq3_s(parts: Parts) -> Parts:
-    """The reverse."""
+    """The inverse of `parts_iq3_s`."""
     indices, signs = _IQ3_S.split(parts["codes"])
     tops = np.packbits((indices >> 8).astype(np.uint8), axis=1, bitorder="little")
     return {"points": indices.astype(np.uint8), "tops": tops, "signs": signs}
@@ -344,7 +344,7 @@ def parts_iq1_s(fields: NDArray) -> Parts:
 
 
 def fields_iq1_s(parts: Parts) -> Parts:
-    """The reverse."""
+    """The inverse of `parts_iq1_s`."""
     indices, down = _IQ1.split(parts["codes"])
     tops = np.bitwise_or.reduce((indices >> 8).reshape(-1, 8, 4) << _TOPS, axis=2)
     three_bits = np.stack([parts["scales"] & 7, parts["scales"] >> 4], axis=2).reshape(-1, 8).astype(np.uint16)
@@ -362,7 +362,7 @@ def parts_iq1_m(fields: NDArray) -> Parts:
 
 
 def fields_iq1_m(parts: Parts) -> Parts:
-    """The reverse."""
+    """The inverse of `parts_iq1_m`."""
     indices, down = _IQ1.split(parts["codes"])
     four_bits = ((indices >> 8) | (down & 1) << 3).astype(np.uint8)
     scales = parts["scales"]

@@ -36,7 +36,7 @@ def encode_iq4_nl(values: F32) -> Parts:
 
 
 def encode_iq4_xs(values: F32) -> Parts:
-    """As iq4_nl for each 32 values; the scale of largest magnitude becomes -32, and the others whole numbers beside it."""
+    """Scales as in iq4_nl for each 32 values, rounded to whole multiples of d, of which the scale of largest magnitude is -32 d."""
     groups = values.reshape(-1, _GROUPS, BLOCK)
     scales = _fit(groups)
     d = (np.take_along_axis(scales, np.abs(scales).argmax(axis=1)[:, None], axis=1) / -32).astype("<f2")

@@ -65,7 +65,7 @@ def encode_nvfp4(values: F32, importance: F32 | None = None) -> Parts:
 
 
 def encode_nvfp4_global(values: F32, importance: F32 | None = None) -> Parts:
-    """As nvfp4 under a scale of 1."""
+    """`encode_nvfp4`, and 1 for the scale of the tensor."""
     return {"d": np.ones((len(values), 1), np.float32), **encode_nvfp4(values, importance)}
 
 

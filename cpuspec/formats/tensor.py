@@ -155,12 +155,12 @@ class Cast:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the source."""
+        """The shape of the source."""
         return self.source.shape
 
     @property
     def order(self) -> I32 | None:
-        """That of the source."""
+        """The order of the source's inputs."""
         return self.source.order
 
     @property
@@ -170,7 +170,7 @@ class Cast:
 
     @property
     def matrices(self) -> tuple["Cast", ...]:
-        """As of the source."""
+        """The casts of the source's matrices."""
         return tuple(Cast(matrix, self.format, self.recode) for matrix in self.source.matrices)
 
     def made(self) -> QuantTensor:

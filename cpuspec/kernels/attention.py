@@ -52,8 +52,8 @@ _MOST_QUERIES = MAX_QUERIES + BLOCK_ROWS if isa.has_bf16_tiles() else QUERIES  #
 # positions so many vectors of the values' dimensions.
 _WIDENED_POSITIONS, _WIDENED_VECTORS = 128, 2
 
-# Positions whose values are read once for all dimensions, before the next: they stay in the nearest cache. What is next, of values
-# and of keys, is asked for meanwhile.
+# Values of this many positions are read for all dimensions before the next ones: they stay in the nearest cache. The next values
+# and keys are prefetched meanwhile.
 _POSITIONS = 32
 
 # Of `attention_tiles`: numbers of a row of a tile register, which one instruction sums; bytes of a register; how many vectors of
@@ -75,12 +75,12 @@ def partial_bytes(format_name: str, dims: int) -> int:
 
 
 def partials_offset(format_name: str, dims: int) -> int:
-    """Where in a thread's scratch its partials begin: those of a walk, then those of a task."""
+    """The offset of the partials in a thread's scratch: first those of a walk, then those of a task."""
     return GATHERED + max(head_bytes(format_name, dims, CHUNK), tiles_bytes(dims))
 
 
 def tiles_bytes(dims: int) -> int:
-    """What a walk of `attention_tiles` needs besides scores: queries, two blocks of keys or two vectors of all values, sums."""
+    """Bytes of scratch of an `attention_tiles` walk besides scores: queries, two blocks of keys or two vectors of values, sums"""
     depth = -(-dims // STEP)
     return 64 * depth * (MAX_QUERIES + BLOCK_ROWS) + STEP_BYTES * max(2 * depth, VECTORS * (CHUNK // STEP + 2))
 
@@ -224,20 +224,20 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
 
 @compiled
 def _even_step(count):
-    """Of `count` queries, how many are multiplied at once: all turns have about as many."""
+    """The number of queries that are multiplied at once, so that all turns through `count` queries have about as many."""
     turns = (count + _TOGETHER - 1) // _TOGETHER
     return (count + turns - 1) // turns
 
 
 @compiled
 def walk_end(walk, number, first):
-    """Where the positions of the chunk that a query sees end."""
+    """The end of the positions of the chunk that a query sees."""
     return min(CHUNK, walk.lengths[number] - first)
 
 
 @compiled
 def walk_start(walk, number, first, windowed):
-    """Where they begin."""
+    """The first position of the chunk that a query sees."""
     return max(0, walk.starts[number] - first) if windowed else 0
 
 

@@ -54,7 +54,7 @@ def _num_infinite(x):
 
 
 def _lowbit(row: Format) -> Encoder:
-    """As `lowbit.encode`."""
+    """The compiled `lowbit.encode`."""
     bits, size, stride = row.code_bits, row.block_size, row.block_bytes
     fields: Any = row.layout.fields
     zero_at, codes_at, high_at = (fields[name][1] if name in fields else 0 for name in ("z", "codes", "high"))
@@ -123,7 +123,7 @@ def _lowbit(row: Format) -> Encoder:
 
 
 def _mxfp4(values, blocks, out, x):
-    """As `mx.encode_mxfp4`."""
+    """The compiled `mx.encode_mxfp4`."""
     room, stride, codes_at = x + 64 * BLOCK, BLOCK // 2 + 1, 1
     refused = _ZERO
     nothing = simd.truncate_i32(splat(_ZERO))

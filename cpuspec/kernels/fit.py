@@ -16,8 +16,9 @@ from cpuspec.kernels.blocks import inverted, larger, lay, rounded, smaller, spla
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.simd import LANES
 
-# Where searches start. Where the range of a group ends, in codes beyond the last one, and cuts of it: for few codes these pay. Of
-# levels: shares of either end. Of lines: shares of the range, and where in it they begin.
+# Where searches start. The value of largest magnitude is put some code steps beyond the last level or before it, or at a multiple
+# of the last level, which cuts it off: cuts pay where codes are few. The range of a line ends likewise some steps beyond the last
+# code; a cut has the length of a line and its begin, both as shares of the range of the group.
 _LEVELS_BEYOND = tuple(np.linspace(-1.5, 0.9, 5))
 _CUTS_OF_LEVELS = (1.2, 1.5, 2.2, 3.5)
 _LINES_BEYOND = tuple(np.linspace(-1.2, 0.9, 9))
@@ -93,7 +94,7 @@ def moves_of_scales(groups: F32, weights: F32, scales: F32, levels: Sequence[flo
 
 
 def points(sizes: F32, weights: F32, magnitudes: Sequence[int], offered: F32, near: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Of the points that are offered, the one nearest to each group in weighted squared error, by its index in `near`; I32 [n].
+    """For each group the index in `near` of the offered point with the least weighted squared error, I32 [n].
 
     sizes, weights: F32 [n, dims]. magnitudes: what values may be. offered, F32 [all, dims, 16], and near, I32 [all, 16]: the
     magnitudes of sixteen points and which these are, by the number of the point that a group would be if there were all of them,
@@ -170,7 +171,7 @@ def _level(scaled, table, count):
 
 @compiled
 def _sums(x, w, size, inverse, move, table, count, whole):
-    """Of each lane: the weighted sums of value times level, moved, and of such levels squared."""
+    """For each lane the weighted sums of value * moved level, and of moved levels squared."""
     products = squares = splat(_ZERO)
     low, high = splat(simd.peek_f32(table)), splat(simd.peek_f32(table + 4 * ((count + 1) // 2 - 1)))
     for i in range(size):

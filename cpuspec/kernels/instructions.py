@@ -140,7 +140,7 @@ class Products:
                 yield from (f"vmovdqa {total}, {place.at(SCRATCH, row, half)}" for row, half, total in place.each)
 
     def _vnni_dots(self, place: "_Places", part: int) -> Iterator[str]:
-        """As `_dots`."""
+        """`_dots` by instructions that multiply and add four bytes."""
         yield from (f"vpxor {total}, {total}, {total}" for *_, total in place.each)
         for vectors, factor in self.chunks(part):
             for vector, at in vectors:
@@ -163,11 +163,11 @@ class _Places:
         self.weights, self.inputs, self.products = (first, others[0]), others[1], others[2:4]
 
     def record(self, row: int, offset: int) -> str:
-        """Of a row's record."""
+        """The operand at an offset of a row's record."""
         return f"{self._record_bytes * row + offset}({RECORDS})"
 
     def at(self, address: str, row: int, half: int, offset: int = 0) -> str:
-        """Of a half of a row of 16 lanes."""
+        """The operand for a half of a row of 16 lanes."""
         return f"{offset + 64 * row + 32 * half}({address})"
 
     def load_codes(self, vector: int) -> Iterator[str]:

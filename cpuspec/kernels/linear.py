@@ -30,7 +30,7 @@ _MOST_ROWS, _MOST_OF_NUMBERS = 16, 6 if isa.has_sixteen_registers() else 8
 # than these keeps its sums in registers: one tile.
 _STREAMS = isa.reading().streams
 _STREAMED_ROWS = 8
-# Bytes of a stream from which on it gains, and does so in tile registers: nobody asks for the first AHEAD bytes of a stream.
+# The least bytes of a stream that make it worth while, without and with tile registers: its first AHEAD bytes are not prefetched.
 _LEAST_STREAM, _LONG = 16 << 10, 128 << 10
 
 _GROUPS = PANEL // GROUP

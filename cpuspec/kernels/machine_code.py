@@ -45,7 +45,7 @@ _FINGERPRINT = _fingerprint()
 
 
 def kernel_directory() -> Path:
-    """Where machine code for these sources and this processor is kept. Users who share a cache have a directory each."""
+    """The directory of machine code for these sources and this processor. Users who share a cache have one each."""
     directory = cache_dir() / "kernels" / _FINGERPRINT
     return directory.with_name(f"{_FINGERPRINT}-{os.geteuid()}") if _who_else_fills(directory) else directory
 

@@ -151,7 +151,7 @@ class Value:
         return self.b.inttoptr(self.v, _POINTER)
 
     def load(self, typ: Any, align: int = 1) -> "Value":
-        """What lies there, aligned or not."""
+        """The value at this address, aligned or not."""
         return Value(self.b, self.b.load(self.pointer(), typ=typ, align=align))
 
     def store(self, value: "Value", align: int = 1) -> None:
@@ -159,7 +159,7 @@ class Value:
         self.b.store(value.v, self.pointer(), align=align)
 
     def base(self) -> "Value":
-        """The same address, as the one that many offsets are added to: else LLVM may keep a pointer for each, on the stack."""
+        """The same address in a register that offsets are added to: else LLVM may keep a pointer for each one on the stack."""
         return Value(self.b, self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [self.v], False))
 
     def fetch(self, ahead: int, size: int, into_first: bool = True) -> None:
@@ -224,7 +224,7 @@ class Variable:
 
 
 class Ops:
-    """What is appended to one LLVM builder besides the arithmetic of values."""
+    """Appends everything but the arithmetic of values to one LLVM builder."""
 
     def __init__(self, builder: Any) -> None:
         self.b = builder
@@ -290,7 +290,7 @@ class Ops:
         self.b.call(self.b.inttoptr(address.v, function_type.as_pointer()), [v.v for v in values])
 
     def flush_small_numbers(self) -> Callable[[], None]:
-        """From here on vector operations take numbers below the least normal one for zeros, until the result is called."""
+        """Let vector operations take numbers below the least normal one for zeros, until the returned function is called."""
         kept, changed = (cgutils.alloca_once(self.b, I32) for _ in range(2))
         _call(self.b, "llvm.x86.sse.stmxcsr", VOID, [kept])
         self.b.store(self.b.or_(self.b.load(kept), ir.Constant(I32, 0x8040)), changed)  # results, and operands

@@ -10,7 +10,7 @@ from cpuspec.kernels.simd import emitted
 
 
 class Operands(NamedTuple):
-    """What a kernel of `linear` is called with, besides the tiles: int64 addresses, byte counts and numbers."""
+    """The operands of a kernel of `linear` besides the tiles: int64 addresses, byte counts and numbers."""
 
     matrix: Any
     tile_bytes: Any

@@ -104,7 +104,7 @@ def _sum_of_bytes(vectors: list[Value]) -> Value:
 
 
 def start_of(zero: int, num_scales: int, part: int) -> tuple[int, int]:
-    """What the sum for one of the scales starts from, sums of inputs times -zero: the field of a record, and how many bits it is
+    """The start of the sum for one of the scales, inputs times -zero: the field of a record that has it, and how many bits it is
     shifted to the left.
     """
     known = {32: MINIMUM_FIELDS[part]} if num_scales == 2 else _SUMS

@@ -26,7 +26,7 @@ _DATA_AT = next(at for at in range(0, 128, 8) if c_int64.from_address(id(_NUMBER
 
 @compiled
 def _data(array):
-    """Where the numbers of a numpy array are, from the address of the array object."""
+    """The address of a numpy array's numbers, from the address of the array object."""
     return simd.peek_i64(array + _DATA_AT)
 
 

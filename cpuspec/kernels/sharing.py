@@ -24,8 +24,8 @@ def share(tiles, thread, threads):
 
 @compiled
 def piece(tiles, number):
-    """Where a piece of a share of `tiles` tiles begins. Each is a quarter of what is left: memory is read in long runs, a slow core
-    never holds much, and threads end together.
+    """The first tile of a piece of a share of `tiles` tiles. Each piece is a quarter of what is left: memory is read in long runs,
+    a slow core never holds much, and threads end together.
     """
     if number >= PIECES:
         return tiles
@@ -43,5 +43,5 @@ def parts_of_row(features, rows, threads):
 
 @compiled
 def part_of_row(features, parts):
-    """How many inputs each of `parts` parts of a row holds but the last, which may hold fewer: whole groups of 32, rounded up."""
+    """Inputs of each of `parts` parts of a row, whole groups of 32; the last part may have fewer."""
     return (features + 32 * parts - 1) // (32 * parts) * 32

@@ -180,7 +180,7 @@ def _quit(memory: _Array) -> _Array:
 
 
 def _serve(memory: _Array, threads: int, thread: int, wake: threading.Event) -> None:
-    """What a worker does, from its start to its end."""
+    """Run a worker, from its start to its end."""
     work, run = _function("work"), _entry("run")
     while work(memory.ctypes.data, threads, thread, run) == PARK:
         wake.wait()

@@ -170,7 +170,7 @@ class _Unpacked:
 
 
 def _pieces(rows: Value) -> tuple[Value, Value]:
-    """How often up to MOST_ROWS rows are multiplied, and how many at a time, for the rows of a block."""
+    """The number of turns, of up to MOST_ROWS rows each, through the rows of a block, and the rows of a turn."""
     pieces, step = rows.like(1), rows
     for number in range(2, -(-BLOCK_ROWS // MOST_ROWS) + 1):
         more = rows > (number - 1) * MOST_ROWS

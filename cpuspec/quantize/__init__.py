@@ -1,1 +1,1 @@
-"""From weights to other formats: at load for drafts, or offline. Knows no model beyond the names of its tensors."""
+"""Quantizes weights: at load for drafts, or offline. It knows no model beyond the names of its tensors."""

@@ -28,7 +28,7 @@ class GptqSettings:
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """What GPTQ needs to know of the inputs of a matrix; matrices with the same inputs share it.
+    """The statistics of the inputs of a matrix that GPTQ uses; matrices with the same inputs share them.
 
     means: mean squares of the inputs [K]. order: the columns as they are rounded. upper: [K, K] in that order, the transpose of
     the Cholesky factor of the Hessian's inverse.

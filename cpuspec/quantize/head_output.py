@@ -104,7 +104,7 @@ def _eagle3(head: Head, target: Checkpoint) -> tuple[dict[str, QuantTensor], dic
 
 
 def _block(head: Head) -> tuple[dict[str, QuantTensor], dict[str, Value]]:
-    """As `_eagle3`, of DFlash and DSpark."""
+    """The same of a DFlash or DSpark head."""
     block, numbers = head.block, get_format("f32")
     if block is None or head.state_norm is None:
         raise ConfigError(f"{head.name} is no head that drafts blocks")

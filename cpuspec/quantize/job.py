@@ -41,7 +41,7 @@ OnStep = Callable[[str, int, int], None]  # (what is done, how much of it, of ho
 
 @dataclass(frozen=True)
 class Job:
-    """What to make of a model. methods: of METHODS, in any order; none is rounding. The others as in `mixes.choose`.
+    """The options of one quantization. methods: of METHODS, in any order; none is rounding. The others as in `mixes.choose`.
 
     type_name: of `mixes.TYPES` for a GGUF file, of `compressed_output.SCHEMES` for a directory. group_size: of a directory's
     matrices of 4 bits. smoothing_strength: how much of what is hard to round SmoothQuant moves from inputs to weights, 0 to 1.
@@ -78,7 +78,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Made:
-    """What was made. bits_per_weight: of all matrices, scales included."""
+    """The result of a job. bits_per_weight: of all matrices, scales included."""
 
     path: str
     num_bytes: int

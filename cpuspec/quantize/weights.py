@@ -71,5 +71,5 @@ def layer_parts(name: str) -> tuple[int, str]:
 
 
 def mean_squares(x: F32) -> F32:
-    """Of each column of x [T, K]."""
+    """The mean square of each column of x [T, K]."""
     return np.asarray(np.einsum("tk,tk->k", x, x, dtype=np.float32) / np.float32(len(x)), np.float32)
