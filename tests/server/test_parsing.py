@@ -26,6 +26,16 @@ NAMES = {
     "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     "f": {"properties": {"a": {"type": ["string", "null"]}}},
     "search": {},
+    "typed": {
+        "$defs": {"place": {"enum": ["home", "away"]}},
+        "properties": {
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "one": {"const": "7"},
+            "where": {"$ref": "#/$defs/place"},
+            "empty": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            **{name: {"type": kind} for name, kind in (("flag", "boolean"), ("list", "array"), ("wrong", "integer"))},
+        },
+    },
 }
 ARGUMENTS = '{"city": "Paris, \\"}]{[\\\\", "deep": {"list": [1, 2.5, null, "</tool_call>"]}}'
 
@@ -52,6 +62,16 @@ SAMPLES = [
     ),
     ("hermes", '{"name": "Bob"} <tool_call>{"name": "f"}', [("content", '{"name": "Bob"}'), ("call", "f"), ("arguments", "{}")]),
     ("hermes", "<tool_call>sorry</tool_call>", [("content", "<tool_call>sorry</tool_call>")]),
+    (  # Falcon-H1's marks hold a list
+        "hermes",
+        'So:\n<tool_call>\n[\n  {"name": "f", "arguments": {"a": 1}},\n  {"name": "search", "arguments": {}}\n]\n</tool_call>\nNow, wait.',
+        [
+            *(("content", "So:"), ("call", "f"), ("arguments", '{"a": 1}'), ("call", "search"), ("arguments", "{}")),
+            ("content", "Now, wait."),
+        ],
+    ),
+    ("hermes", "<tool_call>[1, 2]</tool_call>", [("content", "<tool_call>[1, 2]</tool_call>")]),
+    ("nemotron2", '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>', [("call", "f"), ("arguments", '{"a": 1}')]),
     ("hermes", '<tool_call>{"nam', [("content", '<tool_call>{"nam')]),
     ("hermes", '<tool_call>{"name": 5, "x" 6} ', [("content", '<tool_call>{"name": 5, "x" 6} ')]),
     (
@@ -94,6 +114,36 @@ SAMPLES = [
         [("call", "f"), ("arguments", '{"a": "7"}')],
     ),
     ("qwen3_coder", "<tool_call>none</tool_call>", [("content", "<tool_call>none</tool_call>")]),
+    (  # values that hold the format's own tags, and HTML
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=a>\n<p>\n</parameter> or <function=g> <parameter=b>\n\n</parameter>\n</function>\n</tool_call>",
+        [("call", "f"), ("arguments", '{"a": "<p>\\n</parameter> or <function=g> <parameter=b>\\n"}')],
+    ),
+    (  # what a schema says of a value counts, by whatever keyword it says it
+        "qwen3_coder",
+        "<tool_call>\n<function=typed>\n<parameter=maybe>\n12\n</parameter>\n<parameter=one>\n7\n</parameter>\n"
+        "<parameter=where>\n[1]\n</parameter>\n<parameter=empty>\nnull\n</parameter>\n<parameter=flag>\nTrue\n</parameter>\n"
+        "<parameter=list>\n['a', {'b': None}]\n</parameter>\n<parameter=wrong>\n1 or 2\n</parameter>\n</function>\n</tool_call>",
+        [
+            ("call", "typed"),
+            (
+                "arguments",
+                '{"maybe": "12", "one": "7", "where": "[1]", "empty": null, "flag": true, "list": ["a", {"b": null}], "wrong": "1 or 2"}',
+            ),
+        ],
+    ),
+    (  # models forget the opening mark
+        "qwen3_coder",
+        "I look.\n\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=search>\n</function>\n"
+        "</tool_call>",
+        [("content", "I look."), ("call", "f"), ("arguments", '{"a": "x"}'), ("call", "search"), ("arguments", "{}")],
+    ),
+    (
+        "qwen3_coder",
+        "Write <function=NAME> ... </function> there.",
+        [("content", "Write <function=NAME> ... </function> there.")],
+    ),
+    ("qwen3_coder", '<tool_call>\n[{"name": "f", "arguments": {}}]\n</tool_call>', [("call", "f"), ("arguments", "{}")]),
     (
         "glm",
         "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>42</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n"
@@ -110,6 +160,29 @@ SAMPLES = [
             ("arguments", '{"a": [1, {"k": null}], "b": true}'),
             ("content", "Done"),
         ],
+    ),
+    (  # quotes that the template does not escape, keywords as names, lines in a text, numbers with zeros
+        "lfm2",
+        '<|tool_call_start|>[f(a=\'It\'s \\n "so"\', class="two\nlines"), files.open(n=007)]<|tool_call_end|>',
+        [
+            ("call", "f"),
+            ("arguments", '{"a": "It\'s \\n \\"so\\"", "class": "two\\nlines"}'),
+            ("call", "files.open"),
+            ("arguments", '{"n": 7}'),
+        ],
+    ),
+    (
+        "lfm2",
+        '[{"name": "f", "arguments": {"a": "b"}}]\n<|tool_call_start|>[ {"name": "search", "arguments": {}}]<|tool_call_end|>',
+        [("call", "f"), ("arguments", '{"a": "b"}'), ("call", "search"), ("arguments", "{}")],
+    ),
+    *(
+        ("lfm2", text, [("content", text)])
+        for text in (
+            "<|tool_call_start|>[f('x')]<|tool_call_end|>",
+            "<|tool_call_start|>[f(a='x'",
+            "<|tool_call_start|>f[0]<|tool_call_end|>",
+        )
     ),
     (
         "lfm2",
@@ -188,7 +261,8 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 def parser_of(name: str, thinking: bool = False) -> Parser:
     form = TOOL_FORMATS[name]
-    return ChannelParser() if form.channels else AnswerParser(thinking=thinking, calls=form.parser(NAMES))
+    marks = (form.mark, form.ends)
+    return ChannelParser() if form.channels else AnswerParser(thinking=thinking, calls=form.parser(NAMES), call_marks=marks)
 
 
 @pytest.mark.parametrize(("name", "text", "wanted"), SAMPLES)
@@ -209,6 +283,34 @@ def test_reasoning_comes_first_and_apart(text: str, thinking: bool, wanted: list
     assert plain(parse(AnswerParser(reasons=False), [text])) == ([("content", text)] if text else [])
 
 
+CALLED = {
+    "hermes": ('{"name": "f", "arguments": {"a": 1}}', '{"a": 1}'),
+    "qwen3_coder": ("\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n", '{"a": "1"}'),
+    "glm": ("f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", '{"a": "1"}'),
+    "lfm2": ("[f(a=1)]", '{"a": 1}'),
+    "nemotron2": ('[{"name": "f", "arguments": {"a": 1}}]', '{"a": 1}'),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if form.ends])
+def test_calls_that_end_an_unclosed_reasoning_are_calls_and_others_are_part_of_it(name: str) -> None:
+    form, (text, arguments) = TOOL_FORMATS[name], CALLED[name]
+    call = form.mark + text + form.ends
+    found = [("call", "f"), ("arguments", arguments)]
+    spoken = f"Say {form.mark} or `{form.mark}`, as in {call}, and so on."
+    for said, wanted in (
+        (f"I look.\n\n{call}\n", [("reasoning", "I look."), *found]),
+        (f"{call}{call}", [*found, *found]),
+        (f"{spoken}\n{call}", [("reasoning", spoken), *found]),
+        (spoken, [("reasoning", spoken)]),
+        (f"I would {call}\n</think>\nNo.", [("reasoning", f"I would {call}"), ("content", "No.")]),
+        (f"I look. {call[: -len(form.ends)]}", [("reasoning", f"I look. {call[: -len(form.ends)]}")]),
+        (f"So.\n</think>\n\n{call}", [("reasoning", "So."), *found]),
+    ):
+        for parts in ([said], list(said), [said[: len(said) // 2], said[len(said) // 2 :]]):
+            assert plain(parse(parser_of(name, thinking=True), parts)) == wanted
+
+
 FRAGMENTS = st.lists(
     st.sampled_from(
         [
@@ -223,7 +325,18 @@ FRAGMENTS = st.lists(
                 "{",
                 "}",
             ),
-            *("<function=f>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "f(a=1)"),
+            *(
+                "<function=f>",
+                "<parameter=a>",
+                "</parameter>",
+                "</function>",
+                "<TOOLCALL>",
+                "</TOOLCALL>",
+                "<arg_key>",
+                "</arg_key>",
+                "<arg_value>",
+                "f(a=1)",
+            ),
             *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "call:f{a:1}", "<|end|>"),
             *("<|start|>assistant", "<|channel|>analysis", "<|channel|>final", " to=functions.f", "<|message|>", "<|tool_call|>"),
             *('"', "\\", ",", ";", " ", "\n", ":", "text", '"name"', "<", "tool", "é"),
@@ -286,6 +399,7 @@ def test_a_demanded_call_is_begun_in_the_format_itself(row: object) -> None:
         ("{% if tools %}List of tools: <|tool_list_start|>[{% endif %}", "lfm2"),
         ("{% if tools %}List of tools: [{% endif %}", "lfm2"),
         ("{% if tools %}<tool_calls>[{% endif %}", "hunyuan"),
+        ("{% if tools %}<TOOLCALL>[{% endif %}", "nemotron2"),
         ("{% if tools %}only with <|tool_call|> followed by a JSON list{% endif %}", "granite"),
         ("{% if tools %}within <tool_call></tool_call> XML tags{% endif %}", "hermes"),
         ("{{ tools }}<|tool_call>call:", "gemma4"),

@@ -27,7 +27,7 @@ MARKS = frozenset(
         *(mark for marks in _REASONING for mark in marks),
         *("<|channel>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
         *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call|>", "<|/tool_call|>"),
-        *("<tool_calls>", "</tool_calls>"),
+        *("<tool_calls>", "</tool_calls>", "<TOOLCALL>", "</TOOLCALL>"),
         *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|START_ACTION|>", "<|END_ACTION|>"),
         *(f"<｜tool▁{part}｜>" for part in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
         *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"),
@@ -55,7 +55,8 @@ def answer_parser(template: str | None, functions: Functions, thinking: bool = F
     form = tool_format(template)
     calls = form.parser(functions) if functions and not form.channels else None
     marks = reasoning_marks(template)
-    parser = ChannelParser() if form.channels else AnswerParser(thinking=thinking, calls=calls, marks=marks)
+    around = (form.mark, form.ends)
+    parser = ChannelParser() if form.channels else AnswerParser(thinking=thinking, calls=calls, marks=marks, call_marks=around)
     return ContinuingParser(parser, begun) if begun else parser
 
 
@@ -101,7 +102,9 @@ class AnswerParser:
     """Takes an answer apart.
 
     reasons: whether an opening mark at the answer's beginning opens reasoning; thinking: the prompt has opened it already. calls:
-    the parser of tool calls, None without tools. marks: around reasoning. White space around reasoning is dropped.
+    the parser of tool calls, None without tools. marks: around reasoning. White space around reasoning is dropped. call_marks: around
+    a call. Models forget to close their reasoning before a call (Qwen3.5, Nemotron 3), so calls that end an answer in its reasoning
+    are calls. Calls that the reasoning goes on behind are part of it.
     """
 
     def __init__(
@@ -110,8 +113,11 @@ class AnswerParser:
         thinking: bool = False,
         calls: Parser | None = None,
         marks: tuple[str, str] = _REASONING[0],
+        call_marks: tuple[str, str] = ("", ""),
     ) -> None:
         self._calls = calls
+        self._call_opens, self._call_closes = call_marks if calls and all(call_marks) else ("", "")
+        self._held: _HeldCalls | None = None  # the end of the reasoning, if it may be calls
         self._opens, self._closes = marks
         self._state = "before reasoning" if thinking else "start" if reasons else "content"
         self._pending = ""
@@ -128,8 +134,15 @@ class AnswerParser:
 
     def finish(self) -> list[Piece]:
         """See `Parser`."""
+        pieces: list[Piece] = []
+        while self._held:
+            text = self._held.text
+            if text.rstrip(_SPACE).endswith(self._call_closes) and (calls := self._held.finished()):
+                return joined([*pieces, *calls])
+            pieces.append(self._let_go())
+            pieces += decided(self._step)
         rest, self._pending = self._pending, ""
-        pieces = [Piece("reasoning", rest)] if "reasoning" in self._state else self._content(rest)
+        pieces += [Piece("reasoning", rest)] if "reasoning" in self._state else self._content(rest)
         if self._calls:
             pieces += self._calls.finish()
         return joined(pieces)
@@ -153,12 +166,27 @@ class AnswerParser:
                 self._state = self._state.removeprefix("before ")
                 return True
             case "reasoning":
+                if self._held and self._closes not in self._held.text[-len(self._closes) :] + text:
+                    self._pending = ""
+                    if self._held.takes(text):
+                        return False
+                    pieces.append(self._let_go())
+                    return True
+                text, self._held = (self._held.text if self._held else "") + text, None
                 reasoning, mark, rest = text.partition(self._closes)
                 if mark:
                     pieces.append(Piece("reasoning", reasoning.rstrip(_SPACE)))
                     self._pending, self._state = rest, "before content"
                     return True
-                sure = text[: len(text) - overlap(text, self._closes)].rstrip(_SPACE)
+                at = text.find(self._call_opens) if self._calls and self._call_opens else -1
+                if at >= 0:
+                    before = text[:at].rstrip(_SPACE)
+                    pieces.append(Piece("reasoning", before))
+                    self._held = _HeldCalls(deepcopy(self._calls), text[len(before) : at], self._call_opens)
+                    self._pending = text[at:]
+                    return True
+                held = max(overlap(text, self._closes), overlap(text, self._call_opens) if self._call_opens else 0)
+                sure = text[: len(text) - held].rstrip(_SPACE)
                 pieces.append(Piece("reasoning", sure))
                 self._pending = text[len(sure) :]
                 return False
@@ -166,5 +194,40 @@ class AnswerParser:
         pieces += self._content(text)
         return False
 
+    def _let_go(self) -> Piece:
+        """What was held is no call: its mark is reasoning, and the text behind the mark is searched again."""
+        assert self._held is not None
+        text, self._held = self._held.text, None
+        end = text.index(self._call_opens) + len(self._call_opens)
+        self._pending = text[end:] + self._pending
+        return Piece("reasoning", text[:end])
+
     def _content(self, text: str) -> list[Piece]:
         return self._calls.push(text) if self._calls else [Piece("content", text)]
+
+
+class _HeldCalls:
+    """The end of a reasoning that may be calls. text: all of it.
+
+    calls: a parser of calls that has read nothing. before: white space before the mark that opens a call.
+    """
+
+    def __init__(self, calls: Parser, before: str, opens: str) -> None:
+        self.text = before
+        self._calls, self._start = calls, len(before) + len(opens)
+        self._pieces: list[Piece] = []
+
+    def takes(self, text: str) -> bool:
+        """Read on; returns whether there can still be nothing but calls."""
+        self.text += text
+        self._pieces += self._calls.push(text)
+        behind = self.text[self._start : self._start + 80]
+        first = behind.lstrip(_SPACE)[:1]
+        if first and first not in "<{[" and (first != behind[0] or not first.isidentifier()):
+            return False  # the mark is spoken of
+        return all(piece.kind != "content" or not piece.text.strip(_SPACE) for piece in self._pieces)
+
+    def finished(self) -> list[Piece]:
+        """The calls at the answer's end; none where there is other text."""
+        pieces = [piece for piece in (*self._pieces, *self._calls.finish()) if piece.kind != "content" or piece.text.strip(_SPACE)]
+        return [] if any(piece.kind == "content" for piece in pieces) else pieces

@@ -1,7 +1,8 @@
 """The ways in which models write answers. A row of TOOL_FORMATS is everything about the tool calls of one of them.
 
-Sources: the chat templates of Qwen2.5, Qwen3 and Hermes 2 Pro; Llama 3.1's model card ("JSON based tool calling"); mistral-common's
-instruct tokenizers (v3 and v11); Gemma's guide to function calling; see also `converted.py` and `channels.py`.
+Sources: the chat templates of Qwen2.5, Qwen3, Hermes 2 Pro, Granite 4 and Falcon-H1 (whose marks hold a list); Llama 3.1's model
+card ("JSON based tool calling"); mistral-common's instruct tokenizers (v3 and v11); Gemma's guide to function calling; llama.cpp
+23029 for Nemotron Nano 2; see also `converted.py` and `channels.py`.
 """
 
 import json
@@ -22,7 +23,7 @@ _SPACE = " \t\r\n"
 class MarkedCalls:
     """Calls behind a mark, as `<tool_call>{...}</tool_call>` and `[TOOL_CALLS][{...}, {...}]`, with text before and between them.
 
-    White space beside a call is dropped. named: a call may also be written as `NAME[ARGS]{...}`.
+    One pair of marks may hold a list. White space beside a call is dropped. named: a call may also be written as `NAME[ARGS]{...}`.
     """
 
     def __init__(self, opens: str, closes: str, named: bool = False) -> None:
@@ -31,6 +32,7 @@ class MarkedCalls:
         self._closes = closes
         self._named = named
         self._state = "content"
+        self._in_list = False
         self._pending = ""  # undecided text
         self._before_call = ""  # the mark, white space and the bracket of a list
         self._reader = CallReader()
@@ -75,7 +77,7 @@ class MarkedCalls:
         at = text.find(self._opens)
         if at >= 0:
             pieces.append(Piece("content", text[:at].rstrip(_SPACE)))
-            self._pending, self._state = text[at + len(self._opens) :], "before"
+            self._pending, self._state, self._in_list = text[at + len(self._opens) :], "before", False
             return True
         sure = text[: len(text) - overlap(text, self._opens)].rstrip(_SPACE)
         pieces.append(Piece("content", sure))
@@ -84,13 +86,15 @@ class MarkedCalls:
 
     def _before(self, pieces: list[Piece]) -> bool:
         text = self._pending.lstrip(_SPACE)
-        if self._named and text.startswith("["):
+        bracket = not self._in_list and text.startswith("[")
+        if bracket:
             text = text[1:].lstrip(_SPACE)
         if not text:
             return False
         if text[0] == "{":
             self._before_call = self._opens + self._pending.removesuffix(text)
             self._pending, self._reader, self._state = text, CallReader(), "call"
+            self._in_list |= bracket
             return True
         if not self._named:
             self._not_a_call(pieces, self._opens + self._pending)
@@ -138,7 +142,10 @@ class MarkedCalls:
             return True
         if self._closes.startswith(text):
             return False
-        if self._named and text[0] == ",":
+        if self._in_list and text[0] == "]":
+            self._pending, self._in_list = text[1:], False
+            return True
+        if self._in_list and text[0] == ",":
             if not text[1:].lstrip(_SPACE):
                 return False
             self._pending, self._state = text[1:], "before"
@@ -257,6 +264,7 @@ class ToolFormat:
     JSON; many vocabularies have a token for it. opens, arguments, closes: the text before the function's name, the text between the
     name and the arguments, and the shortest text that ends a call. A demanded call is written with these and in JSON, even if the
     model's own calls are not JSON. id_chars: the length of a call's id. channels: the answer is in channels (`ChannelParser`).
+    ends: the mark that ends a call, of models that may forget to close their reasoning before a call.
     """
 
     name: str
@@ -267,6 +275,7 @@ class ToolFormat:
     closes: str = "}"
     id_chars: int = 24
     channels: bool = False
+    ends: str = ""
 
     @property
     def begins(self) -> str:
@@ -278,8 +287,10 @@ _FENCES = ("```json", "```xml", "```tool_call", "```tool_code", "```")
 _CALLS_OF_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 
-def _converted(opens: str, closes: str, convert: converted.Convert) -> Callable[[Functions], Parser]:
-    return partial(ConvertedCalls, opens, closes, convert)
+def _converted(
+    opens: str, closes: str, convert: converted.Convert, bare: tuple[str, str] | None = None
+) -> Callable[[Functions], Parser]:
+    return partial(ConvertedCalls, opens, closes, convert, bare=bare)
 
 
 def _no_calls(functions: Functions) -> Parser:
@@ -299,6 +310,7 @@ TOOL_FORMATS = {
             "<tool_call>",
             "\n" + _NAME,
             _ARGUMENTS,
+            ends="</tool_call>",
         ),
         ToolFormat(
             "mistral",
@@ -311,18 +323,41 @@ TOOL_FORMATS = {
         ToolFormat("llama3", lambda functions: BareCalls(functions, ("<|python_tag|>", *_FENCES)), "", _NAME, '", "parameters": '),
         ToolFormat("json", lambda functions: BareCalls(functions, _FENCES), "", _NAME, '", "parameters": '),
         ToolFormat(
-            "qwen3_coder", _converted("<tool_call>", "</tool_call>", converted.from_xml), "<tool_call>", "\n" + _NAME, _ARGUMENTS
+            "qwen3_coder",
+            _converted("<tool_call>", "</tool_call>", converted.from_xml, bare=("<function=", "</function>")),
+            "<tool_call>",
+            "\n" + _NAME,
+            _ARGUMENTS,
+            ends="</tool_call>",
         ),
         ToolFormat(
-            "glm", _converted("<tool_call>", "</tool_call>", converted.from_argument_tags), "<tool_call>", _NAME, _ARGUMENTS
+            "glm",
+            _converted("<tool_call>", "</tool_call>", converted.from_argument_tags),
+            "<tool_call>",
+            _NAME,
+            _ARGUMENTS,
+            ends="</tool_call>",
         ),
         ToolFormat(
             "lfm2",
-            _converted("<|tool_call_start|>", "<|tool_call_end|>", converted.from_python),
+            # Its template does not show how a call is written, so the model writes bare JSON at times.
+            lambda functions: BareCalls(
+                functions, _FENCES, ConvertedCalls("<|tool_call_start|>", "<|tool_call_end|>", converted.from_python, functions)
+            ),
             "<|tool_call_start|>",
             "[" + _NAME,
             _ARGUMENTS,
             closes="}]",
+            ends="<|tool_call_end|>",
+        ),
+        ToolFormat(
+            "nemotron2",
+            _converted("<TOOLCALL>", "</TOOLCALL>", converted.from_json),
+            "<TOOLCALL>",
+            "[" + _NAME,
+            _ARGUMENTS,
+            closes="}]",
+            ends="</TOOLCALL>",
         ),
         ToolFormat(
             "hunyuan",
@@ -372,6 +407,7 @@ _TELLTALES = {
     "<|tool_call_start|>": "lfm2",
     "<|tool_list_start|>": "lfm2",
     "List of tools: [": "lfm2",  # LFM2.5's, which shows no call
+    "<TOOLCALL>": "nemotron2",  # Nemotron Nano 2
     "<tool_calls>": "hunyuan",
     "<|tool_call>": "gemma4",
     "<|tool_call|>": "granite",

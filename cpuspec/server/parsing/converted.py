@@ -1,13 +1,16 @@
 """Tool calls that are not JSON: held back until they end, then converted.
 
-Sources: the chat templates of Qwen3-Coder and Qwen3.5 (XML), GLM-4.5 and 4.7, LFM2 (Python), Gemma 4, DeepSeek V3 and V3.1,
-Command R7B and A; Hunyuan-A13B; vLLM's and llama.cpp's parsers of the same for what models write beside their templates.
+Sources: the chat templates of Qwen3-Coder, Qwen3.5 and Nemotron 3 (XML), GLM-4.5 and 4.7, LFM2 (Python), Gemma 4, DeepSeek V3 and
+V3.1, Command R7B and A, Hunyuan-A13B. What models write beside their templates is from reports about other engines' parsers:
+ollama 16686 and 18530 (`<function=` without `<tool_call>`), llama.cpp 18077 (no `</parameter>`), vllm 39243 and
+Liquid4All/docs 130 (LFM2's quotes).
 """
 
 import ast
 import json
+import keyword
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,20 +23,27 @@ Convert = Callable[[str, Functions], Calls]  # raises ValueError for a text that
 
 _SPACE = " \t\r\n"
 _MOST_CHARS = 1 << 20  # of one call
+_MOST_SCHEMAS = 100  # that are read to find the types of one value
 
 
 class ConvertedCalls:
     """Calls between two marks, with text before and between them. White space beside a call is dropped.
 
     A text between the marks that is no call is content, marks included. A call that the answer's end cuts off is converted if it
-    can be.
+    can be. bare: marks of a call whose own marks the model forgot; they are part of the call's text, which must name a function
+    that there is.
     """
 
-    def __init__(self, opens: str, closes: str, convert: Convert, functions: Functions) -> None:
+    def __init__(
+        self, opens: str, closes: str, convert: Convert, functions: Functions, bare: tuple[str, str] | None = None
+    ) -> None:
         self.num_calls = 0
-        self._opens, self._closes, self._convert, self._functions = opens, closes, convert, functions
+        self._marks = [(opens, closes), *([bare] if bare else [])]
+        self._convert, self._functions = convert, functions
         self._pending = ""
-        self._in_call = False
+        self._call: tuple[str, str] | None = None  # the marks of the call that is read
+        self._space = ""  # white space before it
+        self._orphan = ""  # a closing mark that may follow, and belongs to nobody
         self._searched = 0  # characters of a call that hold no closing mark
 
     def push(self, text: str) -> list[Piece]:
@@ -44,42 +54,57 @@ class ConvertedCalls:
     def finish(self) -> list[Piece]:
         """See `Parser`."""
         rest, self._pending = self._pending, ""
-        if self._in_call:
-            self._in_call = False
-            return self._converted(rest, "")
+        if self._call:
+            return self._converted(self._call, rest, "")
         return [Piece("content", rest)] if rest.strip(_SPACE) or not self.num_calls else []
 
     def _step(self, pieces: list[Piece]) -> bool:
+        return self._content(pieces) if self._call is None else self._in_call(self._call, pieces)
+
+    def _content(self, pieces: list[Piece]) -> bool:
         text = self._pending
-        if not self._in_call:
-            if self.num_calls and not (text := text.lstrip(_SPACE)):
+        if self.num_calls:
+            text = text.lstrip(_SPACE)
+            if self._orphan.startswith(text):
                 return False
-            before, mark, rest = text.partition(self._opens)
-            if mark:
-                pieces.append(Piece("content", before.rstrip(_SPACE)))
-                self._pending, self._in_call, self._searched = rest, True, 0
-                return True
-            sure = text[: len(text) - overlap(text, self._opens)].rstrip(_SPACE)
-            pieces.append(Piece("content", sure))
-            self._pending = text[len(sure) :]
-            return False
-        at = text.find(self._closes, self._searched)
+            text, self._orphan = text.removeprefix(self._orphan).lstrip(_SPACE), ""
+            if not text:
+                self._pending = ""
+                return False
+        found = [(at, marks) for marks in self._marks if (at := text.find(marks[0])) >= 0]
+        if found:
+            at, self._call = min(found)
+            before = text[:at].rstrip(_SPACE)
+            pieces.append(Piece("content", before))
+            self._space = text[len(before) : at]
+            self._pending, self._searched = text[at + len(self._call[0]) :], 0
+            return True
+        sure = text[: len(text) - max(overlap(text, opens) for opens, _ in self._marks)].rstrip(_SPACE)
+        pieces.append(Piece("content", sure))
+        self._pending = text[len(sure) :]
+        return False
+
+    def _in_call(self, marks: tuple[str, str], pieces: list[Piece]) -> bool:
+        text, closes = self._pending, marks[1]
+        at = text.find(closes, self._searched)
         if at < 0 and len(text) <= _MOST_CHARS:
-            self._searched = max(0, len(text) - len(self._closes) + 1)
+            self._searched = max(0, len(text) - len(closes) + 1)
             return False
         end = at if at >= 0 else len(text)
-        self._pending, self._in_call = text[end + len(self._closes) :], False
-        pieces += self._converted(text[:end], self._closes if at >= 0 else "")
+        self._pending = text[end + len(closes) :]
+        pieces += self._converted(marks, text[:end], closes if at >= 0 else "")
         return True
 
-    def _converted(self, text: str, closes: str) -> list[Piece]:
+    def _converted(self, marks: tuple[str, str], text: str, closes: str) -> list[Piece]:
+        bare, self._call = marks != self._marks[0], None
         try:
-            calls = self._convert(text.strip(_SPACE), self._functions)
+            calls = self._convert((marks[0] + text if bare else text).strip(_SPACE), self._functions)
             found = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
         except (ValueError, RecursionError, MemoryError):
             found = []
-        if not found:
-            return [Piece("content", self._opens + text + closes)]
+        if not found or (bare and not all(name in self._functions for name, _ in found)):
+            return [Piece("content", self._space + marks[0] + text + closes)]
+        self._orphan = self._marks[0][1] if bare else ""
         pieces = []
         for name, arguments in found:
             pieces += [Piece("call", name, self.num_calls), Piece("arguments", arguments, self.num_calls)]
@@ -103,16 +128,24 @@ def from_json(text: str, functions: Functions) -> Calls:
     return calls
 
 
+# A value ends at the closing tag before another tag or the end. Models forget it before the next parameter or the function's end.
+_TAGS = re.compile(
+    r"<function=([^>]*)>|<parameter=([^>]*)>(.*?)(?:</parameter>(?=\s*(?:<parameter=|</?function|\Z))"
+    r"|(?=\n[ \t]*<parameter=)|(?=</function>\s*(?:<function=|\Z))|\Z)",
+    re.DOTALL,
+)
+
+
 def from_xml(text: str, functions: Functions) -> Calls:
     """`<function=NAME><parameter=KEY>VALUE</parameter>...</function>` of Qwen3-Coder. Values are lines of their own."""
     if text.startswith(("{", "[")):
         return from_json(text, functions)
     calls: Calls = []
-    for part in text.split("<function=")[1:]:
-        name, _, body = part.partition(">")
-        # A parameter ends at its closing tag; models forget it before the next parameter or the function's end.
-        pairs = re.findall(r"<parameter=([^>]*)>(.*?)(?:</parameter>|(?=<parameter=)|(?=</function>)|\Z)", body, re.DOTALL)
-        calls.append((_name(name), {key.strip(): _typed(value, functions, name, key.strip()) for key, value in pairs}))
+    for name, key, value in _TAGS.findall(text):
+        if name:
+            calls.append((_name(name), {}))
+        elif calls:
+            calls[-1][1][key.strip()] = _typed(value, functions, calls[-1][0], key.strip())
     return calls
 
 
@@ -125,20 +158,41 @@ def from_argument_tags(text: str, functions: Functions) -> Calls:
     return [(_name(name), {key.strip(): _typed(value, functions, name.strip(), key.strip()) for key, value in pairs})]
 
 
+# A text in quotes. A quote within it that nothing of a call follows is part of the text, as in 'It's'.
+_QUOTED = re.compile(r"""(['"])((?:\\.|(?!\1)[^\\]|\1(?!\s*(?:[,)\]}:]|\Z)))*)\1""", re.DOTALL)
+_KEYWORD = re.compile(rf"\b({'|'.join(keyword.kwlist)})(\s*=)")
+
+
 def from_python(text: str, functions: Functions) -> Calls:
     """`[name(key='value', ...), ...]` of LFM2: calls with literal keyword arguments."""
-    if text.startswith(("{", '[{"')):
+    if text.startswith("{") or re.match(r"\[\s*{", text):
         return from_json(text, functions)
-    with suppress(SyntaxError, TypeError):
-        body = ast.parse(text, mode="eval").body
-        nodes = body.elts if isinstance(body, ast.List | ast.Tuple) else [body]
-        calls: Calls = []
-        for node in nodes:
-            if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
-                raise ValueError("no call")
-            calls.append((ast.unparse(node.func), {str(one.arg): _literal(one.value) for one in node.keywords}))
-        return calls
-    raise ValueError("no call")
+    try:
+        body = _python(text)
+    except (SyntaxError, TypeError):
+        raise ValueError("no call") from None
+    nodes = body.elts if isinstance(body, ast.List | ast.Tuple) else [body]
+    calls: Calls = []
+    for node in nodes:
+        if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
+            raise ValueError("no call")
+        calls.append((ast.unparse(node.func), {str(one.arg).removesuffix("ˍ"): _literal(one.value) for one in node.keywords}))
+    return calls
+
+
+def _python(text: str) -> ast.expr:
+    """The expression. Where it is none, again with quotes and line ends in texts escaped, keywords as names, and 07 as 7."""
+    with suppress(SyntaxError):
+        return ast.parse(text, mode="eval").body
+    parts, at = [], 0
+    for found in [*_QUOTED.finditer(text), None]:
+        bare = text[at : found.start() if found else len(text)]
+        parts.append(re.sub(r"\b0+(?=\d)", "", _KEYWORD.sub(r"\1ˍ\2", bare)))
+        if found:
+            inner = re.sub(rf"(?<!\\)((?:\\\\)*){found[1]}", rf"\1\\{found[1]}", found[2])
+            parts.append(found[1] + inner.replace("\n", "\\n").replace("\r", "\\r") + found[1])
+            at = found.end()
+    return ast.parse("".join(parts), mode="eval").body
 
 
 def from_gemma(text: str, functions: Functions) -> Calls:
@@ -181,14 +235,51 @@ def _name(text: str) -> str:
 def _typed(text: str, functions: Functions, name: str, key: str) -> Any:
     """A value that was written without quotes. The function's schema says whether it is a text; other values are JSON."""
     text = text.removeprefix("\n").removesuffix("\n")
-    schema = functions.get(name, {}).get("properties")
-    declared = schema.get(key) if isinstance(schema, Mapping) else None
-    kinds = declared.get("type") if isinstance(declared, Mapping) else None
-    if kinds == "string" or (isinstance(kinds, list) and "string" in kinds and text != "null"):
+    schema = functions.get(name, {})
+    properties = schema.get("properties")
+    kinds = value_kinds(properties.get(key) if isinstance(properties, Mapping) else None, schema)
+    if "string" in kinds and (text != "null" or "null" not in kinds):
         return text
     with suppress(ValueError, RecursionError):
         return json.loads(text)
-    return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        found = ast.literal_eval(text.strip())
+        if isinstance(found, dict | list | bool | None):
+            json.dumps(found)  # no bytes, sets and the like
+            return found
+    return text
+
+
+def value_kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """The types that a JSON schema names for its value, as far as they are told; none for any value. root: what `$ref` refers to."""
+    kinds: set[str] = set()
+    left, num_read = [schema], 0
+    while left and num_read < _MOST_SCHEMAS:
+        one, num_read = left.pop(), num_read + 1
+        if not isinstance(one, Mapping):
+            continue
+        kinds |= {json_type(value) for value in (*_list(one.get("enum")), *([one["const"]] if "const" in one else []))}
+        kinds |= {kind for kind in (one.get("type"), *_list(one.get("type"))) if isinstance(kind, str)}
+        left += [branch for word in ("anyOf", "oneOf", "allOf") for branch in _list(one.get(word))]
+        reference = one.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            found: Any = root
+            for part in reference[2:].split("/"):
+                found = found.get(part) if isinstance(found, Mapping) else None
+            left.append(found)
+    return kinds
+
+
+def json_type(value: Any) -> str:
+    """The name of a value's type in JSON schemas."""
+    return next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), "null")
+
+
+_JSON_TYPES = ((bool, "boolean"), (str, "string"), (int | float, "number"), (list, "array"), (dict, "object"))
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _literal(node: ast.expr) -> Any:
