@@ -202,7 +202,7 @@ class ToyTokenizer:
     def chat_template_for(self, variables: Mapping[str, Any]) -> str | None:
         return None
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, str]], variables: object = None) -> list[int]:
         return [0, *(t for message in messages for t in self.encode(message["content"], add_special=False))]
 
 

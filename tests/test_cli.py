@@ -309,8 +309,8 @@ def test_an_answer_is_verified_without_drafts(model: str, sampling: tuple[str, .
 def test_an_answer_that_drafts_changed_fails_only_where_it_is_greedy(
     model: str, monkeypatch: pytest.MonkeyPatch, temperature: str, exit_code: int
 ) -> None:
-    def sends_another_token(llm: LLM, *arguments: Any) -> Answer:
-        answer = collect(llm, *arguments)
+    def sends_another_token(llm: LLM, *arguments: Any, **more: Any) -> Answer:
+        answer = collect(llm, *arguments, **more)
         if llm.spec.levels:
             answer.token_ids[3] += 1
         return answer
@@ -366,7 +366,7 @@ def test_the_prompt_comes_from_the_argument_a_file_or_stdin(model: str, tmp_path
     path = tmp_path / "prompt.txt"
     path.write_text("two\nlines\n", "utf-8")
     seen: list[object] = []
-    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: seen.append(prompt) or iter(()))
+    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params, shown: seen.append(prompt) or iter(()))
     for arguments, stdin in ((("two\nlines",), None), (("-f", str(path)), None), ((), "two\nlines\n"), (("-f", "-"), "two\nlines")):
         run("generate", *arguments, "--raw", "-m", model, *NUMPY, stdin=stdin)
     assert seen == ["two\nlines"] * 4
@@ -690,7 +690,7 @@ class Interrupted:
     closed = False
     aborted_stats = None
 
-    def stream(self, prompt: object, params: SamplingParams) -> Iterator[Output]:
+    def stream(self, prompt: object, params: SamplingParams, shown: object) -> Iterator[Output]:
         try:
             yield Output(0, "Hello", [1], [])
             yield Output(0, " wor", [2, 3], [])
@@ -866,12 +866,17 @@ class Scripted:
     aborted_stats = None
     sampling_defaults = SamplingDefaults()
     context_length = 100
-    tokenizer = SimpleNamespace(encode_chat=lambda messages: [], chat_template=None)
+    tokenizer = SimpleNamespace(
+        encode_chat=lambda messages, variables: [0],
+        token_id=lambda text: None,
+        decode=lambda ids, skip_special: "",
+        chat_template=None,
+    )
 
     def __init__(self, *answers: str | type[BaseException]) -> None:
         self.answers = list(answers)
 
-    def stream(self, prompt: object, params: SamplingParams) -> Iterator[Output]:
+    def stream(self, prompt: object, params: SamplingParams, shown: object) -> Iterator[Output]:
         answer = self.answers.pop(0)
         if not isinstance(answer, str):
             raise answer("no")
@@ -895,13 +900,23 @@ def test_at_a_terminal_an_error_ends_the_answer_and_not_the_chat(monkeypatch: py
     assert capsys.readouterr().out == "yes\n"
 
 
-def test_what_is_said_in_channels_is_shown_apart_and_not_told_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        (
+            {"chat_template": "<|channel|>analysis"},
+            "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Yes.",
+        ),
+        ({"chat_template": "<think>"}, "<think>\nHm.\n</think>\n\nYes."),
+        ({"chat_template": "<think>", "decode": lambda ids, skip_special: "assistant\n<think>\n"}, "Hm.\n</think>\n\nYes."),
+    ],
+)
+def test_reasoning_is_shown_apart_and_not_told_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], template: dict[str, Any], answer: str
 ) -> None:
-    """Harmony's templates refuse messages with marks of channels, and leave out reasoning of earlier turns."""
-    harmony = SimpleNamespace(encode_chat=lambda messages: [], chat_template="<|channel|>analysis")
-    monkeypatch.setattr(Scripted, "tokenizer", harmony)
-    answer = "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Yes."
+    """Harmony's templates refuse messages with marks of channels, and templates leave out the reasoning of earlier turns."""
+    for name, value in template.items():
+        monkeypatch.setattr(Scripted.tokenizer, name, value)
     assert at_terminal(monkeypatch, (answer,), "one\n") == (["one", "Yes."], 0)
     shown = capsys.readouterr()
     assert (shown.out, "Hm.\n" in shown.err) == ("Yes.\n", True)

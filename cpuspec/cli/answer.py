@@ -1,7 +1,7 @@
 """One streamed answer: collected while it is shown, kept when it is interrupted, and its figures in a line."""
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from secrets import randbits
@@ -14,14 +14,14 @@ from cpuspec.engine.llm import LLM, Message
 from cpuspec.metrics import RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.sequence import shared_prefix
-from cpuspec.server.parsing import Piece, answer_parser, tool_format
+from cpuspec.server.parsing import Piece, answer_parser, opens_reasoning, shown_tokens
 
 
 @dataclass
 class Answer:
     """An answer, perhaps unfinished. finish_reason "aborted": it was interrupted, and its stats end there.
 
-    content, reasoning: the text of the channels, for a model that answers in channels; else the text, and nothing.
+    content, reasoning: the parts of the text. The whole answer to a raw prompt is content.
     """
 
     params: SamplingParams
@@ -44,14 +44,18 @@ def collect(
     params: SamplingParams,
     show: Callable[[str], None],
     show_apart: Callable[[str], None] = keep_quiet,
+    variables: Mapping[str, Any] | None = None,
 ) -> Answer:
     """Stream the answer through `show`. Ctrl-C ends the answer, not the command: the text until then is returned.
 
-    show_apart: gets the reasoning and the calls of a model that answers in channels.
+    show_apart: gets the reasoning and, in channels, calls. variables: of the chat template.
     """
-    answer = Answer(params)
-    template = "" if isinstance(prompt, str) else llm.tokenizer.chat_template
-    parser = answer_parser(template, {}) if tool_format(template).channels else None
+    answer, parser, shown = Answer(params), None, frozenset[int]()
+    asked: Any = prompt
+    if not isinstance(prompt, str):
+        tokenizer, template = llm.tokenizer, llm.tokenizer.chat_template
+        ids = asked = tokenizer.encode_chat(prompt, variables=variables)
+        parser, shown = answer_parser(template, {}, opens_reasoning(tokenizer, template, ids)), shown_tokens(tokenizer)
 
     def take(pieces: list[Piece]) -> None:
         for piece in pieces:
@@ -65,7 +69,7 @@ def collect(
                 show_apart(f"[{piece.text}] " if piece.kind == "call" else piece.text)
 
     try:
-        with closing(cast(Generator, llm.stream(prompt, params))) as outputs:
+        with closing(cast(Generator, llm.stream(asked, params, shown=shown))) as outputs:
             for output in outputs:
                 answer.text += output.text
                 answer.token_ids += output.token_ids
@@ -73,10 +77,9 @@ def collect(
                 answer.finish_reason = output.finish_reason or answer.finish_reason
                 answer.stats = output.stats
                 take(parser.push(output.text) if parser else [Piece("content", output.text)])
-            if parser:
-                take(parser.finish())
     except KeyboardInterrupt:
         answer.stats = answer.stats or llm.aborted_stats
+    take(parser.finish() if parser else [])
     return answer
 
 

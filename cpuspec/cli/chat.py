@@ -16,7 +16,7 @@ from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import options
 from cpuspec.cli.answer import Answer, collect, cut_off_by, describe_sampling, figures, memory, with_seed
 from cpuspec.cli.console import emit, emit_apart, emit_generated, exit_codes, note
-from cpuspec.cli.opening import load_llm, sampling_defaults
+from cpuspec.cli.opening import load_llm, sampling_defaults, thinking_variables
 from cpuspec.cli.options import CHAT_TOKENS, read_logit_bias
 from cpuspec.config import SAMPLING_FIELDS, SamplingParams
 from cpuspec.engine.llm import LLM, Message
@@ -34,6 +34,7 @@ def chat(
     *,
     draft: options.DraftOption = None,
     system: options.SystemOption = None,
+    thinking: options.ThinkingOption = None,
     sampling: dict[str, Any],
     running: options.Running,
 ) -> None:
@@ -45,20 +46,22 @@ def chat(
         if not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; `cpuspec generate --raw` continues plain text with it")
         sampling_defaults(llm)
-        converse(Chat(llm, model, sampling, system))
+        converse(Chat(llm, model, sampling, system, thinking_variables(llm, thinking)))
 
 
 @dataclass
 class Chat:
     """A conversation so far: `turns` alternate between user and assistant.
 
-    given: the settings that the user chose, fields of SamplingParams; the model's own apply to all others.
+    given: the settings that the user chose, fields of SamplingParams; the model's own apply to all others. variables: of the chat
+    template.
     """
 
     llm: LLM
     model: str
     given: dict[str, Any] = field(default_factory=dict)
     system: str | None = None
+    variables: dict[str, bool] = field(default_factory=dict)
     turns: list[Message] = field(default_factory=list)
     last: Answer | None = None
     saved: Path | None = None
@@ -189,11 +192,11 @@ def _answer(chat: Chat, text: str) -> bool:
     params = with_seed(chat.params)
     try:
         try:
-            answer = collect(chat.llm, chat.messages, params, emit_generated, emit_apart)
+            answer = collect(chat.llm, chat.messages, params, emit_generated, emit_apart, chat.variables)
         except ConfigError:
             if not _make_room(chat):
                 raise
-            answer = collect(chat.llm, chat.messages, params, emit_generated, emit_apart)
+            answer = collect(chat.llm, chat.messages, params, emit_generated, emit_apart, chat.variables)
     except BaseException:
         chat.turns.pop()
         raise
@@ -236,7 +239,7 @@ def _make_room(chat: Chat) -> bool:
 
 def _num_tokens(chat: Chat, num_dropped: int) -> int:
     """The tokens of the prompt that the messages make without the `num_dropped` oldest exchanges."""
-    return len(chat.llm.tokenizer.encode_chat(chat.messages_after(num_dropped)))
+    return len(chat.llm.tokenizer.encode_chat(chat.messages_after(num_dropped), variables=chat.variables))
 
 
 def _agreed(question: str) -> bool:
@@ -270,6 +273,18 @@ def _system(chat: Chat, argument: str) -> None:
     if argument:
         chat.system = None if argument == "none" else argument
     note("(no system message but the model's own)" if chat.system is None else f"(system message: {chat.system})")
+
+
+def _thinking(chat: Chat, argument: str) -> None:
+    if argument not in ("", "on", "off", "default"):
+        raise ConfigError(f"/thinking takes on, off or default, got {argument!r}")
+    if argument:
+        chat.variables = thinking_variables(chat.llm, {"on": True, "off": False}.get(argument))
+    note(
+        f"(reasoning: {'on' if on else 'off'})"
+        if (on := chat.variables.get("enable_thinking")) is not None
+        else "(reasoning: as the model's chat template has it)"
+    )
 
 
 def _undo(chat: Chat, argument: str) -> None:
@@ -421,6 +436,7 @@ _COMMANDS: Mapping[str, _Command] = {
     "reset": _Command(_reset, "", "forget the conversation, keep system message and settings"),
     "clear": _Command(_reset, "", "the same as /reset"),
     "system": _Command(_system, "TEXT", "set the system message; none removes it, no text shows it"),
+    "thinking": _Command(_thinking, "on|off", "let the model reason before it answers, or not; default for its template's way"),
     "undo": _Command(_undo, "", "forget the last message and its answer"),
     "drop": _Command(_drop, "N", "forget the N oldest exchanges, by default one, to make room in the context"),
     "retry": _Command(_retry, "", "answer the last message again"),

@@ -100,7 +100,7 @@ def forms(
         verdicts = []
         for line, ids, text in zip(lines, asked, texts, strict=True):
             said = next((text.removesuffix(end) for end in ends if end and text.endswith(end)), text)
-            thinking = opens_reasoning(tokenizer.chat_template, tokenizer.decode(ids[-8:], skip_special=False))
+            thinking = opens_reasoning(tokenizer, tokenizer.chat_template, ids)
             verdicts.append(judge_form(line, said, tokenizer.chat_template, thinking))
     report = {
         "benchmark": "forms",

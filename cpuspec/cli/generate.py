@@ -11,7 +11,7 @@ from cpuspec.checkpoints.hub import revision_of
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import INTERRUPTED, options
 from cpuspec.cli.console import ERROR, emit, emit_apart, emit_generated, emit_json, exit_codes, note
-from cpuspec.cli.opening import load_llm, sampling_defaults
+from cpuspec.cli.opening import load_llm, sampling_defaults, thinking_variables
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.engine.assemble import model_and_spec
 from cpuspec.errors import ConfigError
@@ -28,6 +28,7 @@ def generate(
     draft: options.DraftOption = None,
     explain: Annotated[bool, flag("--explain", "Tell what auto decided from: costs, acceptance, choices.")] = False,
     system: options.SystemOption = None,
+    thinking: options.ThinkingOption = None,
     raw: Annotated[bool, flag("--raw", "Continue the prompt as it is, without the model's chat template.")] = False,
     as_json: options.JsonOption = False,
     verify_exact: Annotated[
@@ -46,6 +47,8 @@ def generate(
     """
     if raw and system is not None:
         raise typer.BadParameter("--raw has no place for --system; put the text into the prompt")
+    if raw and thinking is not None:
+        raise typer.BadParameter("--raw has no chat template that could switch reasoning; leave out --thinking and --no-thinking")
     logprobs = sampling.get("logprobs")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are printed with --json only")
@@ -68,7 +71,8 @@ def generate(
         defaults = sampling_defaults(llm)
         params = with_seed(defaults.under(sampling))
         shows = (keep_quiet, keep_quiet) if as_json else (emit_generated, emit_apart)
-        answer = collect(llm, question, params, *shows)
+        variables = thinking_variables(llm, thinking)
+        answer = collect(llm, question, params, *shows, variables=variables)
         shown = {
             "model": model,
             "revision": _revision(model),
@@ -93,7 +97,8 @@ def generate(
     if verify_exact and answer.finish_reason != "aborted":
         # A model loaded anew, so that nothing of the first answer can help the second.
         with load_llm(model, "none", running) as llm:
-            check = check_exact(answer, collect(llm, question, params, keep_quiet), llm.row_invariant)
+            plain = collect(llm, question, params, keep_quiet, variables=variables)
+            check = check_exact(answer, plain, llm.row_invariant)
     if as_json:
         emit_json(shown | {"verify_exact": check and asdict(check)})
     note(figures(answer, defaults))

@@ -12,6 +12,7 @@ from cpuspec.cli.console import note
 from cpuspec.cli.progress import FetchProgress, busy
 from cpuspec.config import SamplingDefaults, SpecConfig
 from cpuspec.engine.assemble import draft_models, model_and_spec
+from cpuspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from cpuspec.engine.llm import LLM
@@ -56,6 +57,15 @@ def sampling_defaults(llm: "LLM") -> SamplingDefaults:
     for remark in llm.sampling_defaults.ignored:
         note(f"warning: {remark}")
     return llm.sampling_defaults
+
+
+def thinking_variables(llm: "LLM", thinking: bool | None) -> dict[str, bool]:
+    """The variables of the chat template that switch reasoning on or off. Raises ConfigError where it has no such switch."""
+    if thinking is None:
+        return {}
+    if not llm.tokenizer.can_switch_thinking:
+        raise ConfigError("this model's chat template cannot switch reasoning on or off; leave out --thinking and --no-thinking")
+    return {"enable_thinking": thinking}
 
 
 def _fetched(model: str) -> Path:

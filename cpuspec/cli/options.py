@@ -138,6 +138,10 @@ DraftOption = Annotated[
     ),
 ]
 SystemOption = Annotated[str | None, option("TEXT", "The system message of the conversation.", "--system")]
+ThinkingOption = Annotated[
+    bool | None,
+    flag("--thinking/--no-thinking", "Let the model reason before it answers, or not; by default as its chat template has it."),
+]
 JsonOption = Annotated[bool, flag("--json", "Print one JSON document instead.")]
 
 

@@ -50,6 +50,7 @@ Message = dict[str, str]
 Conversation = str | Seq[Message]
 Prompt = str | Seq[int]
 Params = SamplingParams | Seq[SamplingParams] | None
+Variables = Mapping[str, Any] | None  # of a chat template, by name
 Spec = str | SpecConfig | Mapping[str, Any] | None
 _Settings = TypeVar("_Settings", EngineConfig, SamplingParams)
 
@@ -205,44 +206,68 @@ class LLM:
         return self._complete(ids, each)
 
     @overload
-    def chat(self, messages: Conversation, params: SamplingParams | None = None, **settings: Any) -> Completion: ...
+    def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Variables = None,
+        **settings: Any,
+    ) -> Completion: ...
 
     @overload
-    def chat(self, messages: Seq[Seq[Message]], params: Params = None, **settings: Any) -> list[Completion]: ...
+    def chat(
+        self, messages: Seq[Seq[Message]], params: Params = None, *, chat_template_kwargs: Variables = None, **settings: Any
+    ) -> list[Completion]: ...
 
     def chat(
-        self, messages: Conversation | Seq[Seq[Message]], params: Params = None, **settings: Any
+        self,
+        messages: Conversation | Seq[Seq[Message]],
+        params: Params = None,
+        *,
+        chat_template_kwargs: Variables = None,
+        **settings: Any,
     ) -> Completion | list[Completion]:
         """Answer a conversation (a list of messages, each with role and content) through the model's chat template.
 
         A text is the message of a user. Returns a Completion, or a list of them for a list of conversations or for `n` above 1.
-        params, settings: as in `generate`.
+        params, settings: as in `generate`. chat_template_kwargs: variables of the template, as {"enable_thinking": False}.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if _is_conversation(messages):
-            answers = self._complete([self._prompt_ids(messages)], _read_params(params, settings, 1))
+            prompt = self._prompt_ids(messages, variables=chat_template_kwargs)
+            answers = self._complete([prompt], _read_params(params, settings, 1))
             return answers if len(answers) > 1 else answers[0]
         if not isinstance(messages, list | tuple) or not all(map(_is_conversation, messages)):
             raise ConfigError(
                 f"messages are a text, a list of messages such as {{'role': 'user', 'content': 'hello'}}, or a list of such lists; "
                 f"got {repr(messages)[:80]}"
             )
-        prompts = [self._prompt_ids(conversation) for conversation in messages]
+        prompts = [self._prompt_ids(conversation, variables=chat_template_kwargs) for conversation in messages]
         return self._complete(prompts, _read_params(params, settings, len(prompts)))
 
-    def stream(self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None, **settings: Any) -> Iterator[Output]:
+    def stream(
+        self,
+        prompt: Prompt | Seq[Message],
+        params: SamplingParams | None = None,
+        *,
+        shown: abc.Set[int] = frozenset(),
+        chat_template_kwargs: Variables = None,
+        **settings: Any,
+    ) -> Iterator[Output]:
         """Yield one output a step; the last one carries finish_reason and stats.
 
         The request starts with the first `next`. Closing the generator, or leaving its loop, frees its slot; its figures are then
-        in `aborted_stats`. A stream is for one thread at a time, and gives one answer. params, settings: as in `generate`. Raises
-        CpuspecError behind the last output of a request whose grammar leads nowhere.
+        in `aborted_stats`. A stream is for one thread at a time, and gives one answer. params, settings: as in `generate`. shown:
+        special tokens whose names are part of the text. chat_template_kwargs: as in `chat`. Raises CpuspecError behind the last
+        output of a request whose grammar leads nowhere.
         """
         (one,) = _read_params(params, settings, 1)
         if one.n != 1:
             raise ConfigError(f"a stream gives one answer, and n is {one.n}; begin a stream for each, or call generate")
         self._shared.aborted_stats = None
-        return self._stream(self._prompt_ids(prompt, one.parse_special), one)
+        return self._stream(self._prompt_ids(prompt, one.parse_special, chat_template_kwargs), one, shown)
 
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: str | None = None, dimensions: int | None = None) -> F32:
         """Embeddings of texts or token ids, [n, dimensions], each of length one; `embedding_job` says how."""
@@ -465,9 +490,9 @@ class LLM:
         indices = [index for one in params for index in range(one.n)]
         return [_completion(parts, index) for parts, index in zip(outputs, indices, strict=True)]
 
-    def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Output]:
+    def _stream(self, prompt: list[int], params: SamplingParams, shown: abc.Set[int]) -> Iterator[Output]:
         self.check(prompt, params)
-        request_id = self._shared.submit(prompt, params)
+        request_id = self._shared.submit(prompt, params, shown=shown)
         try:
             for output in self._shared.outputs(request_id):
                 yield output
@@ -476,13 +501,13 @@ class LLM:
         finally:
             self._shared.drop(request_id)
 
-    def _prompt_ids(self, prompt: Any, parse_special: bool = True) -> list[int]:
-        """Token ids of a text, of ids, or of a conversation."""
+    def _prompt_ids(self, prompt: Any, parse_special: bool = True, variables: Variables = None) -> list[int]:
+        """Token ids of a text, of ids, or of a conversation. variables: of the chat template."""
         self._shared.check_open()
         if isinstance(prompt, str):
             ids = self.tokenizer.encode_prompt(prompt, parse_special)
         elif _is_conversation(prompt):
-            ids = self.tokenizer.encode_chat([dict(message) for message in prompt])
+            ids = self.tokenizer.encode_chat([dict(message) for message in prompt], variables=variables)
         elif _is_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
             ids = [int(token) for token in prompt]
         else:

@@ -13,7 +13,7 @@ from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import Prompt, prompt_ids
 from cpuspec.load.figures import RequestResult
 from cpuspec.metrics import LevelCounters, RequestStats, now_s
-from cpuspec.server.parsing import answer_parser, opens_reasoning, reasoning_marks
+from cpuspec.server.parsing import answer_parser, opens_reasoning, shown_tokens
 
 OnAnswer = Callable[[int], None]  # answers that are done
 
@@ -72,8 +72,7 @@ def answer_all(
     prompts = [_ids(llm, prompt) for prompt, _ in requests]
     for ids, (_, params) in zip(prompts, requests, strict=True):
         llm.check(ids, params)
-    marks = [tokenizer.token_id(text) for text in reasoning_marks(tokenizer.chat_template)]
-    shown = frozenset(mark for mark in marks if mark is not None)
+    shown = shown_tokens(tokenizer)
     parts: list[list[Output]] = [[] for _ in requests]
     running: dict[int, int] = {}  # the request's id, by the prompt's number
     ends_s: dict[int, float] = {}
@@ -123,7 +122,7 @@ def _answer(llm: LLM, prompt: Prompt | list[int], ids: list[int], parts: Sequenc
 def _content(llm: LLM, ids: list[int], text: str) -> str:
     """The text without reasoning."""
     template = llm.tokenizer.chat_template
-    parser = answer_parser(template, {}, opens_reasoning(template, llm.tokenizer.decode(ids[-8:], skip_special=False)))
+    parser = answer_parser(template, {}, opens_reasoning(llm.tokenizer, template, ids))
     return "".join(piece.text for piece in [*parser.push(text), *parser.finish()] if piece.kind == "content")
 
 

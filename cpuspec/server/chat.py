@@ -15,12 +15,13 @@ from cpuspec.engine.llm import answer_params
 from cpuspec.errors import TokenizerError
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
+from cpuspec.server.loosening import loosened
 from cpuspec.server.model import ServedModel
-from cpuspec.server.parsing import Parser, answer_parser, opens_reasoning, reasoning_marks
+from cpuspec.server.parsing import Parser, ToolFormat, answer_parser, opens_reasoning, reasoning_marks
 from cpuspec.server.parsing.calls import tool_instructions
 from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.schema import Ending
-from cpuspec.server.structured import call_grammar, loose_format, loosened_note
+from cpuspec.server.structured import call_grammar, can_be_tagged, loose_format, loosened_note
 from cpuspec.server.turns import in_turns
 from cpuspec.text import Tokenizer
 
@@ -102,22 +103,26 @@ def chat_prompt(
     form, prefix, lost = model.tool_format, "", set[str]()
     if form.channels:
         listed = list(map(_in_channels, listed))
+    elif model.template_takes_tools and "tool_calls" not in template:
+        listed = [_with_calls_as_text(message, form) for message in listed]
     marks = reasoning_marks(template)
     reasons, closing = any(mark in template for mark in marks), marks[1]
     ids, begun, thinking = _encoded(tokenizer, template, listed, given, adds_prompt, continues)
     closed = f"\n{closing}\n\n" if thinking else ""
     keeps_to, unkept = loose_format(answer_format or {})
     if tools and (named or tool_choice == "required"):
-        prefix = closed + form.begins + (named + form.arguments if named else "")
-        grammar, lost = call_grammar(form, tools, strict, None if named else "", demanded=True)
+        in_tags = form.tagged and can_be_tagged(loosened(tools[0]["function"]["parameters"])[0])
+        begun_call = form.mark + form.head(named, in_tags) if named else form.begins
+        prefix = closed + begun_call
+        grammar, lost = call_grammar(form, tools, strict, begun_call, demanded=True)
         keeps_to = {"grammar": grammar}
     elif tools and keeps_to:
         if "json_schema" not in keeps_to:
             raise RequestError("an answer that may call tools keeps to a JSON schema only; leave out tools or the grammar", "tools")
-        grammar, lost = call_grammar(form, tools, strict, form.begins, keeps_to["json_schema"])
+        grammar, lost = call_grammar(form, tools, strict, "", keeps_to["json_schema"])
         keeps_to, lost = {"grammar": grammar, "free_reasoning": reasons}, lost | unkept
     elif tools and strict and tokenizer.token_id(form.mark) is not None:
-        grammar, lost = call_grammar(form, tools, strict, form.opens)
+        grammar, lost = call_grammar(form, tools, strict, form.mark)
         keeps_to = {"grammar": grammar, "grammar_trigger": form.mark}
     elif keeps_to:
         keeps_to["free_reasoning"], lost = reasons, unkept
@@ -145,7 +150,7 @@ def _encoded(
     if thought is not None and any(mark in template for mark in marks):
         # Templates put reasoning of their own before it, or leave it out.
         ids = _encoded_turns(tokenizer, messages[:-1], variables)
-        head = "" if _opens_reasoning(tokenizer, template, ids) else f"{marks[0]}\n"
+        head = "" if opens_reasoning(tokenizer, template, ids) else f"{marks[0]}\n"
         begun = thought.lstrip()
         ids += tokenizer.encode(head, add_special=False, parse_special=True)
         return ids + tokenizer.encode_parts([begun.encode()], continues=True), begun, True
@@ -154,22 +159,18 @@ def _encoded(
     if continues:  # a message without a text: the answer begins it
         messages, adds_prompt = messages[:-1], True
     ids = _encoded_turns(tokenizer, messages, variables, add_generation_prompt=adds_prompt)
-    return ids, "", _opens_reasoning(tokenizer, template, ids)
+    return ids, "", opens_reasoning(tokenizer, template, ids)
 
 
 def _encoded_turns(tokenizer: Tokenizer, messages: list[dict[str, Any]], variables: Mapping[str, Any], **how: bool) -> list[int]:
-    """Token ids of a conversation, in turns if the template is strict about them."""
+    """Token ids of a conversation, changed to what strict templates take if this one refuses it."""
     try:
         return tokenizer.encode_chat(messages, variables=variables, **how)
     except TokenizerError:
-        turns = in_turns(messages)
+        turns = in_turns(list(map(_with_objects, messages)))
         if turns == messages:
             raise
         return tokenizer.encode_chat(turns, variables=variables, **how)
-
-
-def _opens_reasoning(tokenizer: Tokenizer, template: str, ids: Sequence[int]) -> bool:
-    return opens_reasoning(template, tokenizer.decode(ids[-8:], skip_special=False))
 
 
 def _open_reasoning(message: Mapping[str, Any], marks: tuple[str, str]) -> str | None:
@@ -255,6 +256,24 @@ def _in_channels(message: dict[str, Any]) -> dict[str, Any]:
     if thought and message.get("tool_calls") and message["content"]:
         return message | {"thinking": f"{thought}\n\n{message['content']}", "content": ""}
     return message | ({"thinking": thought} if thought else {})
+
+
+def _with_calls_as_text(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
+    """The message for a template that takes tools and shows no earlier calls, as LFM2's and Falcon-H1's first ones."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    functions = [call["function"] for call in calls]
+    written = form.written((function["name"], function["arguments"]) for function in functions)
+    return {**message, "content": "\n".join(filter(None, (message["content"], written)))}
+
+
+def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with all arguments of calls as objects, for templates that go through them by name."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function, given = call["function"], call["function"]["arguments"]
+        calls.append(call if isinstance(given, Mapping) else {**call, "function": {**function, "arguments": {"arguments": given}}})
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def _tool_call(number: int, call: Any) -> dict[str, Any]:

@@ -24,9 +24,8 @@ from cpuspec.server.admission import Admission
 from cpuspec.server.errors import BusyError, ContextExceededError, EngineFailedError, RequestError, TimeUpError
 from cpuspec.server.fill import fill_tokens
 from cpuspec.server.meter import AnswerMeter
-from cpuspec.server.parsing import MARKS, ToolFormat, tool_format
+from cpuspec.server.parsing import ToolFormat, shown_tokens, tool_format
 from cpuspec.server.runner import RequestedAnswer, Runner, contained
-from cpuspec.text import Tokenizer
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -342,11 +341,6 @@ class Answers:
             self._model.runner.drop(engine_id)
             slot = self._slots.pop(number)
             slot.meter, slot.request_id = None, ""
-
-
-def shown_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """The special tokens that stay in an answer's text: the marks that parsers read."""
-    return frozenset(found for text in MARKS if (found := tokenizer.token_id(text)) is not None)
 
 
 def _seeded(one: RequestedAnswer, rng: Random) -> RequestedAnswer:

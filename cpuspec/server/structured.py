@@ -12,6 +12,7 @@ from typing import Any
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import loosened
 from cpuspec.server.parsing import ToolFormat
+from cpuspec.server.parsing.converted import value_kinds
 from cpuspec.text import MOST_BYTES
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -22,6 +23,8 @@ _REMARKS = ("$comment", "$schema", "default", "description", "examples", "title"
 _VALUES = ("const", "enum")  # keywords whose values are no schemas
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords whose values map names to schemas
 _DEEPEST = 64
+# Keywords of the schemas of arguments that can be written in tags.
+_OF_TAGS = {*_REMARKS, "$defs", "additionalProperties", "definitions", "properties", "required", "type", "x-guidance"}
 # llguidance cannot see that branches of `oneOf` exclude each other; those that do not have become `anyOf` by now.
 _APART = {"coerce_one_of": True}
 
@@ -77,18 +80,18 @@ def call_grammar(
     form: ToolFormat,
     tools: Sequence[Mapping[str, Any]],
     strict: Set[str],
-    before: str | None,
+    written: str,
     content: str | Mapping[str, Any] | None = None,
     demanded: bool = False,
 ) -> tuple[str, set[str]]:
     """Lark text of one call of one of the tools, and what is lost of the schemas.
 
     strict: names of the tools whose arguments keep to their whole schema; those of others keep to what llguidance knows of it if
-    the call is demanded, else they are any object. before: the call's text before the function's name; None where the name has been
-    written, too. content: a JSON schema that the answer may keep to instead. Where the text would be too long to be compiled, the
-    longest schemas that are not strict give way. Raises RequestError for what is no schema.
+    the call is demanded, else they are any object. written: the call's beginning, which the grammar leaves out. content: a JSON
+    schema that the answer may keep to instead. Where the text would be too long to be compiled, the longest schemas that are not
+    strict give way. Raises RequestError for what is no schema.
     """
-    names, lines, texts, lost = [], [], {}, set()
+    names, lines, texts, loose_texts, lost = [], [], {}, {}, set()
     for number, tool in enumerate(tools):
         function = tool["function"]
         name, schema = function["name"], function["parameters"] if function["name"] in strict or demanded else ANY_OBJECT
@@ -97,24 +100,82 @@ def call_grammar(
         kept, less = loosened(schema)
         lost |= less
         options = _APART if name in strict else {"lenient": True, **_APART}
-        head = "" if before is None else json.dumps(before + name + form.arguments)
+        in_tags = form.tagged and can_be_tagged(kept)
+        head, closes = form.head(name, in_tags), form.tag_closes if in_tags else form.closes
         names.append(f"call{number}")
-        lines.append(f"call{number}: {head} arguments{number} {json.dumps(form.closes) if form.closes else ''}")
-        texts[number] = _schema_text(kept, options, f"the schema of tool {name!r}", type="object")
+        lines.append(f"call{number}: {json.dumps((form.mark + head).removeprefix(written))} arguments{number} {json.dumps(closes)}")
+        what = f"the schema of tool {name!r}"
+        texts[number] = _tagged(kept, options, number) if in_tags else f"%json {_schema_text(kept, options, what, type='object')}"
+        loose_texts[number] = _tagged(ANY_OBJECT, {}, number) if in_tags else f"%json {_schema_text(ANY_OBJECT, {}, 'an object')}"
     loose = {number: text for number, text in texts.items() if tools[number]["function"]["name"] not in strict}
     room = MOST_BYTES - sum(len(line) + 32 for line in (*lines, *texts.values(), str(content or "")))
     for number in sorted(loose, key=lambda number: -len(loose[number])):
         if room < 0:
             room += len(texts[number])
-            texts[number] = _schema_text(ANY_OBJECT, {}, "an object")
+            texts[number] = loose_texts[number]
             lost.add("parameters")
     if room < 0:
         raise RequestError(f"the schemas of the strict tools take more than {MOST_BYTES} bytes; leave out strict for some", "tools")
-    lines += [f"arguments{number}: %json {text}" for number, text in texts.items()]
+    lines += [f"arguments{number}: {text}" for number, text in texts.items()]
+    if form.tagged:
+        lines.append(r'text[suffix="\n</parameter>"]: /(?s:.*)/')
     if content is not None:
         names.append("content")
         lines.append(f"content: %json {_schema_text(content, _APART, 'the JSON schema')}")
     return "\n".join([f"start: {' | '.join(names)}", *lines]), lost
+
+
+def can_be_tagged(schema: Any) -> bool:
+    """Whether arguments that keep to the schema can be written in tags, where texts have neither quotes nor escapes."""
+    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object" or schema.keys() - _OF_TAGS:
+        return False
+    properties = schema.get("properties", {})
+    return isinstance(properties, Mapping) and all(
+        name.isprintable() and name and not set(name) & set('<>"\\') and (_is_text(one) or not _may_be_text(one, schema))
+        for name, one in properties.items()
+    )
+
+
+def _may_be_text(schema: Any, root: Mapping[str, Any]) -> bool:
+    return not isinstance(schema, Mapping) or "string" in (value_kinds(schema, root) or {"string"})
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether a value is any text, perhaps null instead, or one of some texts, and that is all that its schema says."""
+    if not isinstance(schema, Mapping):
+        return False
+    said = {key: value for key, value in schema.items() if key not in _REMARKS}
+    if (texts := said.pop("enum", [said.pop("const")] if "const" in said else None)) is not None:
+        one_line = isinstance(texts, list) and texts and all(isinstance(one, str) and "\n" not in one for one in texts)
+        return bool(one_line) and said.pop("type", "string") == "string" and not said
+    branches = said.pop("anyOf", None)
+    kinds = [one.get("type") for one in branches if len(one.keys() - _REMARKS) == 1] if isinstance(branches, list) else [None]
+    kinds = said.pop("type", None) if branches is None else kinds
+    return not said and (
+        kinds == "string" or (isinstance(kinds, list) and sorted(map(str, kinds)) in (["null", "string"], ["string"]))
+    )
+
+
+def _tagged(schema: Mapping[str, Any], options: Mapping[str, Any], number: int) -> str:
+    """The right side of a Lark rule for arguments in tags, with rules of its own behind it. number: of the tool."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not properties and schema.get("additionalProperties") is not False:
+        return r'("<parameter=" /[^<>"\n]{1,256}/ ">\n" text "\n")*'
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    order, rules = [], []
+    for place, (name, one) in enumerate(properties.items()):
+        rule, texts = f"p{number}_{place}", one.get("enum", [one["const"]] if "const" in one else None)
+        opens = json.dumps(f"<parameter={name}>\n")
+        if _is_text(one) and texts is None:
+            rules.append(f'{rule}: {opens} text "\\n"')
+        else:
+            rules.append(f'{rule}: {opens} v{number}_{place} "\\n</parameter>\\n"')
+            value = (
+                " | ".join(map(json.dumps, texts)) if _is_text(one) else f"%json {_schema_text({**shared, **one}, options, name)}"
+            )
+            rules.append(f"v{number}_{place}: {value}")
+        order.append(rule if name in required else f"{rule}?")
+    return "\n".join([" ".join(order) or '""', *rules])
 
 
 def _schema_text(schema: Any, options: Mapping[str, Any], name: str, **implied: Any) -> str:

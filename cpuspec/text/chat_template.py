@@ -7,6 +7,7 @@ templates, and a new one is started after a template has exceeded a limit.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,6 +20,8 @@ from cpuspec.errors import TokenizerError, in_one_line
 from cpuspec.platform import SYSTEM
 
 __all__ = ["ROLES", "ChatTemplate"]
+
+_SWITCHES = ("enable_thinking", "thinking")
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
@@ -44,16 +47,26 @@ class ChatTemplate:
         self.source = source
         self._variables = dict(variables)
 
+    @property
+    def can_switch_thinking(self) -> bool:
+        """Whether the template reads a variable that switches reasoning on or off."""
+        return any(re.search(rf"\b{name}\b", self.source) for name in _SWITCHES)
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any] | None = None
     ) -> str:
         """The conversation as text. Raises TokenizerError if the template is invalid, refuses it, fails, or exceeds a limit.
 
         messages: texts, numbers, booleans and None in dicts and lists, as JSON has them. variables: more of these by name, as
-        `tools`; they replace none of the template's own.
+        `tools`; they replace none of the template's own. `enable_thinking`, the switch of Qwen's and Nemotron's templates, is
+        `thinking` in Granite's and DeepSeek's: each of the names sets both.
         """
         _check_depth([messages, variables], _MAX_DEPTH)
-        known = {**(variables or {}), **self._variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        given = dict(variables or {})
+        for name, other in (_SWITCHES, _SWITCHES[::-1]):
+            if name in given:
+                given.setdefault(other, given[name])
+        known = {**given, **self._variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             text = json.dumps({"source": self.source, "variables": known})
         except (TypeError, ValueError) as error:

@@ -241,6 +241,11 @@ class Tokenizer:
         healed = [(start - marks_before[start], end - marks_before[end], token) for start, end, token in found]
         return self._encode_parsed(text.replace(mark, ""), healed)
 
+    @property
+    def can_switch_thinking(self) -> bool:
+        """Whether the chat template has a variable that switches reasoning on or off."""
+        return self.has_chat_template and self._template({}).can_switch_thinking
+
     def _template(self, variables: Mapping[str, Any]) -> "ChatTemplate":
         from cpuspec.text.chat_template import ChatTemplate
 

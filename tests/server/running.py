@@ -4,8 +4,9 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import anthropic
 import httpx
 import openai
+import pytest
 
 from cpuspec import LLM
 from cpuspec.config import EngineConfig, ServerConfig
+from cpuspec.engine.engine import Output
 from cpuspec.server.app import listen, serve
-from cpuspec.server.model import ServedModel
+from cpuspec.server.model import Answers, ServedModel
 from cpuspec.server.server import Loader, Server
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
@@ -163,3 +166,36 @@ def serving(
             server.stop()
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), "the server does not end"
+
+
+def script_answers(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Give all answers of models the script for their text, in pieces that keep to nothing."""
+    whole = Answers.outputs
+
+    async def outputs(self: Answers) -> AsyncIterator[tuple[int, Output]]:
+        rest = script
+        async for number, output in whole(self):
+            said, rest = (rest, "") if output.finish_reason else (rest[:7], rest[7:])
+            yield number, replace(output, text=said, finish_reason="stop" if output.finish_reason else None)
+
+    monkeypatch.setattr(Answers, "outputs", outputs)
+
+
+def stream(running: Running, path: str, body: dict[str, Any]) -> list[str]:
+    """The lines of a streamed reply that are not empty."""
+    with running.client() as client, client.stream("POST", path, json=body) as reply:
+        assert reply.status_code == 200, reply.read()
+        return [line for line in reply.iter_lines() if line]
+
+
+def prompt_of(running: Running) -> str:
+    """The text of the last request's prompt."""
+    return running.model.llm.tokenizer.decode(running.model.slots[0].tokens, skip_special=False)
+
+
+def assert_in_order(text: str, *wanted: str) -> None:
+    """Check that the texts stand in a text one behind another."""
+    at = 0
+    for one in wanted:
+        at = text.find(one, at) + 1
+        assert at, f"{one!r} is missing, or in another place, in {text}"

@@ -32,7 +32,17 @@ from tests.server.agents import (
     read_claude,
     read_codex,
 )
-from tests.server.running import PATIENCE_S, Running, load, serving, templated_model
+from tests.server.running import (
+    PATIENCE_S,
+    Running,
+    assert_in_order,
+    load,
+    prompt_of,
+    script_answers,
+    serving,
+    stream,
+    templated_model,
+)
 from tests.server.test_tools import TEMPLATE
 
 USED: list[dict[str, Any]] = [
@@ -56,34 +66,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's answers have SCRIPT for their text, in pieces that keep to nothing."""
-    whole = Answers.outputs
-
-    async def outputs(self: Answers) -> AsyncIterator[tuple[int, Output]]:
-        rest = SCRIPT
-        async for number, output in whole(self):
-            said, rest = (rest, "") if output.finish_reason else (rest[:7], rest[7:])
-            yield number, replace(output, text=said, finish_reason="stop" if output.finish_reason else None)
-
-    monkeypatch.setattr(Answers, "outputs", outputs)
-
-
-def stream(running: Running, path: str, body: dict[str, Any]) -> list[str]:
-    with running.client() as client, client.stream("POST", path, json=body) as reply:
-        assert reply.status_code == 200, reply.read()
-        return [line for line in reply.iter_lines() if line]
-
-
-def prompt_of(running: Running) -> str:
-    """The text of the last request's prompt."""
-    return running.model.llm.tokenizer.decode(running.model.slots[0].tokens, skip_special=False)
-
-
-def assert_in_order(text: str, *wanted: str) -> None:
-    at = 0
-    for one in wanted:
-        at = text.find(one, at) + 1
-        assert at, f"{one!r} is missing, or in another place, in {text}"
+    script_answers(monkeypatch, SCRIPT)
 
 
 def test_codex_over_two_turns(running: Running, scripted: None) -> None:

@@ -1,8 +1,9 @@
 """Answers taken apart: what comes out does not depend on the pieces that the text arrives in."""
 
-import json
 import re
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,6 +14,7 @@ from cpuspec.server.parsing import (
     AnswerParser,
     Parser,
     Piece,
+    ToolFormat,
     answer_parser,
     joined,
     opens_reasoning,
@@ -64,7 +66,8 @@ SAMPLES = [
     ("hermes", "<tool_call>sorry</tool_call>", [("content", "<tool_call>sorry</tool_call>")]),
     (  # Falcon-H1's marks hold a list
         "hermes",
-        'So:\n<tool_call>\n[\n  {"name": "f", "arguments": {"a": 1}},\n  {"name": "search", "arguments": {}}\n]\n</tool_call>\nNow, wait.',
+        'So:\n<tool_call>\n[\n  {"name": "f", "arguments": {"a": 1}},\n  {"name": "search", "arguments": {}}\n]\n'
+        "</tool_call>\nNow, wait.",
         [
             *(("content", "So:"), ("call", "f"), ("arguments", '{"a": 1}'), ("call", "search"), ("arguments", "{}")),
             ("content", "Now, wait."),
@@ -116,7 +119,8 @@ SAMPLES = [
     ("qwen3_coder", "<tool_call>none</tool_call>", [("content", "<tool_call>none</tool_call>")]),
     (  # values that hold the format's own tags, and HTML
         "qwen3_coder",
-        "<tool_call>\n<function=f>\n<parameter=a>\n<p>\n</parameter> or <function=g> <parameter=b>\n\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=a>\n<p>\n</parameter> or <function=g> <parameter=b>\n\n"
+        "</parameter>\n</function>\n</tool_call>",
         [("call", "f"), ("arguments", '{"a": "<p>\\n</parameter> or <function=g> <parameter=b>\\n"}')],
     ),
     (  # what a schema says of a value counts, by whatever keyword it says it
@@ -128,14 +132,15 @@ SAMPLES = [
             ("call", "typed"),
             (
                 "arguments",
-                '{"maybe": "12", "one": "7", "where": "[1]", "empty": null, "flag": true, "list": ["a", {"b": null}], "wrong": "1 or 2"}',
+                '{"maybe": "12", "one": "7", "where": "[1]", "empty": null, "flag": true, "list": ["a", {"b": null}], '
+                '"wrong": "1 or 2"}',
             ),
         ],
     ),
     (  # models forget the opening mark
         "qwen3_coder",
-        "I look.\n\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=search>\n</function>\n"
-        "</tool_call>",
+        "I look.\n\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=search>\n"
+        "</function>\n</tool_call>",
         [("content", "I look."), ("call", "f"), ("arguments", '{"a": "x"}'), ("call", "search"), ("arguments", "{}")],
     ),
     (
@@ -308,7 +313,9 @@ def test_calls_that_end_an_unclosed_reasoning_are_calls_and_others_are_part_of_i
         (f"So.\n</think>\n\n{call}", [("reasoning", "So."), *found]),
     ):
         for parts in ([said], list(said), [said[: len(said) // 2], said[len(said) // 2 :]]):
-            assert plain(parse(parser_of(name, thinking=True), parts)) == wanted
+            parser = parser_of(name, thinking=True)
+            assert plain(parse(parser, parts)) == wanted
+            assert parser.num_calls == sum(kind == "call" for kind, _ in wanted)
 
 
 FRAGMENTS = st.lists(
@@ -380,11 +387,9 @@ def test_a_parser_that_looked_at_pieces_alone_would_be_caught() -> None:
 
 
 @pytest.mark.parametrize("row", TOOL_FORMATS.values(), ids=lambda row: row.name)
-def test_a_demanded_call_is_begun_in_the_format_itself(row: object) -> None:
-    text = row.begins + "f" + row.arguments + '{"a": 1}' + row.closes  # type: ignore[attr-defined]
-    pieces = parse(parser_of(row.name), [text])  # type: ignore[attr-defined]
-    assert plain(pieces) == [("call", "f"), ("arguments", '{"a": 1}')]
-    assert json.loads(pieces[1].text) == {"a": 1}
+def test_a_demanded_call_is_begun_in_the_format_itself(row: ToolFormat) -> None:
+    text = row.mark + row.head("f") + '{"a": 1}' + row.closes
+    assert plain(parse(parser_of(row.name), [text])) == [("call", "f"), ("arguments", '{"a": 1}')]
 
 
 @pytest.mark.parametrize(
@@ -425,6 +430,7 @@ def test_the_format_of_calls_is_the_templates(template: str | None, name: str) -
 def test_reasoning_has_the_marks_of_the_template(template: str | None, text: str, wanted: list[tuple[str, str]]) -> None:
     assert plain(parse(answer_parser(template, {}), list(text))) == wanted
     begun = reasoning_marks(template)[0]
-    assert opens_reasoning(template, f"assistant\n{begun}\n")
-    assert not opens_reasoning(template, "assistant\n")
+    for prompt, opened in ((f"assistant\n{begun}\n", True), ("assistant\n", False)):
+        tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special, prompt=prompt: prompt)
+        assert opens_reasoning(tokenizer, template, [0]) == opened
     assert plain(parse(answer_parser(template, {}, thinking=True), list(text.removeprefix(begun)))) == wanted

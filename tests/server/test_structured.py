@@ -20,7 +20,8 @@ from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import tool_format
 from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.structured import call_grammar
-from cpuspec.text import MOST_BYTES, GrammarConstraint
+from cpuspec.text import MOST_BYTES, GrammarConstraint, Grammars
+from tests.oracles import PieceTokenizer
 from tests.server.asgi import application
 from tests.server.running import PATIENCE_S, Running, load, serving
 from tests.server.test_tools import TEMPLATE
@@ -401,15 +402,77 @@ def test_a_catalogue_of_tools_that_is_too_long_loses_its_longest_schemas() -> No
     long = {"type": "object", "properties": {f"p{number}": {"enum": ["x" * 200, "y"]} for number in range(200)}}
     tools: Any = [{"type": "function", "function": {"name": f"f{number}", "parameters": long}} for number in range(3)]
     form = tool_format(TEMPLATE)
-    text, lost = call_grammar(form, [*tools, TOOL], set(), "", demanded=True)
+    text, lost = call_grammar(form, [*tools, TOOL], set(), form.begins, demanded=True)
     assert len(text) < MOST_BYTES
     assert lost == {"parameters"}
     assert text.count("x" * 200) == 200, "one of three has room"
     assert '"CET"' in text
-    text, lost = call_grammar(form, [*tools, TOOL], {"f1"}, "", demanded=True)
+    text, lost = call_grammar(form, [*tools, TOOL], {"f1"}, form.begins, demanded=True)
     assert 'arguments1: %json {"type": "object", "properties": {"p0"' in text
     with pytest.raises(RequestError, match="strict tools take more than"):
-        call_grammar(form, tools, {"f0", "f1", "f2"}, "", demanded=True)
+        call_grammar(form, tools, {"f0", "f1", "f2"}, form.begins, demanded=True)
+
+
+TAGGED = {
+    "type": "object",
+    "$defs": {"place": {"properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}},
+    "properties": {
+        "text": {"type": "string", "description": "any"},
+        "kind": {"enum": ["red", "green"]},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}], "title": "Maybe"},
+        "size": {"type": "integer"},
+        "at": {"$ref": "#/$defs/place"},
+    },
+    "required": ["text", "kind", "at"],
+    "additionalProperties": False,
+}
+XML = tool_format("{{ tools }}<tool_call>\n<function=")
+VALUES = {"text": "<p>\n</para \\n{", "kind": "red", "size": 12, "at": {"x": 3}}
+
+
+def in_tags(name: str, arguments: dict[str, Any]) -> str:
+    values = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in arguments.items())
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def accepts(grammar: str, text: str) -> bool:
+    found = Grammars(PieceTokenizer([*(bytes([byte]) for byte in range(256)), "<end>"], [256])).constraint(  # type: ignore[arg-type]
+        SamplingParams(grammar=grammar)
+    )
+    path = list(text.encode())
+    assert isinstance(found, GrammarConstraint)
+    legal = [found.legal(path[:size]) for size in range(len(path))]
+    return all(one is not None and one[byte] for one, byte in zip(legal, path, strict=True)) and found.accepts(path)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_demanded_call_in_xml_keeps_to_the_schema_and_is_read_as_it_was_meant(named: bool) -> None:
+    tools = [{"function": {"name": "paint", "parameters": TAGGED}}, {"function": {"name": "any", "parameters": {"type": "object"}}}]
+    written = "<tool_call>" + XML.head("paint", True) if named else XML.begins
+    grammar, lost = call_grammar(XML, tools[: 1 if named else 2], {"paint"}, written, demanded=True)
+    assert not lost
+    text = in_tags("paint", VALUES)
+    assert accepts(grammar, text.removeprefix(written))
+    parser = XML.parser({"paint": TAGGED})
+    pieces = [*parser.push(text), *parser.finish()]
+    assert [(piece.kind, piece.text) for piece in pieces if piece.kind == "call"] == [("call", "paint")]
+    assert json.loads("".join(piece.text for piece in pieces if piece.kind == "arguments")) == VALUES
+    wrong = ({"size": "12a"}, {"kind": "blue"}, {"at": {"x": "y"}}, {"other": 1})
+    assert not any(accepts(grammar, in_tags("paint", VALUES | one).removeprefix(written)) for one in wrong)
+    assert not accepts(grammar, in_tags("paint", {"text": "a"}).removeprefix(written))
+    if not named:
+        assert accepts(grammar, in_tags("any", {"a": "b", "c": [1]}).removeprefix(written))
+
+
+@pytest.mark.parametrize(
+    "one", [{"type": "string", "pattern": "^a+$"}, {}, {"type": ["string", "integer"]}, {"enum": ["a", 1]}, True]
+)
+def test_a_schema_that_tags_cannot_tell_is_kept_to_in_json(one: Any) -> None:
+    tools = [{"function": {"name": "f", "parameters": of(**one) if one is not True else {"properties": {"a": True}}}}]
+    grammar, _ = call_grammar(XML, tools, set(), XML.begins, demanded=True)
+    value = "aaa" if isinstance(one, dict) and "pattern" in one else "a"
+    assert accepts(grammar, f'\n{{"name": "f", "arguments": {{"a": "{value}"}}}}')
 
 
 PATTERNS = {

@@ -1,9 +1,16 @@
-"""Parsers that split generated text into reasoning, content and tool calls as it arrives. They know no tokens and no protocol.
+"""Parsers that split generated text into reasoning, content and tool calls as it arrives. They know no protocol.
 
 The result does not depend on the pieces in which a text arrives: `tests/server/test_parsing.py` tests every split.
 """
 
-from cpuspec.server.parsing.answer import MARKS, AnswerParser, answer_parser, opens_reasoning, reasoning_marks
+from cpuspec.server.parsing.answer import (
+    MARKS,
+    AnswerParser,
+    answer_parser,
+    opens_reasoning,
+    reasoning_marks,
+    shown_tokens,
+)
 from cpuspec.server.parsing.calls import TOOL_FORMATS, ToolFormat, tool_format
 from cpuspec.server.parsing.pieces import Parser, Piece, joined
 
@@ -18,5 +25,6 @@ __all__ = [
     "joined",
     "opens_reasoning",
     "reasoning_marks",
+    "shown_tokens",
     "tool_format",
 ]

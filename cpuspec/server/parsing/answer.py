@@ -1,5 +1,6 @@
 """A whole answer: reasoning first, if there is any, then content with tool calls."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ from cpuspec.server.parsing.calls import tool_format
 from cpuspec.server.parsing.channels import ChannelParser
 from cpuspec.server.parsing.converted import Functions
 from cpuspec.server.parsing.pieces import Parser, Piece, decided, joined
+from cpuspec.text import Tokenizer
 
 _SPACE = " \t\r\n"
 # Marks around reasoning, by what templates hold of them; the first that is found counts.
@@ -21,7 +23,7 @@ _REASONING = (
 )
 
 
-# Texts of special tokens that are part of an answer's text, because a parser here reads them.
+# Marks that the parsers here read.
 MARKS = frozenset(
     (
         *(mark for marks in _REASONING for mark in marks),
@@ -41,9 +43,14 @@ def reasoning_marks(template: str | None) -> tuple[str, str]:
     return next((marks for marks in _REASONING if marks[0] in template or marks[1] in template), _REASONING[0])
 
 
-def opens_reasoning(template: str | None, prompt: str) -> bool:
-    """Whether a prompt of the template has opened the reasoning. prompt: its end at least, with the names of control tokens."""
-    return prompt.rstrip().endswith(reasoning_marks(template)[0])
+def opens_reasoning(tokenizer: Tokenizer, template: str | None, prompt: Sequence[int]) -> bool:
+    """Whether a prompt of the template, token ids, has opened the reasoning."""
+    return tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith(reasoning_marks(template)[0])
+
+
+def shown_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """The special tokens that are part of an answer's text, because a parser here reads them."""
+    return frozenset(found for text in MARKS if (found := tokenizer.token_id(text)) is not None)
 
 
 def answer_parser(template: str | None, functions: Functions, thinking: bool = False, begun: str = "") -> Parser:
@@ -102,9 +109,9 @@ class AnswerParser:
     """Takes an answer apart.
 
     reasons: whether an opening mark at the answer's beginning opens reasoning; thinking: the prompt has opened it already. calls:
-    the parser of tool calls, None without tools. marks: around reasoning. White space around reasoning is dropped. call_marks: around
-    a call. Models forget to close their reasoning before a call (Qwen3.5, Nemotron 3), so calls that end an answer in its reasoning
-    are calls. Calls that the reasoning goes on behind are part of it.
+    the parser of tool calls, None without tools. marks: around reasoning. White space around reasoning is dropped.
+    call_marks: around a call. Models forget to close their reasoning before a call (Qwen3.5, Nemotron 3), so calls that end an
+    answer in its reasoning are calls. Calls that the reasoning goes on behind are part of it.
     """
 
     def __init__(
@@ -138,6 +145,7 @@ class AnswerParser:
         while self._held:
             text = self._held.text
             if text.rstrip(_SPACE).endswith(self._call_closes) and (calls := self._held.finished()):
+                self._calls = self._held.calls
                 return joined([*pieces, *calls])
             pieces.append(self._let_go())
             pieces += decided(self._step)
@@ -178,8 +186,8 @@ class AnswerParser:
                     pieces.append(Piece("reasoning", reasoning.rstrip(_SPACE)))
                     self._pending, self._state = rest, "before content"
                     return True
-                at = text.find(self._call_opens) if self._calls and self._call_opens else -1
-                if at >= 0:
+                at = text.find(self._call_opens) if self._call_opens else -1
+                if self._calls and at >= 0:
                     before = text[:at].rstrip(_SPACE)
                     pieces.append(Piece("reasoning", before))
                     self._held = _HeldCalls(deepcopy(self._calls), text[len(before) : at], self._call_opens)
@@ -214,13 +222,13 @@ class _HeldCalls:
 
     def __init__(self, calls: Parser, before: str, opens: str) -> None:
         self.text = before
-        self._calls, self._start = calls, len(before) + len(opens)
+        self.calls, self._start = calls, len(before) + len(opens)
         self._pieces: list[Piece] = []
 
     def takes(self, text: str) -> bool:
         """Read on; returns whether there can still be nothing but calls."""
         self.text += text
-        self._pieces += self._calls.push(text)
+        self._pieces += self.calls.push(text)
         behind = self.text[self._start : self._start + 80]
         first = behind.lstrip(_SPACE)[:1]
         if first and first not in "<{[" and (first != behind[0] or not first.isidentifier()):
@@ -229,5 +237,5 @@ class _HeldCalls:
 
     def finished(self) -> list[Piece]:
         """The calls at the answer's end; none where there is other text."""
-        pieces = [piece for piece in (*self._pieces, *self._calls.finish()) if piece.kind != "content" or piece.text.strip(_SPACE)]
+        pieces = [piece for piece in (*self._pieces, *self.calls.finish()) if piece.kind != "content" or piece.text.strip(_SPACE)]
         return [] if any(piece.kind == "content" for piece in pieces) else pieces

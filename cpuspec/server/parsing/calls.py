@@ -6,7 +6,7 @@ card ("JSON based tool calling"); mistral-common's instruct tokenizers (v3 and v
 """
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -265,6 +265,8 @@ class ToolFormat:
     name and the arguments, and the shortest text that ends a call. A demanded call is written with these and in JSON, even if the
     model's own calls are not JSON. id_chars: the length of a call's id. channels: the answer is in channels (`ChannelParser`).
     ends: the mark that ends a call, of models that may forget to close their reasoning before a call.
+    tagged: whether arguments may be written in XML's tags, as `from_xml` reads them; a call that keeps to a grammar is, where its
+    schema can be. python: whether calls are Python's.
     """
 
     name: str
@@ -276,11 +278,35 @@ class ToolFormat:
     id_chars: int = 24
     channels: bool = False
     ends: str = ""
+    tagged: bool = False
+    python: bool = False
+
+    def written(self, calls: Iterable[tuple[str, Any]]) -> str:
+        """Calls, names with their arguments, as the model writes them, for templates that leave earlier calls out."""
+        if self.python:
+            said = ", ".join(f"{name}({', '.join(f'{key}={value!r}' for key, value in _items(given))})" for name, given in calls)
+            return f"{self.mark}[{said}]{self.ends}"
+        return "\n".join(
+            f"{self.mark}{self.head(name)}{json.dumps(given, ensure_ascii=False)}{self.closes}{self.ends}" for name, given in calls
+        )
 
     @property
     def begins(self) -> str:
-        """The text that begins a call, up to the function's name."""
-        return self.mark + self.opens
+        """The text that begins a call of any function."""
+        return self.mark if self.tagged else self.mark + self.opens
+
+    @property
+    def tag_closes(self) -> str:
+        """As `closes`, of a call in tags."""
+        return f"</function>\n{self.ends}"
+
+    def head(self, name: str, in_tags: bool = False) -> str:
+        """A call's text between its mark and the arguments."""
+        return f"\n<function={name}>\n" if in_tags else self.opens + name + self.arguments
+
+
+def _items(arguments: Any) -> Iterable[tuple[str, Any]]:
+    return arguments.items() if isinstance(arguments, Mapping) else [("arguments", arguments)]
 
 
 _FENCES = ("```json", "```xml", "```tool_call", "```tool_code", "```")
@@ -329,6 +355,7 @@ TOOL_FORMATS = {
             "\n" + _NAME,
             _ARGUMENTS,
             ends="</tool_call>",
+            tagged=True,
         ),
         ToolFormat(
             "glm",
@@ -349,6 +376,7 @@ TOOL_FORMATS = {
             _ARGUMENTS,
             closes="}]",
             ends="<|tool_call_end|>",
+            python=True,
         ),
         ToolFormat(
             "nemotron2",

@@ -251,7 +251,7 @@ def _typed(text: str, functions: Functions, name: str, key: str) -> Any:
 
 
 def value_kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """The types that a JSON schema names for its value, as far as they are told; none for any value. root: what `$ref` refers to."""
+    """The types that a JSON schema names for its value, none if it names none. root: the schema that `$ref` refers to."""
     kinds: set[str] = set()
     left, num_read = [schema], 0
     while left and num_read < _MOST_SCHEMAS:
