@@ -415,7 +415,9 @@ def test_a_catalogue_of_tools_that_is_too_long_loses_its_longest_schemas() -> No
 
 TAGGED = {
     "type": "object",
-    "$defs": {"place": {"properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}},
+    "$defs": {
+        "place": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+    },
     "properties": {
         "text": {"type": "string", "description": "any"},
         "kind": {"enum": ["red", "green"]},
