@@ -1,18 +1,15 @@
-"""The comparison report, of what is on file: HTML in one file, and Markdown with its pictures beside it.
+"""The comparison report of what is on file: Markdown with its pictures beside it.
 
     python benchmarks/report.py                                   from benchmarks/results, to report/
     python benchmarks/report.py --results DIR --output DIR
 
-Drafts against plain decoding, peers side by side, what n rows cost, acceptance, memory, quality, tasks and their cost; and runs
-that `cpuspec parity --record` left in results/runs, such as a GPU's beside a CPU's. A part that nothing is on file for says which
-command makes it.
+It tells of drafts against plain decoding, peers side by side, what n rows cost, acceptance, memory, quality, tasks and their cost,
+and of runs that `cpuspec parity --record` left in results/runs, such as a GPU's beside a CPU's. A part without a result on file
+names the command that makes one.
 Plots need matplotlib: pip install "cpuspec[report]".
 """
 
-import base64
-import html
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -42,9 +39,7 @@ class ReportError(Exception):
 
 def main(
     results: Annotated[Path, typer.Option(help="Where the results are; recorded runs in runs/ below it.")] = HERE / "results",
-    output: Annotated[Path, typer.Option(help="Directory that report.html, report.md and pictures are written to.")] = Path(
-        "report"
-    ),
+    output: Annotated[Path, typer.Option(help="Directory that report.md and its pictures are written to.")] = Path("report"),
 ) -> None:
     """Write the report, and say which parts have nothing on file."""
     try:
@@ -55,7 +50,7 @@ def main(
     except (ReportError, CpuspecError, OSError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from error
-    print(output / "report.html")
+    print(output / "report.md")
 
 
 def read_results(directory: Path) -> list[Result]:
@@ -104,7 +99,7 @@ def make_chapters(results: Sequence[Result], runs: Sequence[Recording]) -> list[
 
 
 def write_report(chapters: Sequence[Chapter], directory: Path) -> None:
-    """Write report.html, which needs no other file, and report.md with its pictures."""
+    """Write report.md and its pictures."""
     from report_parts import Plot
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -113,7 +108,6 @@ def write_report(chapters: Sequence[Chapter], directory: Path) -> None:
             if isinstance(block, Plot):
                 (directory / f"{block.name}.png").write_bytes(block.png)
     (directory / "report.md").write_text(as_markdown(chapters), "utf-8")
-    (directory / "report.html").write_text(as_html(chapters), "utf-8")
 
 
 def as_markdown(chapters: Sequence[Chapter]) -> str:
@@ -133,35 +127,6 @@ def as_markdown(chapters: Sequence[Chapter]) -> str:
                 case _:
                     lines.append(block)
     return "\n\n".join(lines) + "\n"
-
-
-def as_html(chapters: Sequence[Chapter]) -> str:
-    """The report as one HTML file, pictures included."""
-    from report_parts import Plot, Table
-
-    contents = "".join(f'<li><a href="#part{number}">{html.escape(title)}</a></li>' for number, (title, _) in enumerate(chapters))
-    body = [f"<h1>{TITLE}</h1><nav><ul>{contents}</ul></nav>"]
-    for number, (title, blocks) in enumerate(chapters):
-        body.append(f'<h2 id="part{number}">{html.escape(title)}</h2>')
-        for block in blocks:
-            match block:
-                case Plot():
-                    data, caption = base64.b64encode(block.png).decode("ascii"), html.escape(block.caption)
-                    picture = f'<img src="data:image/png;base64,{data}" alt="{caption}">'
-                    body.append(f"<figure>{picture}<figcaption>{caption}</figcaption></figure>")
-                case Table():
-                    kinds = [' class="text"'] * block.texts + [""] * (len(block.head) - block.texts)
-                    head = "".join(f"<th{kind}>{html.escape(cell)}</th>" for kind, cell in zip(kinds, block.head, strict=True))
-                    rows = "".join(
-                        f"<tr>{''.join(f'<td{kind}>{_inline(cell)}</td>' for kind, cell in zip(kinds, row, strict=True))}</tr>"
-                        for row in block.rows
-                    )
-                    body.append(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
-                case _:
-                    body.append(f"<p>{_inline(block)}</p>")
-    return f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{TITLE}</title>{_STYLE}</head>\n<body>' + (
-        "\n".join(body) + "</body></html>\n"
-    )
 
 
 def _sources(results: Sequence[Result], runs: Sequence[Recording]) -> "list[Block]":
@@ -191,25 +156,6 @@ def _busy(result: Result) -> str:
 def _where(run: Recording) -> str:
     device = run.about.get("device", "cpu")
     return ", ".join([*([device] if device != "cpu" else []), str(run.about.get("processor", "an unknown machine"))])
-
-
-def _inline(text: str) -> str:
-    """Bold and code, as Markdown has them."""
-    escaped = html.escape(text)
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", escaped))
-
-
-_STYLE = """<style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
-h2 { margin-top: 2.5rem; border-bottom: 1px solid #bbb; }
-figure { margin: 1rem 0; }
-img { max-width: 100%; height: auto; }
-figcaption { color: #444; font-size: 0.9rem; }
-table { border-collapse: collapse; font-size: 0.9rem; margin: 1rem 0; display: block; overflow-x: auto; }
-th, td { padding: 0.25rem 0.7rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
-th.text, td.text { text-align: left; }
-code { background: #f2f2f2; padding: 0.1rem 0.3rem; overflow-wrap: anywhere; font-size: 0.85rem; }
-</style>"""
 
 
 if __name__ == "__main__":

@@ -133,38 +133,6 @@ def drafts_of_peers(results: Sequence[Result], runs: Sequence[Recording]) -> lis
     return [_SAME_PROMPTS, *blocks] if blocks else []
 
 
-def four_arms(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
-    """Baseline, quantization only, speculation only, both: of a model that was run over a 16-bit target and over its file."""
-    by_model: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for result in _of(results, "chains"):
-        dtype = "file" if result["target_dtype"] is None else str(result["target_dtype"])
-        by_model.setdefault(f"{Path(result['model']).stem}, {result['machine']['isa']}", {}).setdefault(dtype, result["sets"])
-    rows, panels = [], {}
-    for model, targets in by_model.items():
-        wide = next((dtype for dtype in targets if dtype != "file"), None)
-        if wide is None or "file" not in targets:
-            continue
-        for name in (name for name in targets[wide] if name in targets["file"]):
-            arms = {
-                f"baseline: target in {wide}, plain": (targets[wide][name], PLAIN),
-                "quantization only: the file, plain": (targets["file"][name], PLAIN),
-                f"speculation only: target in {wide}": (targets[wide][name], _best(targets[wide][name])),
-                "both: the file with drafts": (targets["file"][name], _best(targets["file"][name])),
-            }
-            rates = {f"{label}{_with(spec)}": sets[spec]["tokens_per_s"] for label, (sets, spec) in arms.items() if spec}
-            base = next(iter(rates.values()))
-            panels[f"{model}, {name}"] = {label: plots.Bar(rate) for label, rate in rates.items() if rate}
-            rows += [[f"{name}: {label}", _figure(rate, 1), _figure(rate / base)] for label, rate in rates.items() if rate and base]
-    if not rows:
-        return []
-    return [
-        "Two runs of `chains.py`, one over the target in 16 bits and one over the file: the ratios between the two are not of "
-        "turns taken in one run, and a machine's mood may be in them. Drafts are those that gain most on these prompts.",
-        Plot("four-arms", "tokens per second of the four arms", plots.bars(panels, "tokens/s", 1)),
-        Table(["prompts: arm", "tokens/s", "over the baseline"], rows),
-    ]
-
-
 def peers(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """Engines side by side: rates, and how many times as fast as each cpuspec is."""
     blocks: list[Block] = []
@@ -196,17 +164,12 @@ def peers(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
 def row_costs(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """v(n): what a forward over n rows costs, over that of one row."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    times: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for result in _parts(results):
         builds = {engine: f"{engine}, {text}" for engine, text in result["instructions"].items()}
-        model, forwards = str(result["model"]), {name: one for name, one in result["figures"].items() if "row" in name}
-        for engine in dict.fromkeys(engine for by_engine in forwards.values() for engine in by_engine):
-            points = [(float(_rows(name)), one[engine]["median"]) for name, one in forwards.items() if engine in one]
-            times.setdefault(model, {}).setdefault(builds.get(engine, engine), points)
         for engine, costs in result["over_one_row"].items():
             if costs:
-                points = [(1.0, 1.0), *((float(_rows(name)), one["median"]) for name, one in costs.items())]
-                panels.setdefault(model, {}).setdefault(builds.get(engine, engine), points)
+                points = [(1.0, 1.0), *((float(name.partition(" ")[0]), one["median"]) for name, one in costs.items())]
+                panels.setdefault(str(result["model"]), {}).setdefault(builds.get(engine, engine), points)
     rows = [
         [f"{model}: {engine}", "; ".join(f"{x:.0f}: {y:.2f}" for x, y in points[1:])]
         for model, curves in panels.items()
@@ -216,11 +179,7 @@ def row_costs(results: Sequence[Result], runs: Sequence[Recording]) -> list[Bloc
         return []
     caption = "time of a forward over n rows with all logits, over the time of one row; the lower, the cheaper a verification"
     picture = plots.curves(panels, ("rows n of a forward", "v(n), times one row"), diagonal="n rows, one by one")
-    blocks: list[Block] = [Plot("row-costs", caption, picture), Table(["model: engine", "rows: times one row"], rows, 2)]
-    if times:
-        caption = "the same in milliseconds: an engine whose single row is slow may have a flat v(n)"
-        blocks.append(Plot("row-times", caption, plots.curves(times, ("rows n of a forward", "milliseconds"))))
-    return blocks
+    return [Plot("row-costs", caption, picture), Table(["model: engine", "rows: times one row"], rows, 2)]
 
 
 def acceptance(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
@@ -280,26 +239,14 @@ def trainings(results: Sequence[Result], runs: Sequence[Recording]) -> list[Bloc
 def memory(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """What levels hold, and what a process takes at its peak."""
     blocks: list[Block] = []
-    panels: dict[str, dict[str, dict[str, float]]] = {}
+    panels: dict[str, dict[str, plots.Bar]] = {}
     for result in _newest_chains(results):
         for spec, levels in result["memory"].items():
-            pieces: dict[str, float] = {}
-            for level in levels:
-                name = "target" if level["name"] == "target" else "drafts"
-                for what, num_bytes in (
-                    (
-                        f"weights of the {name}" if name == "target" else "weights of drafts alone",
-                        level["weight_bytes"] - level["shared_bytes"],
-                    ),
-                    ("keys and values", level["kv_bytes"]),
-                ):
-                    pieces[what] = pieces.get(what, 0) + num_bytes / 1e6
-            order = ("weights of the target", "weights of drafts alone", "keys and values")
-            ordered = {what: pieces.get(what, 0.0) for what in order}
-            panels.setdefault(_target(result), {})[_arm(spec, _target(result))] = ordered
+            held = sum(level["weight_bytes"] - level["shared_bytes"] + level["kv_bytes"] for level in levels)
+            panels.setdefault(_target(result), {})[_arm(spec, _target(result))] = plots.Bar(held / 1e6)
     if panels:
-        caption = "memory of each arm in megabytes; weights that drafts share with the target are counted once"
-        blocks.append(Plot("memory", caption, plots.stacks(panels, "MB")))
+        caption = "weights, and keys and values, of each arm in megabytes; weights that drafts share with the target count once"
+        blocks.append(Plot("memory", caption, plots.bars(panels, "MB", 0)))
     rows = [
         [f"{result['model']}: {figure}, {engine}{_built(result, engine)}", _figure(one["median"])]
         for result in _newest_of_model(results, "start")
@@ -365,13 +312,12 @@ def tasks(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
         for task in arm["tasks"]
     ]
     speeds: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    bits: dict[str, dict[str, list[tuple[float, float]]]] = {}
     rows = []
     for result, task, arm in listed:
         name, cost = f"{task['task']}, {task['form']}", task["cost"]
         label = f"{Path(result['model']).stem}{arm}, drafts {task['draft']}"
-        for panels, x in ((speeds, cost["tokens_per_s"]), (bits, task["bits_per_weight"])):
-            panels.setdefault(f"{name}, {task['num_problems']} problems", {}).setdefault(label, [(x, task["pass@1"])])
+        panel = speeds.setdefault(f"{name}, {task['num_problems']} problems", {})
+        panel.setdefault(label, [(cost["tokens_per_s"], task["pass@1"])])
         price = (task.get("price") or {}).get("per_accepted_answer")
         taken_s = cost["duration_s"] / task["num_passed"] if task["num_passed"] else None
         rows.append(
@@ -392,9 +338,6 @@ def tasks(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     columns = ["model: task", "right", "bits", "tokens/s", "first token p50", "p99", "per token p50", "p95", "p99", "MB"]
     return [
         Plot("tasks-speed", "right answers by speed", plots.curves(speeds, ("tokens/s", "right answers"), share=True)),
-        Plot(
-            "tasks-bits", "right answers by bits per weight", plots.curves(bits, ("bits per weight", "right answers"), share=True)
-        ),
         Table([*columns, "s a right answer", "price of one"], rows),
     ]
 
@@ -484,7 +427,6 @@ _IN_BF16 = (
 PARTS = (
     Part("Drafts over plain decoding", (_CHAINS, _IN_BF16), gains),
     Part("Other engines' drafts", (_WITH_PEERS,), drafts_of_peers),
-    Part("The four arms: baseline, quantization, speculation, both", (_CHAINS, _IN_BF16), four_arms),
     Part(
         "Peers side by side",
         (
@@ -597,11 +539,6 @@ def _arm(spec: str, head: str) -> str:
     return spec if spec in (AUTO, "ngram", "suffix") or levels[0].name == "skip" else f"{spec} (DRAFT)"
 
 
-def _best(arms: Mapping[str, Any]) -> str | None:
-    measured = {spec: arm["over_plain"] for spec, arm in arms.items() if spec != PLAIN and arm["over_plain"]}
-    return max(measured, key=measured.__getitem__, default=None)
-
-
 def _fastest_over(result: Result, name: str, peer: str) -> str:
     """Of a set of prompts: our arm with most tokens/s, and how many times a peer's, prompt by prompt, with the interval."""
     rates = {spec: arm["tokens_per_s"] for spec, arm in result["sets"][name].items() if arm["tokens_per_s"]}
@@ -628,17 +565,9 @@ def _same(arm: Mapping[str, Any]) -> str:
     return "" if arm["num_identical"] is None else f"{arm['num_identical']} of {arm['num_prompts']}"
 
 
-def _with(spec: str | None) -> str:
-    return "" if spec in (None, PLAIN) else f", {spec}"
-
-
 def _built(result: Result, engine: str) -> str:
     """What the build of a peer is for, where the result tells."""
     return f" built for {result['instructions'][engine]}" if engine != OWN and engine in result.get("instructions", ()) else ""
-
-
-def _rows(name: str) -> int:
-    return int(name.partition(" ")[0])
 
 
 def _who(about: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Figures of the report, by matplotlib (`pip install "cpuspec[report]"`), as PNG. They know numbers and labels, and no benchmark.
 
-Colours are those of Okabe and Ito, which colour-blind people tell apart; markers and hatches differ as well.
+Colours are those of Okabe and Ito, which colour-blind people tell apart; markers differ as well.
 """
 
 import io
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C", "#999933")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", "--", "-.", ":")
-HATCHES = ("", "//", "..", "xx")
 _WIDTH, _BAR, _AROUND, _DPI = 8.5, 0.34, 0.85, 144  # inches of a figure, a bar, a panel's title and axis; dots per inch
 _LINE = 0.155  # inches of a line of a label
 _BETWEEN = 0.065  # inches between the entries of a legend
@@ -63,28 +62,6 @@ def bars(panels: Mapping[str, Mapping[str, Bar]], unit: str, digits: int = 2, re
         axis.set_xlabel(unit)
         if reference is not None:
             axis.axvline(reference, color="#555555", linestyle=":", linewidth=1.2)
-    return _png(figure)
-
-
-def stacks(panels: Mapping[str, Mapping[str, Mapping[str, float]]], unit: str) -> bytes:
-    """Horizontal bars of pieces: panel, bar, piece. A piece has its colour and hatch in every panel."""
-    pieces = list(dict.fromkeys(piece for panel in panels.values() for bar in panel.values() for piece in bar))
-    looks = dict(zip(pieces, zip(_cycle(COLOURS, len(pieces)), _cycle(HATCHES, len(pieces)), strict=True), strict=True))
-    figure, axes = _panels(list(panels), _heights(panels))
-    for axis, panel in zip(axes, panels.values(), strict=True):
-        for place, bar in enumerate(panel.values()):
-            left = 0.0
-            for piece, value in bar.items():
-                colour, hatch = looks[piece]
-                axis.barh(place, value, 0.7, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5)
-                left += value
-            axis.annotate(f"{left:.0f}", (left, place), (5, 0), textcoords="offset points", va="center", fontsize=9)
-        axis.set_yticks(range(len(panel)), [_wrapped(label) for label in panel], fontsize=9)
-        axis.invert_yaxis()
-        axis.set_xlim(0, 1.15 * max((sum(bar.values()) for bar in panel.values()), default=1))
-        axis.set_xlabel(unit)
-    handles = [axes[0].barh(0, 0, color=colour, hatch=hatch, edgecolor="white") for colour, hatch in looks.values()]
-    figure.legend(handles, pieces, loc="outside lower center", ncols=min(len(pieces), 3), frameon=False, fontsize=9)
     return _png(figure)
 
 
