@@ -5,8 +5,8 @@ the other threads wait at their inboxes. So one thread alone pays for no hand-ov
 event loop gives a request a receiver instead, and has one thread that calls `step`. A thread that submits or drops a request leaves
 a command, which the next step carries out.
 
-Only operations that are atomic in Python are used here, and no lock: an interrupt between taking a lock and noting that it is
-held would leave it held for ever, and the garbage collector may close a stream in the middle of a step.
+This file uses operations that are atomic in Python, and no lock: an interrupt between taking a lock and noting that would leave it
+held for ever, and the garbage collector may close a stream in the middle of a step.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Drafts for requests that keep to a grammar: without illegal tokens, and with the tokens that the grammar forces around them.
+"""Drafts for requests with a grammar: illegal tokens are cut, and tokens that the grammar forces are added.
 
-The verdict never depends on it: a verifier looks at the legal tokens of each row itself.
+No verdict depends on this module: a verifier looks at the legal tokens of each row itself.
 """
 
 from cpuspec.sequence import Sequence
@@ -31,7 +31,7 @@ def forced_tokens(seq: Sequence, limit: int, ahead: list[int] | None = None) -> 
 
 
 def own_verdict(verdict: Verdict, num_forced: int, num_own: int) -> Verdict:
-    """A verdict as the proposer sees it, of whose draft `num_own` tokens were verified, behind `num_forced` forced ones."""
+    """The verdict on a proposer's own tokens: `num_own` of them were verified, behind `num_forced` forced ones."""
     path = [node - num_forced for node in verdict.path if num_forced <= node < num_forced + num_own]
     first = min(num_forced, len(verdict.path))
     part = slice(first, first + len(path) + 1)

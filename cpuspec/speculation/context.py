@@ -32,18 +32,18 @@ from cpuspec.speculation.prefix_files import PrefixPart
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.prefixes import PrefixStore
 
-# A prefix is worth a copy when it supplies this share of the new tokens, or _MANY of them.
+# A prefix is copied if it supplies this share of the new tokens, or _MANY of them.
 MIN_SHARED_PREFIX = 0.1
 
-# Fewer tokens than these are computed in less time than it takes to wait a step for them, or to keep them elsewhere.
+# Computing fewer tokens than this is quicker than waiting a step for them, or than storing them.
 _MANY = 32
 
-# One row of so many goes to the prompt that has waited longest: so few that they delay a short one by no step.
+# One row of 32 goes to the prompt that has waited longest. So few rows delay a short prompt by no step.
 _OLDEST_PART = 32
 
 
 class PromptChunk(NamedTuple):
-    """The next `num_tokens` tokens of a sequence, to be fed beside the rows of other sequences. Nobody asks for their logits."""
+    """The next `num_tokens` tokens of a sequence, fed beside the rows of other sequences. Their logits are not computed."""
 
     seq: Sequence
     num_tokens: int
@@ -188,7 +188,7 @@ class Context:
         return num_cached
 
     def awaits_prefix(self, seq: Sequence) -> bool:
-        """Whether a running sequence will soon hold a useful prefix of this one that is nowhere yet: acquire it then."""
+        """Whether a running sequence is computing a useful prefix of this one that is not there yet; acquire this one later."""
         if len(seq.tokens) < _MANY or not self._shares or self.cache.is_recurrent:
             return False
         others = (one.seq for one in self._assignments.values() if one.seq.salt == seq.salt)
@@ -197,7 +197,7 @@ class Context:
         return coming >= _MANY and coming - max(*self._shared(seq), self._stored(seq)) >= _MANY
 
     def is_reading_prefix(self, seq: Sequence) -> bool:
-        """Whether a useful prefix of a sequence without a slot is on its way from the disk: acquire it then. Begins to read it."""
+        """Begin to read a useful prefix from the disk for a sequence without a slot; returns whether it is still on its way."""
         if not self._store or not self._shares:
             return False
         more_than = max(*self._shared(seq), ceil(_useful(seq)) - 1)
@@ -444,7 +444,7 @@ class Context:
         return _Feed(assigned.slot, tokens, num_committed - 1 - num_held, self._num_prompt(seq, num_held), num_straight, tree, [])
 
     def _read(self, chunk: PromptChunk) -> _Feed:
-        """The rows of a chunk, as far as they come before the sequence's last token."""
+        """The rows of a chunk that come before the sequence's last token."""
         assigned = self._assignments[chunk.seq.id]
         num_held = len(self._align(chunk.seq))
         tokens = chunk.seq.tokens[num_held:-1][: chunk.num_tokens]

@@ -1,8 +1,8 @@
 """Prefixes of finished requests outside of the cache's slots: blocks of keys and values, shared by all that begin alike.
 
-Blocks hang together as a tree: a block follows its parent's tokens, and its key is a hash of all tokens up to its end. So tokens
-that several prompts begin with are there once. A block with fewer tokens than `BlockAccess.size` ends its prefix. Each salt
-(`SamplingParams.cache_salt`) has a tree of its own, whose root's key is a hash of the salt.
+Blocks form a tree: a block's tokens follow its parent's, and its key is a hash of all tokens up to its end. So a beginning that
+several prompts share is stored once. A block with fewer tokens than `BlockAccess.size` ends its prefix. Each salt
+(`SamplingParams.cache_salt`) has a tree of its own; the root's key is a hash of the salt.
 """
 
 import hashlib
@@ -40,9 +40,9 @@ class _Block:
 
 
 class PrefixStore:
-    """The prefixes of one cache that has blocks. queue: of the directory that blocks go to that leave the memory; None for nowhere.
+    """The prefixes of one cache that has blocks. queue: of the directory for blocks that leave the memory; None: they are dropped.
 
-    Times of use are numbers that rise, given by the caller. No call waits for the disk, but the making and `PrefixFiles`' own.
+    The caller gives times of use as rising numbers. No call waits for the disk, except the constructor and calls of `PrefixFiles`.
     """
 
     def __init__(self, cache: KVCache, vocab_size: int, queue: PrefixQueue | None) -> None:

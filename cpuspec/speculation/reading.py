@@ -1,4 +1,4 @@
-"""How a draft model gets to know sequences: their slots, and their prompts in chunks beside sequences that generate.
+"""Slots and prompts of a draft model: it reads prompts in chunks beside sequences that generate.
 
 A model reads a prompt from the first draft on: by then another sequence may have read what both begin with. It reads
 `Context.prompt_rows` rows a round beside other sequences of the engine, as many as a forward takes where a sequence is alone. Until
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context, PromptChunk, shortest_first
 
-_NOT_YET = 1 << 62  # tokens of a sequence without a slot, whose prefix is on its way from the disk
-_FED_WITH_A_DRAFT = 16  # the most tokens that are fed together with a draft; more are read as a prompt is
+_NOT_YET = 1 << 62  # stands for the unfed tokens of a sequence without a slot: its prefix is on its way from the disk
+_FED_WITH_A_DRAFT = 16  # at most so many tokens are fed together with a draft; more are read like a prompt, first
 
 
 class Reading:

@@ -1,7 +1,7 @@
 """Finds the tokens that followed the latest ones wherever these occurred before, and how likely they are to follow again.
 
 An index keeps, for each run of one, two and four tokens, the place where it occurred last, and for each place the one before. So a
-match is found, and a token that is taken back is undone, in a few steps and without a numpy array, which would take longer to make.
+match is found, and a drafted token is removed again, in a few steps and without numpy arrays, which take longer to make.
 All lookup drafters share this file. It knows no models and draws no random numbers.
 """
 
