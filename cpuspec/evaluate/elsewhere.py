@@ -1,13 +1,15 @@
-"""Results that other engines left, read into one form: llama-bench, vLLM's `bench serve` and `bench latency`, records of `parity`,
-this package's own reports, and plain figures, as of transformers, that a user wrote down.
+"""Reads result files of other engines and of cpuspec into one form, so that they can stand beside each other.
+
+Kinds: llama-bench, vLLM's `bench serve` and `bench latency`, cpuspec's `parity --record`, `bench`, `eval task` and `eval arms`, and
+plain figures that a user wrote down, as of transformers: an object with `engine` and some of FIGURES.
 
 Sources: llama.cpp, tools/llama-bench (`-o json`: a list with n_prompt, n_gen, avg_ts); vLLM, `vllm bench serve --save-result` and
-`vllm bench latency --output-json`. Plain figures are an object with `engine` and some of FIGURES.
+`vllm bench latency --output-json`.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +19,21 @@ from cpuspec.evaluate.parity_file import FORMAT, read_recording
 from cpuspec.files import read_file
 
 _MOST_BYTES = 64 << 20
-FIGURES = (
-    "prefill_tokens_per_s",
-    "decode_tokens_per_s",
-    "tokens_per_s",
-    "ttft_s",
-    "tpot_s",
-    "acceptance",
-    "quality",
-    "seconds_per_answer",
-)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One engine on one machine. Rates are tokens per second; None is not known.
+    """The figures of one engine on one machine; None is unknown. Rates are tokens per second.
 
-    decode_tokens_per_s: of one sequence. tokens_per_s: new tokens of all requests over the time they took together. ttft_s, tpot_s:
-    medians, or means where the file has no medians. acceptance: share of the drafted tokens. quality: share of right answers.
-    seconds_per_answer: over those that were right.
+    decode_tokens_per_s: of one sequence. tokens_per_s: new tokens of all requests over the time of the whole run. ttft_s, tpot_s:
+    medians, or means where the file has no medians. acceptance: accepted share of the drafted tokens. quality: share of right
+    answers. seconds_per_answer: of the whole run, over the right answers.
     """
 
     source: str
     engine: str
-    model: str
-    machine: str
+    model: str = "not told"
+    machine: str = "not told"
     what: str = ""
     prefill_tokens_per_s: float | None = None
     decode_tokens_per_s: float | None = None
@@ -55,19 +47,22 @@ class Run:
 
     @property
     def price_per_million(self) -> float | None:
-        """What a million new tokens cost: of all requests together, else of one sequence."""
+        """The price of a million new tokens: of all requests together, else of one sequence."""
         rate = self.tokens_per_s or self.decode_tokens_per_s
         return self.price_per_hour / 3600 / rate * 1e6 if self.price_per_hour is not None and rate else None
 
     @property
     def price_per_answer(self) -> float | None:
-        """What a right answer costs."""
+        """The price of a right answer."""
         known = self.price_per_hour is not None and self.seconds_per_answer is not None
         return self.price_per_hour / 3600 * self.seconds_per_answer if known else None  # type: ignore[operator]
 
 
+FIGURES = tuple(one.name for one in fields(Run) if one.default is None and one.name != "price_per_hour")
+
+
 def read_runs(path: Path, price_per_hour: float | None = None) -> list[Run]:
-    """What a file holds. Raises ConfigError for one that is none of the kinds."""
+    """The runs of a file. Raises ConfigError for a file of another kind."""
     try:
         value = json.loads(read_file(path, _MOST_BYTES, ConfigError))
     except (ValueError, RecursionError) as error:
@@ -86,7 +81,7 @@ def _runs(value: Any, path: Path) -> list[Run]:
         case {"output_throughput": _, "completed": _}:
             return [_bench_serve(value, path.name)]
         case {"avg_latency": latency}:
-            return [Run(path.name, "vLLM", "not told", "not told", f"bench latency: {float(latency):.3f} s a batch")]
+            return [Run(path.name, "vLLM", what=f"bench latency: {float(latency):.3f} s a batch")]
         case {"format": kind} if kind == FORMAT:
             return [_parity(read_recording(path))]
         case {"benchmark": "task"}:
@@ -104,19 +99,17 @@ def _runs(value: Any, path: Path) -> list[Run]:
 
 
 def _llama_bench(rows: list[dict[str, Any]], source: str) -> Run:
-    prefill = [row for row in rows if row["n_gen"] == 0]
-    decode = [row for row in rows if row["n_prompt"] == 0]
+    prefill = next((row for row in rows if row["n_gen"] == 0), None)
+    decode = next((row for row in rows if row["n_prompt"] == 0), None)
     first = rows[0]
-    machine = first.get("gpu_info") or first.get("cpu_info") or "not told"
-    what = ", ".join([*(f"pp{row['n_prompt']}" for row in prefill[:1]), *(f"tg{row['n_gen']}" for row in decode[:1])])
     return Run(
         source,
         f"llama.cpp {first.get('build_number', '')}".strip(),
         Path(str(first.get("model_filename", "not told"))).name,
-        str(machine),
-        what,
-        prefill_tokens_per_s=float(prefill[0]["avg_ts"]) if prefill else None,
-        decode_tokens_per_s=float(decode[0]["avg_ts"]) if decode else None,
+        str(first.get("gpu_info") or first.get("cpu_info") or "not told"),
+        ", ".join(f"{test}{row[count]}" for test, count, row in (("pp", "n_prompt", prefill), ("tg", "n_gen", decode)) if row),
+        prefill_tokens_per_s=float(prefill["avg_ts"]) if prefill else None,
+        decode_tokens_per_s=float(decode["avg_ts"]) if decode else None,
     )
 
 
@@ -132,8 +125,7 @@ def _bench_serve(value: Mapping[str, Any], source: str) -> Run:
         source,
         str(value.get("backend", "not told")),
         str(value.get("model_id", "not told")),
-        "not told",
-        f"{value['completed']} requests at {value.get('request_rate', 'inf')} a second",
+        what=f"{value['completed']} requests at {value.get('request_rate', 'inf')} a second",
         decode_tokens_per_s=1 / tpot_s if tpot_s else None,
         tokens_per_s=float(value["output_throughput"]),
         ttft_s=seconds("ttft"),
@@ -167,9 +159,13 @@ def _task(value: Mapping[str, Any], source: str, arm: str = "") -> Run:
         f"cpuspec {value['backend']}" if "backend" in value else f"server at {value.get('base_url', 'an address')}",
         str(value["model"]),
         str(value.get("processor", "not told")),
-        f"{value['task']}, {value['form']}"
-        + (f", {arm}" if arm else "")
-        + (f", drafts {value['draft']}" if "draft" in value else ""),
+        ", ".join(
+            [
+                f"{value['task']}, {value['form']}",
+                *([arm] if arm else []),
+                *([f"drafts {value['draft']}"] if "draft" in value else []),
+            ]
+        ),
         decode_tokens_per_s=cost["decode_tokens_per_s"],
         tokens_per_s=cost["tokens_per_s"],
         ttft_s=cost["ttft_s"].get("p50"),
@@ -195,5 +191,5 @@ def _bench(value: Mapping[str, Any], source: str) -> Run:
 
 def _plain(value: Mapping[str, Any], source: str) -> Run:
     figures: dict[str, Any] = {name: float(value[name]) for name in FIGURES if value.get(name) is not None}
-    engine, model, machine = (str(value.get(name, "not told")) for name in ("engine", "model", "machine"))
-    return Run(source, engine, model, machine, str(value.get("what", "")), **figures)
+    texts: dict[str, Any] = {name: str(value[name]) for name in ("model", "machine", "what") if name in value}
+    return Run(source, str(value["engine"]), **texts, **figures)
