@@ -5,11 +5,11 @@ A new drafter is one row of LOOKUPS or of MODELS.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend, settings_on
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
@@ -40,6 +40,8 @@ from cpuspec.speculation.planner.planner import plan
 from cpuspec.speculation.proposer import DraftModel, NullProposer, Proposer
 from cpuspec.speculation.stage_context import StageContext
 from cpuspec.text import Tokenizer, make_tokenizer
+
+_Part = TypeVar("_Part")
 
 Weights = tuple[Checkpoint, Mapping[str, Format]]  # a model, and its matrices that are cast to another format at load
 
@@ -383,14 +385,11 @@ def build(opened: OpenedSpec, context: Context) -> Proposer:
     # A row whose bits depend on its batch may choose another token beside a draft's rows.
     if opened.is_planned and not target.row_invariant:
         return NullProposer()
-    stack = partial(_build_level, target)
-    lookups = [stack(level, NullProposer()) for level in opened.lookups]
+    load = partial(_load, target=target)
     if opened.is_planned:
-        return plan(context, lookups, [cast(DraftModel, stack(level, NullProposer())) for level in opened.models])
-    proposer = _combined(lookups, first_hit, ",") if lookups else NullProposer()
-    for level in opened.models:
-        proposer = stack(level, proposer)
-    return proposer
+        lookups = [_stacked([(True, level)], load) for level in opened.lookups]
+        return plan(context, lookups, [cast(DraftModel, _stacked([(False, level)], load)) for level in opened.models])
+    return _stacked([*((True, level) for level in opened.lookups), *((False, level) for level in opened.models)], load)
 
 
 def build_chosen(name: str, usual: Proposer, opened: OpenedSpec, vocab_size: int) -> Proposer:
@@ -412,21 +411,33 @@ def build_chosen(name: str, usual: Proposer, opened: OpenedSpec, vocab_size: int
         context = loaded[part.drafter]
         return ChainProposer(inner, context, part.drafter, part.num_tokens or DEFAULT_NUM_TOKENS, part.min_confidence)
 
-    lookups: list[Proposer] = []
-    proposer: Proposer | None = None
+    levels: list[tuple[bool, list[LevelSpec]]] = []
     for level in spec.levels:
-        if proposer is not None and _read(level).is_lookup:
+        is_lookup = _read(level).is_lookup
+        if is_lookup and not all(before for before, _ in levels):
             raise ConfigError(
                 f"{level.drafter} has no model to verify what was drafted before; put it first, or join the two with +"
             )
-        if _read(level).is_lookup:
-            parts = [drafter(part, NullProposer()) for part in (level, *level.then)]
-            lookups.append(_combined(parts, one_after_another, "+"))
-            continue
-        inner = proposer or (_combined(lookups, first_hit, ",") if lookups else NullProposer())
-        parts = [drafter(level, inner), *(drafter(part, NullProposer()) for part in level.then)]
-        proposer = _combined(parts, one_after_another, "+")
-    return proposer or (_combined(lookups, first_hit, ",") if lookups else NullProposer())
+        levels.append((is_lookup, [level, *level.then]))
+    return _stacked(levels, drafter)
+
+
+def _stacked(levels: Iterable[tuple[bool, list[_Part]]], make: Callable[[_Part, Proposer], Proposer]) -> Proposer:
+    """Levels, the cheapest first: those without a model are asked in turn, and each model verifies what stands before it.
+
+    levels: whether each has no model, and its parts, of which each continues those before it. make: a part's drafter, given what
+    drafts for it.
+    """
+    lookups: list[Proposer] = []
+    proposer: Proposer | None = None
+    for is_lookup, parts in levels:
+        below = NullProposer() if is_lookup else proposer or _combined(lookups, first_hit, ",")
+        drafters = [make(part, NullProposer() if number else below) for number, part in enumerate(parts)]
+        if is_lookup:
+            lookups.append(_combined(drafters, one_after_another, "+"))
+        else:
+            proposer = _combined(drafters, one_after_another, "+")
+    return proposer or _combined(lookups, first_hit, ",")
 
 
 def _loaded(usual: Proposer, opened: OpenedSpec, vocab_size: int) -> dict[str, Context]:
@@ -441,14 +452,7 @@ def _loaded(usual: Proposer, opened: OpenedSpec, vocab_size: int) -> dict[str, C
     return {one.name: one.context for one in chains if one.context.vocab_size == vocab_size}
 
 
-def _build_level(target: Backend, level: OpenedLevel, inner: Proposer) -> Proposer:
-    """The drafters of a level. inner: what drafts for its first model."""
-    inners = [inner, *(NullProposer() for _ in level[1:])]
-    drafters = [_load(one, target, below) for one, below in zip(level, inners, strict=True)]
-    return _combined(drafters, one_after_another, "+")
-
-
-def _load(one: Proposer | OpenedModel | OpenedHead, target: Backend, inner: Proposer) -> Proposer:
+def _load(one: Proposer | OpenedModel | OpenedHead, inner: Proposer, target: Backend) -> Proposer:
     if isinstance(one, OpenedHead):
         return _load_head(one, target)
     return _load_model(one, target, inner) if isinstance(one, OpenedModel) else one
@@ -482,6 +486,8 @@ def _load_model(model: OpenedModel, target: Backend, inner: Proposer) -> DraftMo
 
 
 def _combined(drafters: list[Proposer], rule: Rule, sign: str) -> Proposer:
+    if not drafters:
+        return NullProposer()
     return drafters[0] if len(drafters) == 1 else Combined(tuple(drafters), rule, sign.join(one.name for one in drafters))
 
 
