@@ -1,4 +1,4 @@
-"""Answers to many prompts, by an LLM or by a server of this machine, as many at once as there is room for, and what they cost."""
+"""Answers many prompts with an LLM or a server of this machine, as many at once as there is room for, and measures their cost."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Cost:
     memory_bytes: int | None  # weights, and keys and values; what models share counts once; None of a server
 
     def price(self, price_per_hour: float, num_passed: int) -> dict[str, float | None]:
-        """What a million new tokens and a right answer cost on a machine with this price; None where there was none."""
+        """The price of a million new tokens and of a right answer, at the machine's price; None without tokens or answers."""
         whole = price_per_hour * self.duration_s / 3600
         return {
             "per_million_tokens": whole / self.num_new_tokens * 1e6 if self.num_new_tokens else None,
@@ -105,7 +105,7 @@ def _is_conversation(prompt: Prompt | list[int]) -> bool:
 
 
 def _ids(llm: LLM, prompt: Any) -> list[int]:
-    """The token ids of a prompt; of an empty one that of the beginning of a text."""
+    """The token ids of a prompt. An empty prompt becomes BOS."""
     is_ids = not isinstance(prompt, str) and not _is_conversation(prompt)
     ids = list(prompt) if is_ids else prompt_ids(llm.tokenizer, prompt)
     return ids if ids or llm.tokenizer.bos_id is None else [llm.tokenizer.bos_id]

@@ -35,7 +35,7 @@ class AskedTask:
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """What an arm did with a task. answers: token ids, to be compared with another arm's."""
+    """An arm's results in one task. answers: token ids, to be compared with another arm's."""
 
     name: str
     form: str

@@ -89,7 +89,7 @@ class Greedy:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Chi-square of one thing that was counted. what: "token 2", or "tokens 1 to 3" for whole beginnings."""
+    """The chi-square test of one count. what: "token 2", or "tokens 1 to 3" for the first tokens together."""
 
     temperature: float
     what: str
@@ -110,11 +110,11 @@ class Sampled:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing rejects."""
+        """Whether no test rejects."""
         return not self.rejected_at()
 
     def rejected_at(self) -> set[float]:
-        """The temperatures at which something rejects."""
+        """The temperatures at which a test rejects."""
         return {one.temperature for one in self.comparisons if one.p_value < self.level}
 
 
@@ -292,7 +292,7 @@ def believed(rows: Mapping[Beginning, F32], each: list[SamplingParams]) -> list[
 
 
 def file_identity(path: Path) -> list[dict[str, Any]]:
-    """Name, bytes and sha256 of each of a model's files: the parts of a GGUF model, or a directory's weights and settings."""
+    """Name, size in bytes and sha256 of each file of a model: the parts of a GGUF model, or a directory's weights and settings."""
     files = part_paths(path) if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
     found = []
     for file in files:

@@ -262,7 +262,7 @@ def open_side(
 
 @dataclass(frozen=True)
 class Recording:
-    """The answers and rows of one side, kept to be a side on another day and machine. One entry for each question."""
+    """The answers and rows of one side, recorded for a comparison on another day or machine. One entry for each question."""
 
     about: Mapping[str, Any]
     model: ModelIdentity
@@ -394,7 +394,7 @@ class Parity:
         return all(one.greedy_identical for one in self.prompts)
 
     def failures(self, limits: Limits) -> list[str]:
-        """The limits that are not kept, and the sides whose drafts changed an answer although they promise that drafts never do."""
+        """The limits that were exceeded, and the sides whose drafts changed an answer although they promise that none does."""
         checks = (
             ("same_top", self.same_top, limits.min_same_top, "at least"),
             ("kl_mean", self.kl_mean, limits.max_kl, "at most"),

@@ -40,7 +40,7 @@ _ROUNDING = 1e-3  # that sums of probabilities may be off by
 
 
 def write_recording(run: Recording, path: Path) -> None:
-    """Write a run, all of it or nothing. Raises ConfigError where that cannot be."""
+    """Write a run, completely or not at all. Raises ConfigError if the file cannot be written."""
     top = max((len(row.logits) for rows in run.kept for row in rows), default=0)
     value = {
         "format": FORMAT,
@@ -57,7 +57,7 @@ def write_recording(run: Recording, path: Path) -> None:
 
 
 def read_recording(path: Path) -> Recording:
-    """The run that a file holds. Raises ConfigError: file, field, got, wanted, for whatever it must not hold."""
+    """The run that a file holds. Raises ConfigError, with the field, its value and what was wanted, for a damaged file."""
     try:
         record = Fields(str(path), read_json_object(path, MAX_FILE_BYTES))
         if record.text("format", "") != FORMAT:
@@ -207,7 +207,7 @@ def _positions(record: Fields, num_rows: int) -> list[int]:
 
 
 def _count(fields: Fields, key: str) -> int:
-    """A count that arithmetic in floats can take."""
+    """A count that a float holds exactly."""
     number = fields.integer(key)
     if not 0 <= number <= MAX_COUNT:
         fields.fail(key, f"a count up to {MAX_COUNT}")
@@ -237,7 +237,7 @@ def _text(fields: Fields, key: str) -> str:
 
 
 def _shown(fields: Fields, key: str, text: str) -> str:
-    """A text that may stand on a terminal."""
+    """A text that is safe to show on a terminal."""
     if not text or len(text) > MAX_TEXT or not text.isprintable():
         fields.fail(key, f"1 to {MAX_TEXT} printable characters")
     return text

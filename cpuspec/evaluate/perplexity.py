@@ -27,7 +27,7 @@ OnWindow = Callable[[int, float], None]  # windows that are done, and the perple
 
 @dataclass(frozen=True)
 class Window:
-    """Token ids that are fed to an empty cache. Counted are those that the rows from `first` on predict: tokens[first + 1:]."""
+    """Token ids that are fed to an empty cache. The rows from `first` on count; they predict tokens[first + 1:]."""
 
     tokens: list[int]
     first: int
@@ -132,7 +132,7 @@ def _from_beginning(tokens: Sequence[int], bos_id: int | None) -> Window:
 
 
 def _rows(backend: Backend, window: Window) -> Iterator[tuple[F32, list[int]]]:
-    """The logits of a window's rows that count, some at a time, each with the token that comes."""
+    """The logits of a window's counted rows, a few rows at a time, with the tokens that follow them."""
     at = 0
     for logits in logits_of(backend, window.tokens[:-1], backend.max_rows, window.first):
         for start in range(0, len(logits), _ROWS_AT_ONCE):

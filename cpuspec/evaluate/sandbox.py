@@ -35,7 +35,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program: "passed" if it ran to its end, "failed" if it raised or exited, "timeout", "killed"; and why."""
+    """The end of a program: "passed" if it ran to its end, "failed" if it raised or exited, "timeout", "killed"; and the reason."""
 
     status: str
     reason: str = ""

@@ -219,7 +219,7 @@ class _Sample(NamedTuple):
 
 
 class _Stage:
-    """A cache with slots for each depth, filled once. What a workload appends is forgotten when its time is taken."""
+    """A cache with slots for each depth, filled once. The rows that a workload appends are truncated after it was timed."""
 
     def __init__(self, backend: Backend, workloads: Sequence[Workload], on_progress: Callable[[str], None]) -> None:
         self._backend = backend
@@ -238,7 +238,7 @@ class _Stage:
                     backend.forward(batch, self._cache)
 
     def run(self, work: Workload) -> _Sample:
-        """Run the workload's forwards, and forget what they appended."""
+        """Run the workload's forwards, and truncate the rows that they appended."""
         slots = self._slots[work.depth][: work.sequences]
         batches = self._batches(work, slots)
         before, num_bytes, start_s = disk_reads(self._backend), 0, perf_counter()
@@ -272,7 +272,7 @@ class _Stage:
 
 
 def _steps(work: Workload) -> list[tuple[list[int], list[int]]]:
-    """For each forward the tokens that each sequence holds before, and those that it is fed."""
+    """For each forward: the tokens that each sequence holds before it, and the tokens that it feeds."""
     step = work.rows // work.sequences
     return [
         ([held] * work.sequences, [min(step, work.length - held)] * work.sequences) for held in range(work.depth, work.length, step)

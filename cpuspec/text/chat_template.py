@@ -1,4 +1,4 @@
-"""Renders a chat template: a program in the Jinja language that came with somebody's model file, so it is not trusted.
+"""Renders chat templates. A template is a program in the Jinja language that came with a model file, so it is not trusted.
 
 This module knows messages and text. The tokenizer decides which parts of that text are control tokens. Jinja itself renders, in its
 sandbox, in a process that has no files, little memory and a limit of time (`template_worker.py`). One such process serves all
@@ -26,7 +26,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 _MAX_TEMPLATE_CHARS = 1 << 17
-_MAX_DEPTH = 64  # of messages and tools; deeper ones exhaust the stack of a reader of JSON
+_MAX_DEPTH = 64  # of messages and tools; deeper ones exhaust the stack of the process that reads them
 _WORKER_BYTES = 1 << 30
 # Processor time of a rendering. Real templates take milliseconds. A machine under load gets ten times as long by the clock.
 _SECONDS_AT_LEAST = 5.0
@@ -35,9 +35,9 @@ _CLOCK_OVER_PROCESSOR = 10
 
 
 class ChatTemplate:
-    """A template. It may use what transformers offers: tojson, raise_exception, strftime_now, break, continue, generation.
+    """A template, which may use the additions of transformers: tojson, raise_exception, strftime_now, break, continue, generation.
 
-    It never changes, so threads may share it. Raises TokenizerError if it is too long to be one.
+    It never changes, so threads may share it. Raises TokenizerError for a source that is too long.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:

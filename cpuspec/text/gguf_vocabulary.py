@@ -1,4 +1,4 @@
-"""Makes a tokenizer's parts of the vocabulary of a GGUF file.
+"""Makes a tokenizer's parts from the vocabulary of a GGUF file.
 
 Where a file leaves a setting out, llama.cpp's default holds (its llama-vocab.cpp), so that both encode a text alike. Words are
 split by the `tokenizers` library, and merged by it or by `byte_pairs`, on a vocabulary without control tokens.
@@ -290,7 +290,7 @@ def _spaced_cores(vocabulary: GgufVocabulary, pre: PreTokenizer | None) -> tuple
     whole = _user_defined(vocabulary)
 
     def spell(characters: Iterable[str]) -> list[int]:
-        """Ids of characters that are no pieces."""
+        """Ids for characters that are not pieces themselves."""
         found: list[int] = []
         for char in characters:
             data = char.encode()

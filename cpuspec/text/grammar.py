@@ -141,7 +141,7 @@ class GrammarConstraint:
         return None if bits is None else np.unpackbits(bits, count=self._vocabulary.size).view(np.bool_)
 
     def accepts(self, path: Sequence[int]) -> bool:
-        """Whether the path is a whole text of the grammar."""
+        """Whether the path is a complete text of the grammar."""
         return self._follow(path) and bool(self._matcher.is_accepting())
 
     def forced(self, path: Sequence[int]) -> list[int]:
@@ -276,7 +276,7 @@ class BehindTrigger:
 
 
 class _Vocabulary:
-    """A tokenizer in the form that llguidance needs. Special tokens get no text, so that no grammar allows them."""
+    """The tokenizer as llguidance needs it. Special tokens get no text, so no grammar allows them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         llguidance = _library()
@@ -294,7 +294,7 @@ class _Vocabulary:
         self.library = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=ends)
 
     def __call__(self, text: bytes) -> list[int]:
-        """The tokens of a forced text: the tokenizer's own, as far as they give back its bytes."""
+        """The tokens of a forced text: the tokenizer's own, or the library's where those would change its bytes."""
         head = text[:_MOST_ENCODED].decode(errors="ignore").encode()  # up to a character's end
         ids = self._tokenizer.encode_parts([head], continues=True)
         if self.library is None:
@@ -352,7 +352,7 @@ def _compile(key: _Key, vocabulary: _Vocabulary) -> "LLMatcher":
 
 @lru_cache(_MOST_TRIED)
 def _ends(source: str) -> bool:
-    """Whether a process of its own compiles the grammar within the limits. Raises CpuspecError if there is no such process."""
+    """Whether another process compiles the grammar within the limits. Raises CpuspecError if that process cannot be started."""
     given = {
         "source": source,
         "limits": _LIMITS,

@@ -47,7 +47,7 @@ _MOVED_IDS = ("XLMRoberta", "Camembert", "MBart", "Nllb", "Barthez", "Pegasus", 
 
 
 def hf_parts(files: HfTokenizerFiles, vocab_size: int) -> Parts:
-    """The parts of a tokenizer. vocab_size: of the model. Raises TokenizerError for files that cannot be used."""
+    """The parts of a tokenizer. vocab_size: the model's. Raises TokenizerError for files that cannot be used."""
     directory = files.directory
     config = read_json(directory / "tokenizer_config.json")
     read = read_hf_vocabulary(files, vocab_size)
@@ -207,7 +207,7 @@ def _listed_ends(directory: Path) -> list[int]:
 
 
 def _spaced_word_pieces(read: TokenizerJson, hidden: set[int]) -> Iterator[str | None]:
-    """Tokens of WordPiece with ▁ before a word's first piece instead of a mark before others. hidden: these stay as they are."""
+    """WordPiece's tokens with ▁ before a word's first piece instead of a prefix before the others. hidden: tokens left unchanged."""
     for token_id, text in enumerate(read.tokens):
         if text is None or token_id in hidden:
             yield text

@@ -94,13 +94,13 @@ _short.maxlevel = 2
 
 
 def quoted(value: Any) -> str:
-    """A value of a file, for a message: cut to 100 characters, with control characters escaped."""
+    """A file's value for an error message: at most 100 characters, with control characters escaped."""
     text = _short.repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 
 
 def read_text(path: Path) -> str:
-    """The text of a regular file of UTF-8, 64 MiB at most. Raises TokenizerError for any other, without opening it."""
+    """The text of a UTF-8 file of at most 64 MiB. Raises TokenizerError, and opens nothing, if it is larger or no regular file."""
     try:
         return read_file(path, _MOST_BYTES, TokenizerError).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -108,7 +108,7 @@ def read_text(path: Path) -> str:
 
 
 def exists(path: Path) -> bool:
-    """Whether the path exists, as a file, a pipe or even a broken link. Raises TokenizerError where the system does not tell."""
+    """Whether anything has this path: a file, a pipe, a broken link. Raises TokenizerError if the system does not say."""
     try:
         path.lstat()
     except FileNotFoundError:
@@ -333,7 +333,7 @@ def _steps(data: dict[str, Any], name: str, inside: str) -> list[dict[str, Any]]
 
 
 def _without_legacy(step: dict[str, Any]) -> dict[str, Any]:
-    """The step; a Metaspace step of an older file under the field names of today."""
+    """The step. A Metaspace step of an older file gets today's field names."""
     if step["type"] != "Metaspace":
         return step
     scheme = "never" if step.get("add_prefix_space") is False else step.get("prepend_scheme", "always")
@@ -342,7 +342,7 @@ def _without_legacy(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def _growth(normalizer: list[dict[str, Any]], pre_tokenizer: list[dict[str, Any]]) -> float:
-    """How many characters all steps together may make from one. Refuses too many, and patterns that may search for too long."""
+    """The most characters that all steps together make from one. Refuses too many, and patterns that may search for too long."""
     growth = 1.0
     for name, known, steps in (("normalizer", _NORMALIZERS, normalizer), ("pre_tokenizer", _PRE_TOKENIZERS, pre_tokenizer)):
         for step in steps:
@@ -367,7 +367,7 @@ def _growth(normalizer: list[dict[str, Any]], pre_tokenizer: list[dict[str, Any]
 
 
 def _min_match(step: dict[str, Any], name: str) -> int:
-    """The least number of characters that the step's pattern matches."""
+    """The fewest characters that the step's pattern matches."""
     match step.get("pattern"):
         case {"String": str(text)}:
             return len(text)
