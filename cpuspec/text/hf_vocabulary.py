@@ -207,7 +207,7 @@ def _listed_ends(directory: Path) -> list[int]:
 
 
 def _spaced_word_pieces(read: TokenizerJson, hidden: set[int]) -> Iterator[str | None]:
-    """WordPiece's tokens with ▁ before a word's first piece instead of a prefix before the others. hidden: tokens left unchanged."""
+    """WordPiece's tokens with ▁ before a word's first piece instead of a prefix before others. hidden: tokens left unchanged."""
     for token_id, text in enumerate(read.tokens):
         if text is None or token_id in hidden:
             yield text
