@@ -47,7 +47,8 @@ def encode(levels: tuple[float, ...], values: F32) -> Parts:
     return {"d": d, "codes": nearest_code(levels, np.clip(steps, -largest, largest))}
 
 
-def _fp8(group: int) -> Format:
+def fp8(group: int) -> Format:
+    """E4M3 with a scale for each `group` values."""
     return Format(
         f"fp8_g{group}",
         np.dtype([("d", "<f4"), ("codes", "u1", group)]),
@@ -72,4 +73,4 @@ def _table(name: str, levels: tuple[float, ...]) -> Format:
     )
 
 
-FORMATS = (_fp8(32), _fp8(128), _table("nf4", NF4), _table("fp4", FP4))
+FORMATS = (fp8(32), fp8(128), _table("nf4", NF4), _table("fp4", FP4))

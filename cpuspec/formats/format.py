@@ -6,7 +6,9 @@ A block is a record of `layout`. Its parts are `codes` and the factors of one fo
     value = d * s * level(code) - base * z * zero
 
 d and base belong to a block, s and z to a group within it. In f32 every product is exact, so a value is the file's, bit for bit.
-A new format is a file beside this one with its row, and a line in `formats.FORMATS`.
+A new format is a file beside this one with its row, and a line in `formats.FORMATS`. Splitting and joining blocks, packing,
+decoding and kernels follow from the row where its factors are plain numbers. Packed factors take functions: `to_parts` and
+`to_fields`, one in `kernels.readers`, and one in `kernels.embed` for compiled decoding of embeddings.
 """
 
 from collections.abc import Callable

@@ -19,7 +19,8 @@ def encode(values: F32) -> Parts:
     return {"d": d, "codes": (np.clip(np.rint(steps), -127, 127) + 128).astype(np.uint8)}
 
 
-def _format(group: int) -> Format:
+def int8(group: int) -> Format:
+    """The format with a scale for each `group` values."""
     return Format(
         f"int8_g{group}",
         np.dtype([("d", "<f4"), ("codes", "u1", group)]),
@@ -31,4 +32,4 @@ def _format(group: int) -> Format:
     )
 
 
-FORMATS = tuple(map(_format, (32, 128)))
+FORMATS = tuple(map(int8, (32, 128)))

@@ -80,7 +80,7 @@ def partials_offset(format_name: str, dims: int) -> int:
 
 
 def tiles_bytes(dims: int) -> int:
-    """Bytes of scratch of an `attention_tiles` walk besides scores: queries, two blocks of keys or two vectors of values, sums"""
+    """Bytes of scratch of an `attention_tiles` walk besides scores: queries, two blocks of keys or two vectors of values; sums."""
     depth = -(-dims // STEP)
     return 64 * depth * (MAX_QUERIES + BLOCK_ROWS) + STEP_BYTES * max(2 * depth, VECTORS * (CHUNK // STEP + 2))
 

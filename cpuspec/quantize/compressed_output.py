@@ -27,8 +27,6 @@ from cpuspec.checkpoints.huggingface import config_to_write
 from cpuspec.errors import ConfigError
 from cpuspec.files import write_file
 from cpuspec.formats import Format, QuantTensor, float_codes, get_format, int8
-from cpuspec.formats.format import Affine, CodeField
-from cpuspec.formats.packing import bits, lanes
 from cpuspec.quantize.weights import layer_parts
 
 # What --type takes for directories: llm-compressor's names.
@@ -41,24 +39,7 @@ _NOT_KEPT = ("model.safetensors.index.json", "config.json")
 @cache
 def _rows_of_bytes(scheme: str, columns: int) -> Format:
     """Rows under one f32 scale each: bytes -127..127, or E4M3 where the scheme is fp8_dynamic."""
-    if scheme == "fp8_dynamic":
-        return Format(
-            "fp8_row",
-            np.dtype([("d", "<f4"), ("codes", "u1", columns)]),
-            columns,
-            partial(float_codes.encode, float_codes.E4M3),
-            Affine(levels=float_codes.E4M3),
-            planes=(lanes("codes", "u1", 1),),
-        )
-    return Format(
-        "int8_row",
-        np.dtype([("d", "<f4"), ("codes", "u1", columns)]),
-        columns,
-        int8.encode,
-        Affine(128),
-        (CodeField("codes", 8, flipped=0x80),),
-        planes=(bits(8),),
-    )
+    return float_codes.fp8(columns) if scheme == "fp8_dynamic" else int8.int8(columns)
 
 
 def formats_of(checkpoint: Checkpoint, scheme: str, group_size: int) -> dict[str, Format]:
