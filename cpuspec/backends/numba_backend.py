@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from cpuspec import model
 from cpuspec.backends.numa import interleave_pages, nodes_to_use, spread_new_pages
 from cpuspec.backends.packed import content_hash, packed_matrices
+from cpuspec.backends.recurrent_memory import RecurrentLayers, RecurrentMemory
 from cpuspec.backends.stored import ExpertStore, LayerExperts, Router, StoredTensor, packed_bytes, stored_matrices
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_matrix
 from cpuspec.checkpoints.mapped import place_in_file
-from cpuspec.config import EngineConfig, Experts, ModelConfig, Rope, memory_limit_bytes
+from cpuspec.config import DeltaNet, EngineConfig, Experts, ModelConfig, Rope, memory_limit_bytes
 from cpuspec.environment import sources_digest, usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
@@ -55,6 +56,7 @@ from cpuspec.kernels.team import Team
 from cpuspec.layers import Layer
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
 from cpuspec.model.cache import BlockAccess, KVCache
+from cpuspec.model.recurrence import LENGTH_EPS
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
 from cpuspec.platform import SYSTEM
@@ -75,6 +77,7 @@ class _Storage:
     memory: U8  # [layers * kv heads, head_bytes]
     address: int
     head_bytes: int
+    recurrent: RecurrentMemory | None  # of layers without keys and values, where there are such
 
 
 class NumbaBackend:
@@ -132,7 +135,9 @@ class NumbaBackend:
         self._partial_bytes = attention.partial_bytes(kv_format.name, c.head_dim)
         partials_at = attention.partials_offset(kv_format.name, c.head_dim)
         queries = MAX_QUERIES + max(attention_plan.TASK_QUERIES, group)
-        self._scratch = aligned_bytes((self.threads, partials_at + queries * self._partial_bytes))
+        self._recurrent = RecurrentLayers(c, self.max_rows) if c.is_recurrent else None
+        scratch_bytes = max(partials_at + queries * self._partial_bytes, self._recurrent.tile_bytes if self._recurrent else 0)
+        self._scratch = aligned_bytes((self.threads, scratch_bytes))
         self._places = np.empty(self.max_rows, layout.PLACE)
         self._logits = np.empty((1, self._num_logits), np.float32)
         self._unheld = getrefcount(self._logits)
@@ -146,8 +151,9 @@ class NumbaBackend:
         self._routing = _Routing(c.experts, self.max_rows) if c.experts else None
         centres = key_centres(c, kv_format, tensors)
         self._writer = _Writer(
-            c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format, centres, self._routing
-        )
+            c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format, centres, self._routing,
+            self._recurrent,
+        )  # fmt: skip
         decode(c, self._writer)
         self._first = dict(self._writer.first)  # rooms that are written before a forward
         self._num_positions = 0  # whose cosines and sines are known
@@ -176,6 +182,7 @@ class NumbaBackend:
         new, c = program.Program(records, self.threads, lists, cuts), self.config
         for field, value in {
             **(self._routing.addresses() if self._routing else {}),
+            **(self._recurrent.addresses() if self._recurrent else {}),
             "places": _at(self._places), "peaks": _at(self._peaks), "picked": addressof(self._picked),
             "tasks": _at(self._tasks), "walked": _at(self._walked), "scratch": _at(self._scratch),
             "partials": _at(self._partials), "max_partials": self._max_partials,
@@ -192,7 +199,7 @@ class NumbaBackend:
 
         def new_storage() -> _Storage:
             memory = paged_bytes((heads, size))
-            return _Storage(memory, _at(memory), size)
+            return _Storage(memory, _at(memory), size, self._recurrent.new_memory() if self._recurrent else None)
 
         def copy_rows(storage: _Storage, rows: I32, first: int) -> None:
             kv_rows.copy_rows(self._kv_format.name, dims, storage.memory, rows, first)
@@ -200,6 +207,12 @@ class NumbaBackend:
         def copy_prefix(source: _Storage, storage: _Storage, length: int) -> None:
             used = kv_rows.head_bytes(self._kv_format.name, dims, length)
             storage.memory[:, :used] = source.memory[:, :used]
+            if storage.recurrent and source.recurrent:
+                storage.recurrent.block[:] = source.recurrent.block
+                storage.recurrent.folded = source.recurrent.folded
+
+        def reach(storage: _Storage, length: int) -> int:
+            return length if storage.recurrent is None or length >= storage.recurrent.folded else 0
 
         stored = stored_bytes(self._kv_format, dims)
 
@@ -208,6 +221,11 @@ class NumbaBackend:
             return chunk[:, : kv_rows.CHUNK * stored], chunk[:, kv_rows.CHUNK * stored :]
 
         # Keys lie in blocks of LANES positions.
+        if self._recurrent:
+            return KVCache(
+                num_slots, capacity, new_storage, copy_rows, copy_prefix, heads * 2 * stored, identity=self._identity, reach=reach,
+                bytes_per_slot=self._recurrent.num_bytes,
+            )  # fmt: skip
         blocks = BlockAccess(kv_rows.CHUNK, simd.LANES, (2, heads), views)
         return KVCache(num_slots, capacity, new_storage, copy_rows, copy_prefix, heads * 2 * stored, blocks, self._identity)
 
@@ -253,11 +271,16 @@ class NumbaBackend:
             batch.both_ways,
             batch.stops_early,
         )
+        if self._recurrent:
+            memories = [memory for slot in lists.slots if (memory := cache.storage(slot).recurrent)]
+            self._recurrent.enter(entered.state, lists.q_start, lengths, memories)
         self._team.run(entered)
         if entered.state["stopped"]:
             raise ForwardStoppedError
         if self._writer.stored:
             self._go_on(entered)
+        if self._recurrent:
+            self._recurrent.commit()
         cache.advance(batch)
         output.weight_bytes = self._matrices.read_bytes(num_logits, int(entered.state["expert_bytes"]))
         if num_logits <= products.BLOCK_ROWS:
@@ -457,7 +480,7 @@ class _Writer:
     def __init__(
         self, config: ModelConfig, max_rows: int, matrices: Mapping[str, PackedTensor | StoredTensor], vectors: Mapping[str, F32],
         orders: Mapping[str, I32], embedding: QuantTensor, kv_format: Format, centres: Mapping[int, F32],
-        routing: "_Routing | None" = None,
+        routing: "_Routing | None" = None, recurrent: RecurrentLayers | None = None,
     ) -> None:  # fmt: skip
         """orders: of inputs, by the name of the matrix that has them so (`QuantTensor.order`)."""
         self.operations: list[tuple[str, dict[str, Any]]] = []
@@ -476,7 +499,8 @@ class _Writer:
         self._orders = {name: np.concatenate([order, _rest(len(order))]) for name, order in orders.items()}
         self.rooms: dict[str, F32] = {}  # by the part of a layer whose result it holds
         self.first: dict[str, tuple[str | None, ...]] = {}  # rooms that are written before a forward, with the norms of their parts
-        self._routing = routing
+        self._routing, self._recurrent = routing, recurrent
+        self._held: list[F32] = []  # arrays that operations have the addresses of
         self._inputs = _room_for_inputs(max_rows, max(m.shape[-1] for m in matrices.values()))
         if routing:  # of experts, whose segments may begin at any row
             widest = max(m.shape[-1] for m in matrices.values() if len(m.shape) == 3)
@@ -573,10 +597,35 @@ class _Writer:
         return _Rows(out)
 
     def convolve(self, layer: Layer, x: _Rows) -> _Rows:
-        raise BackendError(f"layer {layer.index} is recurrent; use the numpy or torch backend")
+        mixer, recurrent = layer.mixer, self._recurrent
+        assert isinstance(mixer, DeltaNet), "the layer is one"
+        assert recurrent, "and the model has memory for it"
+        out = self._rows("convolved", mixer.channels)
+        weights = np.ascontiguousarray(self._vectors[layer.weight("delta_conv")][:, : mixer.taps].T)
+        self._held.append(weights)
+        operands = {
+            "rows": _at(x.numbers), "stride": x.numbers.strides[0], "out": _at(out), "out_stride": out.strides[0],
+            "weights": _at(weights), "channels": mixer.channels, "taps": mixer.taps, **recurrent.offsets(layer, "inputs_at"),
+        }  # fmt: skip
+        self.operations.append(("convolve", operands))
+        return _Rows(out)
 
     def delta_net(self, layer: Layer, qkv: _Rows, beta: _Rows, alpha: _Rows) -> _Rows:
-        raise AssertionError("`convolve` has refused it")
+        mixer, recurrent = layer.mixer, self._recurrent
+        assert isinstance(mixer, DeltaNet), "the layer is one"
+        assert recurrent, "and the model has memory for it"
+        out = self._rows("delta", mixer.value_heads * mixer.value_dims)
+        dt, rates, norm = (self._vectors[layer.weight(f"delta_{part}")] for part in ("dt", "decay", "norm"))
+        operands = {
+            "qkv": _at(qkv.numbers), "stride": qkv.numbers.strides[0], "beta": _at(beta.numbers),
+            "beta_stride": beta.numbers.strides[0], "decays": _at(alpha.numbers), "decays_stride": alpha.numbers.strides[0],
+            "dt": _at(dt), "rates": _at(rates), "out": _at(out), "out_stride": out.strides[0], "norm": _at(norm),
+            "key_heads": mixer.key_heads, "key_dims": mixer.key_dims, "value_heads": mixer.value_heads,
+            "value_dims": mixer.value_dims, "tiled": mixer.tiled, "eps": self._config.norm_eps, "length_eps": LENGTH_EPS,
+            **recurrent.offsets(layer, "state_at", "folded_at", "decays_at", "keys_at", "updates_at"),
+        }  # fmt: skip
+        self.operations += [(name, operands) for name in ("delta_rows", "delta", "delta_norm")]
+        return _Rows(out)
 
     def gate(self, gate: _Rows, up: _Rows | None, activation: str) -> _Rows:
         return _Rows(gate.numbers, None if up is None else up.numbers, activation)
@@ -792,12 +841,17 @@ def _weights_of(tensor: WeightTensor) -> tuple[object, ...]:
 
 def _is_precise(config: ModelConfig, name: str) -> bool:
     """Whether a matrix reads 16-bit activations: the logits', those that read a target's raw outputs, all of a head without layers,
-    and in small models the values' and the MLP's last, where 8 bits cost most (SmolLM2-135M over 512 tokens: mean KL 0.95e-3
-    without, 0.52e-3 with them; a larger model needs neither).
+    those of a recurrent layer's decays and updates, whose errors stay in its state, and in small models the values' and the MLP's
+    last, where 8 bits cost most (SmolLM2-135M over 512 tokens: mean KL 0.95e-3 without, 0.52e-3 with them; a larger model needs
+    neither).
     """
     if config.head and config.head.fuses == "alone":
         return True
-    return name in ("output", "encode", "fuse") or (config.hidden_size < _SMALL and name.endswith((".v", ".down", "_down")))
+    return (
+        name in ("output", "encode", "fuse")
+        or name.endswith((".delta_beta", ".delta_alpha"))
+        or (config.hidden_size < _SMALL and name.endswith((".v", ".down", "_down")))
+    )
 
 
 def _room_for_inputs(rows: int, features: int) -> dict[str, U8]:

@@ -55,6 +55,11 @@ PAIR = _words("row", "block", "block_rows")
 # The pairs of one expert, from the first on.
 SEGMENT = _words("expert", "first", "rows")
 
+# One sequence of a forward over a model with recurrent layers (`recurrent`). source, target: addresses of the memory that its slot
+# has of these layers, and that it will have. length: tokens that it holds; row, end_row: its rows; fold: where states are folded;
+# recorded: the first token whose row is kept.
+SEQUENCE = _words("source", "target", "length", "row", "end_row", "fold", "recorded")
+
 # `forward.enter` writes the first part for each call; addresses are of arrays that stay.
 STATE = _record(
     num_rows=_I64,
@@ -95,6 +100,9 @@ STATE = _record(
     num_pairs=_I64,
     of_expert=to(_I64),  # [experts]: to count with
     expert_bytes=_I64,  # of weights of experts that the forward has read
+    sequences=to(SEQUENCE),  # where there are recurrent layers
+    num_sequences=_I64,
+    sequence_of=to(_I64),  # [rows]
 )
 
 # The notes of `Program.enter` on a forward begin with this record. `logits` and `kept` are addresses of numpy objects, not of their
@@ -113,6 +121,16 @@ TENSOR = _words(
 # Activations in one order that "gather" copies. bytes: of a row's group. apart: not 0 where they are numbers [input][row]; padded:
 # and so are those that fill up the last group.
 COPY = _words("source", "to", "bytes", "apart", "padded")
+
+# The gated delta rule. decays: rows of alpha at first; rates: below 0, what a step is multiplied with; the last fields: where a
+# layer's states, what they cover and the rings begin in a slot's memory.
+_DELTA = _record(
+    **dict.fromkeys(("qkv", "stride", "beta", "beta_stride", "decays", "decays_stride", "dt", "rates", "out", "out_stride"), _I64),
+    **dict.fromkeys(("norm", "key_heads", "key_dims", "value_heads", "value_dims", "tiled"), _I64),
+    **dict.fromkeys(("state_at", "folded_at", "decays_at", "keys_at", "updates_at"), _I64),
+    eps=_F32,
+    length_eps=_F32,
+)
 
 # Operands by operation, in the order of their numbers.
 OPERANDS: Mapping[str, _DType] = MappingProxyType(
@@ -189,9 +207,16 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             weights_stride=_I64,
             scale=_F32,
         ),
+        # weights: f32 [taps][channels]; inputs_at: of their ring in a slot's memory of recurrent layers
+        "convolve": _words("rows", "stride", "out", "out_stride", "weights", "channels", "taps", "inputs_at"),
+        "delta_rows": _DELTA,
+        "delta": _DELTA,
+        "delta_norm": _DELTA,
     }
 )
-EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, KEEP, PICK, NORM, ROUTE, GATHER, COMBINE = range(len(OPERANDS))
+EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, KEEP, PICK, NORM, ROUTE, GATHER, COMBINE, CONVOLVE, DELTA_ROWS, DELTA, DELTA_NORM = (
+    range(len(OPERANDS))
+)
 OPERATION: _DType = np.dtype(
     {
         "names": ["number", *OPERANDS],

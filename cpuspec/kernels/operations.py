@@ -25,6 +25,7 @@ from cpuspec.kernels.pointwise import (
     subtract,
 )
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS
+from cpuspec.kernels.recurrent import convolve, delta, delta_norm, delta_rows, num_convolved
 from cpuspec.kernels.sharing import PIECES, part_of_row, parts_of_row, piece, share, take
 from cpuspec.kernels.simd import emitted
 from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
@@ -341,6 +342,14 @@ def _num_items(op, state, threads):
         return min(1, state.num_picked)
     if op.number == layout.GATHER:  # one row's activations are read where they are
         return state.num_rows * op.gather.used if state.num_rows > 1 else 0
+    if op.number == layout.CONVOLVE:
+        return num_convolved(op.convolve, state)
+    if op.number == layout.DELTA_ROWS:
+        return state.num_rows * op.delta_rows.key_heads
+    if op.number == layout.DELTA:
+        return state.num_sequences * op.delta.value_heads * (op.delta.value_dims // simd.LANES)
+    if op.number == layout.DELTA_NORM:
+        return state.num_rows * op.delta_norm.value_heads
     if op.number == layout.COMBINE:
         return state.num_rows * parts_of_row(op.combine.features, state.num_rows, threads)
     return state.num_rows
@@ -365,6 +374,12 @@ def _do(op, state, threads, item):
         route(op.route, state, item)
     elif op.number == layout.GATHER:
         gather(op.gather, state, item)
+    elif op.number == layout.CONVOLVE:
+        convolve(op.convolve, state, item)
+    elif op.number == layout.DELTA_ROWS:
+        delta_rows(op.delta_rows, state, item)
+    elif op.number == layout.DELTA_NORM:
+        delta_norm(op.delta_norm, item)
     elif op.number == layout.COMBINE:
         _combine(op.combine, state, threads, item)
     else:
@@ -377,6 +392,8 @@ def _take_part(job, number, items, threads, thread):
     op, state, counter = job.operations[number], job.state, job.counters + 8 * number
     if op.number == layout.LINEAR:
         return _linear(op.linear, state, counter, 8 * job.num_operations, threads, thread)
+    if op.number == layout.DELTA:
+        return delta(op.delta, state, counter, items, thread)
     if op.number == layout.ATTEND:
         return _attend(op.attend, state, counter, threads, thread)
     count = max(1, items // (threads * 4 if op.number == layout.ROTATE else threads * 16))
