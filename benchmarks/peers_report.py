@@ -1,4 +1,4 @@
-"""What `peers.py` makes of its samples: medians, ratios round by round, and the tables it prints."""
+"""Figures that `peers.py` computes from its samples: medians, ratios round by round, and the tables that it prints."""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What teams of threads on machines that are not at hand would make of a model: a simulation of how they share out a forward.
+"""Simulates how teams of threads on other machines share out a forward, and the speed that follows.
 
     python benchmarks/predict_threads.py qwen2.5-coder-1.5b-instruct --cores 8 --cores 6+8x0.45 --cores 64 --bandwidth 300
 

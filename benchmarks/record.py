@@ -1,4 +1,4 @@
-"""What every file in `results/` begins with: what was run, when, on what, how busy that was. Then come a benchmark's own figures.
+"""The common head of all files in `results/`: command, date, machine, load. A benchmark's own figures follow it.
 
 A benchmark that compares engines has them as `figures`: {figure with its unit: {engine: spread}}, and beside them `instructions`:
 {engine: the instruction set that cpuspec uses, or that the peer is built for}. `peers.py` has both in `instruction_sets`, by the

@@ -1,6 +1,6 @@
-"""The parts of the report: what each says of the results on file, in texts, tables and plots, or which command would make them.
+"""The parts of the report: texts, tables and plots of the results on file.
 
-Every part takes the results, the newest first, and returns its blocks; none of them is the same as no result.
+Every part takes the results, the newest first, and returns its blocks. An empty list means that no result is on file.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +66,7 @@ Block = str | Table | Plot
 
 @dataclass(frozen=True)
 class Part:
-    """A chapter. make: the blocks of what is on file. commands: what makes results for it."""
+    """A chapter. make: returns its blocks. commands: the commands that make results for it."""
 
     title: str
     commands: Sequence[str]
@@ -183,7 +183,7 @@ def row_costs(results: Sequence[Result], runs: Sequence[Recording]) -> list[Bloc
 
 
 def acceptance(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
-    """How far drafts are accepted, position by position and level by level."""
+    """The share of drafted tokens that was accepted, by position and level."""
     blocks: list[Block] = []
     for number, (head, sets) in enumerate(_chains(results)):
         panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -213,7 +213,7 @@ def acceptance(results: Sequence[Result], runs: Sequence[Recording]) -> list[Blo
 
 
 def trainings(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
-    """How heads learned: what held-back answers accepted, against tokens and minutes."""
+    """The training of heads: acceptance on held-back answers, over tokens and minutes."""
     blocks: list[Block] = []
     for number, result in enumerate(_newest_of_model(results, "training")):
         panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -237,7 +237,7 @@ def trainings(results: Sequence[Result], runs: Sequence[Recording]) -> list[Bloc
 
 
 def memory(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
-    """What levels hold, and what a process takes at its peak."""
+    """The memory of the levels, and a process's peak."""
     blocks: list[Block] = []
     panels: dict[str, dict[str, plots.Bar]] = {}
     for result in _newest_chains(results):
@@ -257,7 +257,7 @@ def memory(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
 
 
 def quality(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
-    """What quantized arithmetic loses, and whether answers stay the same."""
+    """The loss by quantized arithmetic."""
     rows = [
         [
             f"{one['model']}, {one['backend']}, {one['num_tokens']} tokens of {one['text']}",
@@ -279,7 +279,7 @@ def quality(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]
 
 
 def formats(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
-    """What a model's bits cost: divergence from a reference on file, perplexity, by bits per weight."""
+    """Divergence from a reference, and perplexity, by bits per weight."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     rows = []
     for one in _of(results, "kl"):
@@ -303,7 +303,7 @@ def formats(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]
 
 
 def tasks(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
-    """Right answers, by speed and by bits, and what they cost: of tasks, and of the four arms."""
+    """Right answers by speed, and their cost: of tasks, and of the four arms."""
     listed = [(one, one, "") for one in _of(results, "task") if "bits_per_weight" in one]
     listed += [
         (one, task | {"bits_per_weight": arm["bits_per_weight"], "draft": arm["draft"]}, f", {arm['arm']}")
@@ -363,7 +363,7 @@ def elsewhere(results: Sequence[Result], runs: Sequence[Recording]) -> list[Bloc
 
 
 def identity(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
-    """Greedy ids whatever drafts, threads, batches."""
+    """Prompts whose greedy ids stay the same, by drafts, threads and batches."""
     rows = [
         [f"{one['model']}: {arm['arm']}", f"{arm['identical_prompts']} of {one['prompts']}", _accepted(arm)]
         for one in _newest_of_model(results, "identity")

@@ -3,7 +3,7 @@
     python tools/make_readme_tables.py            rewrite the text between the markers
     python tools/make_readme_tables.py --check    exit 1 if that text is not what the results say
 
-What every file holds is told in `benchmarks/record.py`. Where two files have one figure of a model, the newer one counts.
+`benchmarks/record.py` describes the files. Where two files have the same figure of a model, the newer one counts.
 """
 
 import argparse
@@ -26,7 +26,7 @@ OWN = "cpuspec"
 _COUNTING = ("identity", "certificates", "served_identity", "quantize", "training")
 
 Result = Mapping[str, Any]
-Cell = Callable[[Result], str | None]  # what a file says in a row of the table; None: nothing
+Cell = Callable[[Result], str | None]  # a file's text in a row of the table; None if it has none
 
 
 def main() -> int:
