@@ -29,6 +29,7 @@ from cpuspec.evaluate.certify import file_identity
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
 from cpuspec.metrics import read_bandwidth
+from cpuspec.model.recurrence import state_numbers
 
 
 @exit_codes()
@@ -225,7 +226,8 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
         if checkpoint.prediction_layers
         else None,
         "kv_format": kv_format.name,
-        "kv_bytes_per_token": 2 * config.num_layers * config.num_kv_heads * stored_bytes(kv_format, config.head_dim),
+        "state_bytes_per_sequence": 4 * state_numbers(config, 32),  # with the rows that `kernels.recurrent` keeps
+        "kv_bytes_per_token": 2 * config.num_attention_layers * config.num_kv_heads * stored_bytes(kv_format, config.head_dim),
         "read_bytes_per_token": read_bytes,
         "processor": isa.describe(),
         "threads": threads,
@@ -333,6 +335,11 @@ def show_model(report: Report) -> None:
         ("size", f"{size(report['bytes'])}, {report['bits_per_weight']:.2f} bits per weight"),
         *_prediction(report["prediction"]),
         ("keys and values", f"{size(report['kv_bytes_per_token'])} per token of context, in {report['kv_format']}"),
+        *(
+            [("recurrent state", f"{size(report['state_bytes_per_sequence'])} per sequence, however long it is")]
+            if report["state_bytes_per_sequence"]
+            else []
+        ),
         ("processor", report["processor"]),
         ("memory", f"reads {per_second} with {report['threads']} threads (estimated in about a second)"),
         (
