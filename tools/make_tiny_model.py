@@ -44,6 +44,46 @@ SHAPES: Mapping[str, ModelConfig] = {
     "qwen3-30b-a3b": ModelConfig(
         "qwen3moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e-6, 1e6, qk_norm=True, experts=Experts(128, 8, 768)
     ),
+    "qwen3.5-4b": ModelConfig(
+        "qwen35",
+        248320,
+        2560,
+        9216,
+        32,
+        16,
+        4,
+        256,
+        262144,
+        1e-6,
+        1e7,
+        qk_norm=True,
+        tied_embeddings=True,
+        rope_dims=64,
+        gated_attention=True,
+        recurrent=DeltaNet(16, 128, 32, 128, tiled=True),
+        layer_recurrent=(True, True, True, False) * 8,
+    ),
+    "qwen3.5-35b-a3b": ModelConfig(
+        "qwen35moe",
+        248320,
+        2048,
+        512,
+        40,
+        16,
+        2,
+        256,
+        262144,
+        1e-6,
+        1e7,
+        qk_norm=True,
+        rope_dims=64,
+        gated_attention=True,
+        recurrent=DeltaNet(16, 128, 32, 128, tiled=True),
+        layer_recurrent=(True, True, True, False) * 10,
+        experts=Experts(256, 8, 512),
+        shared_size=512,
+        shared_gate=True,
+    ),
     "gpt-oss-20b": ModelConfig(
         "gpt-oss",
         201088,
@@ -106,7 +146,7 @@ def shape_of(name: str, num_layers: int | None = None) -> ModelConfig:
     """One of SHAPES, cut to its first layers where a number is given."""
     config = SHAPES[name]
     count = config.num_layers if num_layers is None else num_layers
-    return replace(config, num_layers=count, layer_windows=config.layer_windows[:count])
+    return config.with_layers(range(count))
 
 
 def make_vocabulary(vocab_size: int) -> TinyVocabulary:

@@ -78,6 +78,8 @@ def test_known_shapes_have_the_parameters_of_their_names():
         "qwen3-1.7b": 1721,
         "qwen3-30b-a3b": 30532,
         "gpt-oss-20b": 20915,
+        "qwen3.5-4b": 4206,
+        "qwen3.5-35b-a3b": 34661,
     }
     for name, config in SHAPES.items():
         count = sum(math.prod(shape) for shape in tensor_shapes(config).values())
