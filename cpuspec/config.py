@@ -204,6 +204,7 @@ class DeltaNet:
 
     projections = ("delta_qkv", "delta_gate", "delta_beta", "delta_alpha")
     output = "delta_o"
+    convolution = "delta_conv"
 
     @property
     def key_head_of_values(self) -> list[int]:
@@ -224,6 +225,99 @@ class DeltaNet:
             "delta_alpha": (*heads, hidden), "delta_conv": (self.channels, self.taps), "delta_dt": heads, "delta_decay": heads,
             "delta_norm": (self.value_dims,), "delta_o": (hidden, values),
         }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """LFM2's mixer: c * conv(b * x), each of b, c and x a product of the row, then a product.
+
+    taps: rows that the causal convolution reads, the row's own included. channels: numbers of a row.
+    """
+
+    channels: int
+    taps: int = 3
+
+    projections = ("conv_b", "conv_c", "conv_x")
+    output = "conv_out"
+    convolution = "short_conv"
+
+    def __post_init__(self) -> None:
+        if not _fits(partial(whole, low=2, high=16), self.taps):
+            raise ConfigError(f"short convolution: taps must be an integer from 2 to 16, got {_shown(self.taps)}")
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each of its tensors, by part."""
+        square: tuple[int, ...] = (hidden, hidden)
+        return {**dict.fromkeys((*self.projections, self.output), square), "short_conv": (hidden, self.taps)}
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """A mixer that keeps a matrix S for each head: Mamba-2 (arXiv 2405.21060).
+
+    key_heads, key_dims: groups, each with a B and a C of so many numbers; value_heads, value_dims: heads of x, neighbours of which
+    share a group. With a step of each head: S = exp(step A) S + B (step x)^T, and S^T C + D x, times silu(z), then an RMS norm over
+    each group's part if it is `normed`.
+    taps: rows that the causal convolution over x, B and C reads; bias: whether it has biases. least_step: what steps are at least.
+    """
+
+    key_heads: int
+    key_dims: int
+    value_heads: int
+    value_dims: int
+    taps: int = 4
+    bias: bool = True
+    normed: bool = True
+    least_step: float = 0.0
+
+    projections = ("ssm_z", "ssm_xbc", "ssm_dt")
+    output = "ssm_out"
+    convolution = "ssm_conv"
+
+    def __post_init__(self) -> None:
+        limits = {"key_heads": 1 << 12, "key_dims": 1 << 10, "value_heads": 1 << 12, "value_dims": 1 << 10}
+        for name, limit in limits.items():
+            if not _fits(partial(whole, low=1, high=limit), getattr(self, name)):
+                raise ConfigError(f"Mamba-2: {name} must be an integer from 1 to {limit}, got {_shown(getattr(self, name))}")
+        if not _fits(partial(whole, low=2, high=16), self.taps):
+            raise ConfigError(f"Mamba-2: taps must be an integer from 2 to 16, got {_shown(self.taps)}")
+        if self.value_heads % self.key_heads:
+            raise ConfigError(f"Mamba-2: {self.value_heads} heads are no multiple of {self.key_heads} groups")
+        if self.key_dims % 16 or self.value_dims % 16:
+            raise ConfigError(f"Mamba-2: heads of {self.value_dims} and states of {self.key_dims}; wanted multiples of 16")
+        if not _fits(partial(number, low=0, high=1), self.least_step):
+            raise ConfigError(f"Mamba-2: least_step must be a number from 0 to 1, got {_shown(self.least_step)}")
+
+    @property
+    def key_head_of_values(self) -> list[int]:
+        """Of each head its group."""
+        return [i // (self.value_heads // self.key_heads) for i in range(self.value_heads)]
+
+    @property
+    def inner(self) -> int:
+        """Numbers of all heads."""
+        return self.value_heads * self.value_dims
+
+    @property
+    def channels(self) -> int:
+        """Numbers that the convolution goes over: those of x, B and C, in this order."""
+        return self.inner + 2 * self.key_heads * self.key_dims
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each of its tensors, by part. ssm_a: A itself, below 0."""
+        heads = (self.value_heads,)
+        found: dict[str, tuple[int, ...]] = {
+            "ssm_z": (self.inner, hidden), "ssm_xbc": (self.channels, hidden), "ssm_dt": (*heads, hidden), "ssm_dt_bias": heads,
+            "ssm_conv": (self.channels, self.taps), "ssm_a": heads, "ssm_d": heads, "ssm_out": (hidden, self.inner),
+        }  # fmt: skip
+        if self.bias:
+            found["ssm_conv_bias"] = (self.channels,)
+        if self.normed:
+            found["ssm_norm"] = (self.inner,)
+        return found
+
+
+Recurrent = DeltaNet | ShortConv | Mamba2
 
 
 # min(gate, LIMIT) * sigmoid(ALPHA * min(gate, LIMIT)) * (up clamped to +-LIMIT, + 1): the activation "swiglu_oai" of gpt-oss.
@@ -269,7 +363,7 @@ class HeadConfig:
 
 
 # Fields of ModelConfig that have an entry for each layer, or none.
-_PER_LAYER = ("layer_windows", "layer_ropes", "layer_experts", "layer_recurrent")
+_PER_LAYER = ("layer_windows", "layer_ropes", "layer_experts", "layer_recurrent", "layer_feeds")
 
 
 @dataclass(frozen=True)
@@ -279,8 +373,8 @@ class ModelConfig:
     architecture: the name of its family; nothing is computed by it.
     norms: where a branch (attention, MLP) has norms: "before", "after" (of its output) or "both". norm_kind: "rms", or "layer"
     (mean and variance); norm_bias: whether those have biases.
-    activation: of the gate in the MLP, "silu", "gelu_tanh" or "swiglu_oai", which clamps gate and up (`SWIGLU_ALPHA`). gated:
-    whether there is one; else it is of the MLP's inside itself.
+    activation: of the gate in the MLP, "silu", "gelu_tanh", "relu2" (the square of what is above 0) or "swiglu_oai", which clamps
+    gate and up (`SWIGLU_ALPHA`). gated: whether there is one; else it is of the MLP's inside itself.
     mlp_bias: whether its matrices have biases. parallel: attention and MLP read the same norm, and are both added to its input.
     embedding_scale: factor of the embedded tokens. query_scale: factor of attention scores, None for 1 / sqrt(head_dim).
     sinks: each query head has a score of its own that softmax counts and no value belongs to.
@@ -298,6 +392,9 @@ class ModelConfig:
     residual_scale: factor of every branch. logit_scale: of logits.
     gated_attention: whether the sigmoid of numbers made like queries weighs attention's results, number by number.
     recurrent: the mixer of layers without attention; layer_recurrent: for each layer whether it has that; empty for no layer.
+    beside: every layer has it beside attention; both read one norm and are added to its input.
+    layer_feeds: of a model whose layers are one branch each, for each layer whether it is the feed-forward part, else it is its
+    mixer; empty for layers of both.
     """
 
     architecture: str
@@ -344,13 +441,15 @@ class ModelConfig:
     query_growth_length: int = 0
     sinks: bool = False
     gated_attention: bool = False
-    recurrent: DeltaNet | None = None
+    recurrent: Recurrent | None = None
     layer_recurrent: tuple[bool, ...] = ()
+    beside: bool = False
+    layer_feeds: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         choices = {
             "norms": ("before", "after", "both"),
-            "activation": ("silu", "gelu_tanh", "swiglu_oai"),
+            "activation": ("silu", "gelu_tanh", "swiglu_oai", "relu2"),
             "norm_spans": ("head", "row"),
             "norm_kind": ("rms", "layer"),
         }
@@ -360,7 +459,6 @@ class ModelConfig:
         limits = {
             "vocab_size": 1 << 24,
             "hidden_size": 1 << 17,
-            "intermediate_size": 1 << 20,
             "num_layers": 1 << 12,
             "num_heads": 1 << 12,
             "num_kv_heads": 1 << 12,
@@ -380,6 +478,8 @@ class ModelConfig:
         for name in ("rope_base", "local_rope_base"):
             if not _fits(partial(number, above=1, high=1e15), getattr(self, name)):
                 raise ConfigError(f"{name} is {_shown(getattr(self, name))}, wanted a number above 1, at most 1e15")
+        if not _fits(partial(whole, low=0 if self.layer_feeds else 1, high=1 << 20), self.intermediate_size):
+            raise ConfigError(f"intermediate_size must be an integer from 1 to {1 << 20}, got {_shown(self.intermediate_size)}")
         for name, limit in (("rope_dims", self.head_dim), ("shared_size", 1 << 20)):
             if not _fits(partial(whole, low=0, high=limit), getattr(self, name)) or (name == "rope_dims" and self.rope_dims % 2):
                 raise ConfigError(f"{name} must be an integer from 0 to {limit}, got {_shown(getattr(self, name))}")
@@ -404,14 +504,23 @@ class ModelConfig:
                 raise ConfigError(f"layer_windows must be integers from 0 to {_LONGEST_CONTEXT}, got {_shown(window)}")
         if unknown := set(self.layer_ropes) - {"global", "local", "none"}:
             raise ConfigError(f"layer_ropes are global, local or none, got {_shown(min(unknown))}")
+        self._check_mixers()
+
+    def _check_mixers(self) -> None:
+        if (self.beside or self.layer_feeds) and (self.parallel or self.head or self.norms != "before"):
+            raise ConfigError('beside and layer_feeds are supported with norms "before", in models that are no heads')
+        if self.beside and (not isinstance(self.recurrent, Mamba2) or self.layer_recurrent or self.layer_feeds):
+            raise ConfigError("beside needs a Mamba-2 mixer, in a model whose layers all have attention")
+        if any(recurs and feeds for recurs, feeds in zip(self.layer_recurrent, self.layer_feeds, strict=False)):
+            raise ConfigError("a layer of one branch is a mixer or a feed-forward part; layer_recurrent and layer_feeds name one")
 
     def _check_combinations(self) -> None:
         if self.norm_kind == "layer" and (self.norms != "before" or self.qk_norm or self.experts):
             raise ConfigError('norm_kind "layer" is supported for norms before dense branches; wanted rms for any other')
         if self.norm_bias and self.norm_kind != "layer":
             raise ConfigError('norm_bias needs norm_kind "layer"')
-        if (self.parallel or not self.gated) and (self.experts or self.head):
-            raise ConfigError("parallel branches and an MLP without a gate are supported in dense models that are no heads")
+        if (self.parallel and self.experts) or ((self.parallel or not self.gated) and self.head):
+            raise ConfigError("parallel branches and an MLP without a gate are supported in models that are no heads")
         if self.activation == "swiglu_oai" and not self.gated:
             raise ConfigError('activation "swiglu_oai" is of a gate and what it gates; wanted gated')
         if self.parallel and self.norms != "before":
@@ -420,8 +529,6 @@ class ModelConfig:
             raise ConfigError("rotates_first needs norms of the heads of queries and keys")
         if self.layer_recurrent and (self.recurrent is None or self.parallel or (self.head and any(self.layer_recurrent))):
             raise ConfigError("layer_recurrent needs a recurrent mixer, in a model that is no head and has no parallel branches")
-        if all(self.layer_recurrent) and self.layer_recurrent:
-            raise ConfigError("every layer is recurrent; wanted one with attention at least")
         length = self.query_growth_length
         if not _fits(partial(number, low=0, high=100), self.query_growth) or (
             self.query_growth and not _fits(partial(whole, low=1, high=_LONGEST_CONTEXT), length)
@@ -437,12 +544,12 @@ class ModelConfig:
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer keeps a state instead of keys and values."""
-        return any(self.layer_recurrent)
+        return self.beside or any(self.layer_recurrent)
 
     @property
     def num_attention_layers(self) -> int:
         """How many layers keep keys and values."""
-        return self.num_layers - sum(self.layer_recurrent)
+        return self.num_layers - sum(self.layer_recurrent) - sum(self.layer_feeds)
 
     @property
     def num_logits(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.config import DeltaNet, Experts, ModelConfig, Rope
+from cpuspec.config import Experts, Mamba2, ModelConfig, Recurrent, Rope
 
 I32 = NDArray[np.int32]
 
@@ -68,7 +68,7 @@ class Attention:
 
 
 # Parts of a layer that mix rows: each says its `tensors`, its `projections` and its `output` matrix.
-Mixer = Attention | DeltaNet
+Mixer = Attention | Recurrent
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class FeedForward:
 class Layer:
     """One layer.
 
+    mixer, feed: its branches, one of which may be missing. beside: a recurrent mixer beside attention, of the same norm.
     state_index: its place among the layers that keep the same kind of state: keys and values, or that of a recurrence.
     normed_before, normed_after: whether branches have norms of their inputs, and of their outputs. norm_bias: whether those have
     biases. parallel: both branches read one norm and are added to its input.
@@ -98,12 +99,18 @@ class Layer:
 
     index: int
     state_index: int
-    mixer: Mixer
-    feed: FeedForward
+    mixer: Mixer | None
+    feed: FeedForward | None
     normed_before: bool
     normed_after: bool
     norm_bias: bool = False
     parallel: bool = False
+    beside: Mamba2 | None = None
+
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """The mixer that keeps a state, of a layer that has one."""
+        return self.beside if self.beside or self.mixer is None or isinstance(self.mixer, Attention) else self.mixer
 
     @property
     def attention(self) -> Attention:
@@ -117,24 +124,26 @@ class Layer:
 
     def tensors(self, hidden: int) -> dict[str, Shape]:
         """The shape of each of its tensors, by part. hidden: numbers of a row."""
-        feed, experts = self.feed, self.feed.experts
+        feed, experts = self.feed, self.feed and self.feed.experts
         found: dict[str, Shape] = {"attn_norm": (hidden,)} if self.normed_before else {}
-        found |= self.mixer.tensors(hidden)
-        if self.normed_before and not self.parallel:
+        for mixer in (self.mixer, self.beside):
+            found |= mixer.tensors(hidden) if mixer else {}
+        if self.normed_before and not self.parallel and self.mixer and feed:
             found["mlp_norm"] = (hidden,)
         if self.norm_bias:
             found |= {f"{name}_bias": (hidden,) for name in ("attn_norm", "mlp_norm") if name in found}
-        if experts:
+        if feed and experts:
             of_all, size = (experts.count,), experts.size
             found["router"] = (*of_all, hidden)
             if experts.shifted:
                 found["router_shift"] = of_all
-            found |= {"expert_gate": (*of_all, size, hidden), "expert_up": (*of_all, size, hidden)}
+            found |= {"expert_gate": (*of_all, size, hidden)} if feed.gated else {}
+            found["expert_up"] = (*of_all, size, hidden)
             found["expert_down"] = (*of_all, hidden, size)
             if experts.bias:
                 found |= {"router_bias": of_all, "expert_gate_bias": (*of_all, size), "expert_up_bias": (*of_all, size)}
                 found["expert_down_bias"] = (*of_all, hidden)
-        if feed.size:
+        if feed and feed.size:
             prefix = "shared_" if experts else ""
             if feed.gated:
                 found[f"{prefix}gate"] = (feed.size, hidden)
@@ -171,13 +180,15 @@ def layers_of(config: ModelConfig) -> list[Layer]:
     kinds = c.layer_ropes or ("global",) * c.num_layers
     mixtures = c.layer_experts or (c.experts is not None,) * c.num_layers
     dense = FeedForward(c.activation, c.intermediate_size, gated=c.gated, bias=c.mlp_bias)
-    mixture = FeedForward(c.activation, c.shared_size, c.experts, c.shared_gate)
+    mixture = FeedForward(c.activation, c.shared_size, c.experts, c.shared_gate, c.gated)
     scale = 1 / math.sqrt(c.head_dim) if c.query_scale is None else c.query_scale
     norm = c.norm_spans if c.qk_norm else ""
 
     recurs = c.layer_recurrent or (False,) * c.num_layers
 
-    def mixer(i: int) -> Mixer:
+    def mixer(i: int) -> Mixer | None:
+        if c.layer_feeds and c.layer_feeds[i]:
+            return None
         if recurs[i] and c.recurrent:
             return c.recurrent
         rope = ropes[kinds[i]]
@@ -187,19 +198,17 @@ def layers_of(config: ModelConfig) -> list[Layer]:
             c.qkv_bias, c.o_bias, of_queries, c.rotates_first, c.sinks, c.gated_attention,
         )  # fmt: skip
 
-    return [
-        Layer(
-            i,
-            recurs[:i].count(recurs[i]),
-            mixer(i),
-            mixture if mixtures[i] else dense,
-            c.norms != "after",
-            c.norms != "before",
-            c.norm_bias,
-            c.parallel,
-        )
-        for i in range(c.num_layers)
-    ]
+    def feed(i: int) -> FeedForward | None:
+        return None if c.layer_feeds and not c.layer_feeds[i] else mixture if mixtures[i] else dense
+
+    beside = c.recurrent if c.beside and isinstance(c.recurrent, Mamba2) else None
+    found: list[Layer] = []
+    for i in range(c.num_layers):
+        one = mixer(i)
+        alike = sum(isinstance(layer.mixer, Attention) == isinstance(one, Attention) for layer in found if layer.mixer)
+        normed = c.norms != "after", c.norms != "before", c.norm_bias
+        found.append(Layer(i, alike, one, feed(i), *normed, c.parallel, beside))
+    return found
 
 
 def attention_layers(config: ModelConfig) -> list[Layer]:

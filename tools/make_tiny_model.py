@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpuspec.checkpoints.canonical import GGUF, HF, file_names
-from cpuspec.checkpoints.checkpoint import tensor_shapes
-from cpuspec.checkpoints.families import FAMILIES, layer_flags
+from cpuspec.checkpoints.canonical import GGUF, HF, file_names, file_shape
+from cpuspec.checkpoints.checkpoint import is_matrix, tensor_shapes
+from cpuspec.checkpoints.families import FAMILIES, Family, layer_flags
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
-from cpuspec.config import DeltaNet, Experts, ModelConfig, RopeScaling
+from cpuspec.checkpoints.recurrent import gguf_entries
+from cpuspec.config import DeltaNet, Experts, Mamba2, ModelConfig, RopeScaling, ShortConv
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32, U8
 
@@ -41,6 +42,23 @@ SHAPES: Mapping[str, ModelConfig] = {
     "qwen2.5-7b": ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 32768, 1e-6, 1e6, qkv_bias=True),
     "qwen3-0.6b": ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 40960, 1e-6, 1e6, qk_norm=True, tied_embeddings=True),
     "qwen3-1.7b": ModelConfig("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 40960, 1e-6, 1e6, qk_norm=True, tied_embeddings=True),
+    "lfm2.5-1.2b": ModelConfig(
+        "lfm2",
+        65536,
+        2048,
+        8192,
+        16,
+        32,
+        8,
+        64,
+        128000,
+        1e-5,
+        1e6,
+        qk_norm=True,
+        tied_embeddings=True,
+        recurrent=ShortConv(2048),
+        layer_recurrent=tuple(i not in (2, 5, 8, 10, 12, 14) for i in range(16)),
+    ),
     "qwen3-30b-a3b": ModelConfig(
         "qwen3moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e-6, 1e6, qk_norm=True, experts=Experts(128, 8, 768)
     ),
@@ -228,12 +246,15 @@ def tiny_config(
     router: Mapping[str, Any] = MappingProxyType({}),
     qk_norm: bool | None = None,
     delta: DeltaNet | None = None,
+    mixers: tuple[str, ...] = (),
+    mamba2: Mamba2 | None = None,
 ) -> ModelConfig:
     """A small ModelConfig; biases default to what the architecture has, and the default sizes suit every format.
 
     num_experts to router: of families with experts; dense_layers: those that have none; shared_size: of the part beside them;
     router: fields of `Experts`.
     A Granite has factors that matter. delta: of families with gated delta nets, in all layers but each fourth (or the last).
+    mixers: of layers in families that have others than attention, by default one of each kind in turns; mamba2: their settings.
     window: of all layers, or in a Gemma of each layer but every second; it defaults to 8 in a Gemma and else to none. Gemma 2's
     softcaps are small enough to matter.
     """
@@ -248,6 +269,7 @@ def tiny_config(
     if architecture == "hunyuan-moe":
         shared_size = expert_size  # in every model
     every = family.unrotated_every or num_layers + 1
+    recurrent = _recurrent(family, hidden_size, num_layers, mixers, mamba2)
     mixture: dict[str, Any] = {}
     if family.experts is not None:
         layers = tuple(i not in dense_layers for i in range(num_layers))
@@ -257,7 +279,7 @@ def tiny_config(
                     **{"count": num_experts, "used": num_used, "size": expert_size},
                     "normalised": family.gguf_defaults.get("expert_weights_norm", True),
                     "score": family.hf_defaults.get("score_function", "softmax"),
-                    "shifted": family.hf_defaults.get("moe_router_enable_expert_bias", False),
+                    "shifted": any(family.hf_defaults.get(key) for key in ("moe_router_enable_expert_bias", "use_expert_bias")),
                     **family.experts,
                     **router,
                 }
@@ -291,11 +313,7 @@ def tiny_config(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
         num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         context_length=context_length,
         norm_eps=1e-6,
         rope_base=rope_base,
@@ -306,19 +324,48 @@ def tiny_config(
         rope_dims=rope_dims,
         query_growth=query_growth,
         query_growth_length=((rope_scaling and rope_scaling.original_context_length) or context_length) if query_growth else 0,
-        tied_embeddings=tied,
+        tied_embeddings=tied and not family.folds_multipliers,
         **scales,
         attention_softcap=2.0 if architecture == "gemma2" else 0.0,
         logit_softcap=3.0 if architecture == "gemma2" else 0.0,
         **layer_flags(
             size,
             slides,
-            slides if family.turns_in_windows and size else [(i + 1) % every != 0 for i in range(num_layers)],
+            slides
+            if family.turns_in_windows and size
+            else [(i + 1) % every != 0 and not (family.has_scales and family.recurrent) for i in range(num_layers)],
             has_local_rope=family.has_local_rope,
         ),
         **mixture,
+        **(
+            {"intermediate_size": intermediate_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+            | recurrent
+        ),
         **{"qk_norm": family.hf_defaults.get("use_qk_norm", False) if qk_norm is None else qk_norm, **family.flags},
     )
+
+
+def _recurrent(family: Family, hidden_size: int, num_layers: int, mixers: tuple[str, ...], mamba2: Mamba2 | None) -> dict[str, Any]:
+    """Arguments of ModelConfig for the mixers of a family; none for one of attention alone."""
+    if not family.recurrent:
+        return {}
+    turns = {
+        "short_conv": ("short_conv", "attention"), "both": ("both",), "mamba2": ("mamba2", "attention"),
+        "mamba2 alone": ("mamba2",), "mamba2 and feed": ("mamba2", "none", "attention", "none"),
+    }  # fmt: skip
+    kind = family.recurrent
+    if family.single:
+        kind += " and feed" if "up" in family.layer_names else " alone"
+    chosen = mixers or tuple(turns[kind][i % len(turns[kind])] for i in range(num_layers))
+    recurs, mixer = tuple(one in ("short_conv", "mamba2") for one in chosen), mamba2 or Mamba2(2, 32, 8, 64, normed=kind != "both")
+    found: dict[str, Any] = {"layer_recurrent": recurs} if any(recurs) else {}
+    if any(recurs) or "both" in chosen:
+        found |= {"recurrent": ShortConv(hidden_size) if kind == "short_conv" else mixer, "beside": "both" in chosen}
+    if family.single:
+        found["layer_feeds"] = tuple(one == "none" for one in chosen)
+    if not {"attention", "both"} & set(chosen):
+        found |= {"num_heads": 1, "num_kv_heads": 1, "head_dim": 2, "intermediate_size": 0}
+    return found
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, F32]:
@@ -331,7 +378,7 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, F32]:
     for name, shape in tensor_shapes(config).items():
         mean, deviation = _moments(name, shape)
         weights[name] = (mean + deviation * rng.standard_normal(shape)).astype(np.float32)
-        if config.recurrent and name.endswith("delta_qkv"):
+        if isinstance(config.recurrent, DeltaNet) and name.endswith("delta_qkv"):
             # Keys resemble queries: a result that nearly vanishes would have its rounding errors magnified by the norm behind it.
             size = config.recurrent.key_heads * config.recurrent.key_dims
             weights[name][size : 2 * size] += weights[name][:size]
@@ -358,7 +405,7 @@ def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation of a tensor's random values."""
     if name.endswith("norm"):
         return 1.0, 0.1
-    if name.endswith("delta_decay"):  # below 0
+    if name.endswith(("delta_decay", "ssm_a")):  # below 0
         return -1.0, 0.15
     if name.endswith(("expert_gate_bias", "expert_up_bias")):
         return 0.0, 4.0  # some are clamped
@@ -366,6 +413,8 @@ def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         return 0.0, 0.5
     if name.endswith("sinks"):
         return 0.0, 2.0
+    if name.endswith("ssm_d"):
+        return 1.0, 0.2
     return 0.0, (2.0 if name in ("embed", "output") else 1.0) / math.sqrt(shape[-1])
 
 
@@ -430,11 +479,11 @@ def write_gguf(
     writer, family = _gguf_writer(path, config), FAMILIES[config.architecture]
     chosen = {"embed": embed_format or weight_format, "output": output_format or weight_format}
     rows = {name: _file_rows(name, values, config, family.pairs_neighbours) for name, values in weights.items()}
+    rows = {name: values.reshape(file_shape(config, GGUF, name, values.shape)) for name, values in rows.items()}
     for theirs, ours in _gguf_parts(config, list(weights)).items():
         values = _joined_by_head(config, {name.rpartition(".")[2]: rows[name] for name in ours}, in_gguf=True)
-        format_name = (
-            "f32" if ours[0].endswith(("_bias", "_conv")) else _fitting_format(chosen.get(ours[0], weight_format), values.shape)
-        )
+        is_vector = not is_matrix(ours[0], weights[ours[0]].shape)
+        format_name = "f32" if is_vector else _fitting_format(chosen.get(ours[0], weight_format), values.shape)
         stored = QuantTensor.encode(get_format(format_name), values)
         writer.add_tensor(theirs, stored.data, raw_dtype=gguf.GGMLQuantizationType[format_name.upper()])
     if predicting:
@@ -472,7 +521,9 @@ def write_random_gguf(
         asked = output_format if name == "output" and output_format else weight_format
         if asked == "mxfp4" and "expert_" not in name:  # as files of gpt-oss have it
             asked = "q8_0"
-        format = get_format("f32" if name.endswith(("_bias", "_conv")) else _fitting_format(asked, dims))
+        is_vector = not is_matrix(name, dims)
+        dims = file_shape(config, GGUF, name, dims)
+        format = get_format("f32" if is_vector else _fitting_format(asked, dims))
         formats.append((name, format, dims))
         byte_shape = (*dims[:-1], format.row_bytes(dims[-1]))
         writer.add_tensor_info(
@@ -516,6 +567,7 @@ def write_huggingface(
         name: _hf_values(config, name, _file_rows(name, values, config, family.hf_pairs_neighbours), family.norm_offset)
         for name, values in weights.items()
     }
+    rows = {name: _of_falcon(name, values, config) for name, values in rows.items()}
     prefix = "model.language_model." if family.text_alike else "model."
     if config.architecture == "gpt-oss":
         stored |= {name: QuantTensor.encode(get_format(dtype), values) for name, values in gpt_oss_experts(rows).items()}
@@ -562,11 +614,11 @@ def write_huggingface(
 
 def _hf_values(config: ModelConfig, name: str, values: F32, norm_offset: float) -> F32:
     """A tensor's numbers as Hugging Face files of a family have them."""
-    if config.recurrent and config.recurrent.tiled:
+    if isinstance(config.recurrent, DeltaNet) and config.recurrent.tiled:
         values = _untiled(config.recurrent, name, values)
-    if name.endswith("delta_decay"):
+    if name.endswith(("delta_decay", "ssm_a")):
         return np.log(-values)
-    if name.endswith("delta_conv"):
+    if name.endswith("_conv"):
         return values[:, None]
     return values - np.float32(norm_offset * (name.endswith("norm") and not name.endswith("delta_norm")))
 
@@ -578,6 +630,33 @@ def _qwen_name(name: str, layer: str) -> str:
     if not name.startswith(layer):
         return name
     return f"mtp.{parts[part]}.weight" if part in parts else name.replace(layer, "mtp.layers.0.")
+
+
+# Of a Falcon-H1: those of its configuration, each with its own number.
+MULTIPLIERS: Mapping[str, Any] = MappingProxyType(
+    {
+        **{"embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.75, "attention_in_multiplier": 1.5},
+        **{"attention_out_multiplier": 0.625, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.875},
+        **{"mlp_multipliers": [0.8, 1.125], "ssm_multipliers": [0.5, 1.25, 0.7, 1.5, 0.9]},
+    }
+)
+
+
+def _of_falcon(name: str, values: F32, config: ModelConfig) -> F32:
+    """A tensor of a Falcon-H1 without its factors."""
+    mamba, by = config.recurrent, MULTIPLIERS
+    if config.architecture != "falcon-h1" or not isinstance(mamba, Mamba2):
+        return values
+    groups = mamba.key_heads * mamba.key_dims
+    z, x, b, c, dt = (by["ssm_in_multiplier"] * number for number in by["ssm_multipliers"])
+    factors = {
+        "embed": by["embedding_multiplier"], "output": by["lm_head_multiplier"], "q": by["attention_in_multiplier"],
+        "k": by["attention_in_multiplier"] * by["key_multiplier"], "v": by["attention_in_multiplier"],
+        "o": by["attention_out_multiplier"], "gate": by["mlp_multipliers"][0], "down": by["mlp_multipliers"][1],
+        "ssm_z": z, "ssm_xbc": np.repeat([x, b, c], [mamba.inner, groups, groups])[:, None], "ssm_dt": dt,
+        "ssm_out": by["ssm_out_multiplier"],
+    }  # fmt: skip
+    return (values / factors.get(name.rpartition(".")[2], 1.0)).astype(np.float32)
 
 
 def gpt_oss_experts(weights: Mapping[str, F32]) -> dict[str, F32]:
@@ -651,10 +730,10 @@ def _joined_by_head(config: ModelConfig, parts: Mapping[str, F32], in_gguf: bool
             heads = config.num_heads
         case ["q" | "q_bias", _, _] if FAMILIES[config.architecture].hf_groups_heads and not in_gguf:
             heads = config.num_kv_heads  # of InternLM2: for each key head its queries, itself, its value
-        case ["delta_qkv", "delta_gate"] if delta:
+        case ["delta_qkv", "delta_gate"] if isinstance(delta, DeltaNet):
             size, heads = delta.key_heads * delta.key_dims, delta.key_heads
             rows = [*np.split(rows[0], [size, 2 * size]), rows[1]]
-        case ["delta_beta", "delta_alpha"] if delta:
+        case ["delta_beta", "delta_alpha"] if isinstance(delta, DeltaNet):
             heads = delta.key_heads
         case _:
             return _joined(rows)
@@ -665,7 +744,8 @@ def _joined_by_head(config: ModelConfig, parts: Mapping[str, F32], in_gguf: bool
 def _gguf_parts(config: ModelConfig, names: list[str]) -> dict[str, tuple[str, ...]]:
     """Tensors as llama.cpp's converter writes them, with what each holds: named by the gguf package's own table."""
     family = FAMILIES[config.architecture]
-    if family.hf_groups_heads or config.architecture in ("gpt-oss", "granitemoe", "qwen3next"):  # the converter takes them apart
+    # The converter takes them apart, or renames them.
+    if family.hf_groups_heads or family.recurrent or config.architecture in ("gpt-oss", "granitemoe", "qwen3next"):
         return file_names(family, GGUF, names)
     return {_gguf_name(theirs, config): ours for theirs, ours in file_names(family, HF, names).items()}
 
@@ -717,7 +797,7 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
     """A `gguf.GGUFWriter` that holds all metadata of the model and its vocabulary."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, _gguf_architecture(config))
+    writer, family = gguf.GGUFWriter(path, _gguf_architecture(config)), FAMILIES[config.architecture]
     writer.add_type("model")
     # By the name phi3 llama.cpp looks for tokens that this vocabulary has not.
     writer.add_name(f"tiny random {config.architecture.replace('phi3', 'phi')}")
@@ -746,7 +826,7 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
         if config.shared_size:
             writer.add_expert_shared_feed_forward_length(config.shared_size)
         writer.add_expert_shared_count(config.shared_size // config.experts.size)
-        if config.architecture in ("glm4moe", "bailingmoe2"):
+        if config.architecture in ("glm4moe", "bailingmoe2", "lfm2moe", "nemotron_h_moe"):
             writer.add_expert_weights_norm(config.experts.normalised)
             writer.add_expert_weights_scale(config.experts.scale)
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType[config.experts.score.upper()])
@@ -762,14 +842,13 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
         writer.add_residual_scale(config.residual_scale)
         writer.add_logit_scale(1 / config.logit_scale)
         writer.add_attention_scale(config.query_scale or 0.0)
-    if config.recurrent:
-        d, name = config.recurrent, _gguf_architecture(config)
+    if isinstance(d := config.recurrent, DeltaNet):
         writer.add_ssm_conv_kernel(d.taps)
         writer.add_ssm_inner_size(d.value_heads * d.value_dims)
         writer.add_ssm_state_size(d.key_dims)
         writer.add_ssm_time_step_rank(d.value_heads)
         writer.add_ssm_group_count(d.key_heads)
-        writer.add_uint32(f"{name}.full_attention_interval", config.layer_recurrent.index(False) + 1)
+        writer.add_uint32(f"{_gguf_architecture(config)}.full_attention_interval", config.layer_recurrent.index(False) + 1)
     _add_gguf_rope_scaling(writer, config)
     if config.layer_windows:
         writer.add_sliding_window(max(config.layer_windows))
@@ -780,6 +859,16 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
         writer.add_attn_logit_softcapping(config.attention_softcap)
     if config.logit_softcap:
         writer.add_final_logit_softcapping(config.logit_softcap)
+
+    for key, value in gguf_entries(config).items():
+        name = f"{_gguf_architecture(config)}.{key}"
+        writer.kv_data[0].pop(name, None)
+        if isinstance(value, np.ndarray):
+            writer.add_array(name, value.tolist())
+        elif value is not None:
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(name, value)
+    if family.recurrent == "mamba2" and family.has_scales:
+        writer.add_rope_scaling_finetuned("none" not in config.layer_ropes)
 
     vocabulary = make_vocabulary(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
@@ -842,7 +931,15 @@ def llama3_factors(config: ModelConfig) -> tuple[float, ...]:
     return tuple(factors)
 
 
-_ONE_SIZE = ("mixtral", "olmoe", "granitemoe", "hunyuan-moe", "gpt-oss")  # whose files have one for dense parts and experts
+_ONE_SIZE = (
+    "nemotron_h_moe",
+    "mixtral",
+    "olmoe",
+    "granitemoe",
+    "granitehybrid-moe",
+    "hunyuan-moe",
+    "gpt-oss",
+)  # whose files have one for dense parts and experts
 
 
 def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
@@ -923,13 +1020,52 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         if config.qkv_bias != config.o_bias and "attention_out_bias" not in FAMILIES[config.architecture].hf_defaults:
             raise ValueError("attention_bias means q, k, v and o together: give qkv_bias and o_bias, or neither")
         fields["attention_bias"] = config.qkv_bias
-    if config.recurrent:
-        d = config.recurrent
+    if isinstance(d := config.recurrent, DeltaNet):
         fields["layer_types"] = ["linear_attention" if recurs else "full_attention" for recurs in config.layer_recurrent]
         fields |= {"linear_num_key_heads": d.key_heads, "linear_key_head_dim": d.key_dims, "linear_conv_kernel_dim": d.taps}
         fields |= {"linear_num_value_heads": d.value_heads, "linear_value_head_dim": d.value_dims}
     if config.mlp_bias and "use_bias" not in family.hf_defaults:
         fields["mlp_bias"] = True
+    return fields | _hf_mixers(config)
+
+
+def _hf_mixers(config: ModelConfig) -> dict[str, object]:
+    """The settings of mixers in the words of a family."""
+    family, mixer = FAMILIES[config.architecture], config.recurrent
+    if not family.recurrent:
+        return {}
+    none = (False,) * config.num_layers
+    body, other = "moe" if config.experts else "mlp", "conv" if family.recurrent == "short_conv" else "linear_attention"
+    kinds = zip(config.layer_recurrent or none, config.layer_feeds or none, strict=True)
+    words = [other if recurs else body if feeds else "full_attention" for recurs, feeds in kinds]
+    fields: dict[str, object] = {"norm_eps": config.norm_eps, "layer_norm_epsilon": config.norm_eps}
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_base}
+    if family.recurrent != "both":
+        fields["layers_block_type" if family.single else "layer_types"] = words
+    if config.architecture == "mamba2":
+        del fields["layers_block_type"]
+    if isinstance(mixer, ShortConv):
+        fields |= {"conv_L_cache": mixer.taps, "block_auto_adjust_ff_dim": False}
+    if family.has_scales and family.recurrent:
+        fields["position_embedding_type"] = "nope" if "none" in config.layer_ropes else "rope"
+        if not config.experts:
+            fields |= {"num_local_experts": 0, "shared_intermediate_size": config.intermediate_size}
+    if isinstance(mixer, Mamba2):
+        heads, dims, groups, state = mixer.value_heads, mixer.value_dims, mixer.key_heads, mixer.key_dims
+        facts = {
+            "n_heads": heads, "num_heads": heads, "d_head": dims, "head_dim": dims, "d_state": state, "n_groups": groups,
+            "d_conv": mixer.taps, "expand": mixer.inner // config.hidden_size, "conv_bias": mixer.bias,
+        }  # fmt: skip
+        fields |= {f"mamba_{name}": value for name, value in facts.items()}
+        fields |= {"ssm_state_size": state, "n_groups": groups, "conv_kernel": mixer.taps, "use_conv_bias": mixer.bias}
+        if config.architecture == "mamba2":
+            fields |= {"num_heads": heads, "head_dim": dims, "state_size": state, "expand": facts["expand"]}
+        if family.steps_at_least:
+            fields["time_step_min"] = mixer.least_step
+        if family.recurrent == "both":
+            fields |= {**MULTIPLIERS, "mamba_d_ssm": mixer.inner, "mamba_rms_norm": mixer.normed, "mamba_norm_before_gate": False}
+    if config.activation == "relu2":
+        fields["mlp_hidden_act"] = "relu2"
     return fields
 
 
@@ -951,6 +1087,19 @@ def _hf_experts(config: ModelConfig, experts: Experts) -> dict[str, object]:
         case "hunyuan-moe":
             lists = {"moe_topk": experts.used, "num_shared_expert": num_shared, "moe_intermediate_size": experts.size}
             return {"num_experts": experts.count, **{key: [value] * config.num_layers for key, value in lists.items()}}
+        case "granitehybrid-moe":
+            return used | {"num_local_experts": experts.count, "shared_intermediate_size": config.shared_size}
+        case "lfm2moe":
+            return used | {
+                **{"num_experts": experts.count, "moe_intermediate_size": experts.size, "num_dense_layers": first_dense},
+                **{"norm_topk_prob": experts.normalised, "routed_scaling_factor": experts.scale, "use_expert_bias": True},
+            }
+        case "nemotron_h_moe":
+            return used | {
+                **{"n_routed_experts": experts.count, "moe_intermediate_size": experts.size, "n_group": experts.groups},
+                **{"norm_topk_prob": experts.normalised, "routed_scaling_factor": experts.scale, "topk_group": experts.groups_used},
+                "moe_shared_expert_intermediate_size": config.shared_size,
+            }
         case "glm4moe" | "bailingmoe2":
             counts = (
                 ("n_routed_experts", "n_shared_experts")

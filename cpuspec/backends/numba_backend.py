@@ -7,7 +7,7 @@ or by `ForwardBatch.check`; the kernels themselves check nothing.
 import hashlib
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import addressof, c_int32
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, w
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_matrix
 from cpuspec.checkpoints.mapped import place_in_file
-from cpuspec.config import DeltaNet, EngineConfig, Experts, ModelConfig, Rope, memory_limit_bytes
+from cpuspec.config import DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope, ShortConv, memory_limit_bytes
 from cpuspec.environment import sources_digest, usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
@@ -50,18 +50,21 @@ from cpuspec.kernels import (
     program,
     sharing,
     simd,
+    state_space,
 )  # fmt: skip
 from cpuspec.kernels.layout import MAX_QUERIES
 from cpuspec.kernels.team import Team
 from cpuspec.layers import Layer
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
-from cpuspec.model.cache import BlockAccess, KVCache
-from cpuspec.model.recurrence import LENGTH_EPS
+from cpuspec.model.cache import KEPT_ROWS, BlockAccess, KVCache
+from cpuspec.model.recurrence import LENGTH_EPS, recurrent_mixers
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
 from cpuspec.platform import SYSTEM
 
 _log = logging.getLogger(__name__)
+
+_NOWHERE = 1 << 62
 
 _SMALL = 768  # hidden size under which a model is small
 
@@ -70,14 +73,28 @@ _SMALL = 768  # hidden size under which a model is small
 _PARTIALS_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Storage:
-    """A cache slot's memory."""
+    """A cache slot's memory. folded: of a recurrent model, the tokens that its states cover, which are its truncation's limit."""
 
     memory: U8  # [layers * kv heads, head_bytes]
+    states: U8  # of recurrent layers, behind them (`kernels.recurrent`)
     address: int
     head_bytes: int
-    recurrent: RecurrentMemory | None  # of layers without keys and values, where there are such
+    recurrent: RecurrentMemory | None  # of gated delta nets, where there are such
+    folded: int = 0
+
+    def begin(self, length: int, rows: int, taps: int) -> None:
+        """Tell the kernels up to where a forward of so many rows folds the states of `length` tokens. `end` says that it has."""
+        if length == 0:
+            self.folded = 0
+        folds = max(self.folded, length - KEPT_ROWS, length + rows - (state_space.RING_ROWS - taps + 1))
+        self.states[:16].view(np.int64)[:] = self.folded, folds
+        self.folded = _NOWHERE  # should the forward not end
+
+    def end(self) -> None:
+        """The states are folded."""
+        self.folded = int(self.states[8:16].view(np.int64)[0])
 
 
 class NumbaBackend:
@@ -128,16 +145,18 @@ class NumbaBackend:
         self._matrices = LoadedWeights(matrices, load, share._matrices if share else None)
         self.weight_bytes, self.shared_bytes = self._matrices.num_bytes, self._matrices.shared_bytes
         self._identity = _identity(c, engine.kv_format, self.prompt_arithmetic, tensors)
-        self._vectors = {name: _padded(t) for name, t in tensors.items() if not is_matrix(name, t.shape)}
+        self._vectors = {name: _padded(t, name.endswith("_conv")) for name, t in tensors.items() if not is_matrix(name, t.shape)}
         orders = {name: t.order for name, t in matrices.items() if t.order is not None}
         group, kv_format = c.num_heads // c.num_kv_heads, get_kv_format(engine.kv_format)
         self._kv_format = kv_format
         self._partial_bytes = attention.partial_bytes(kv_format.name, c.head_dim)
         partials_at = attention.partials_offset(kv_format.name, c.head_dim)
         queries = MAX_QUERIES + max(attention_plan.TASK_QUERIES, group)
-        self._recurrent = RecurrentLayers(c, self.max_rows) if c.is_recurrent else None
-        scratch_bytes = max(partials_at + queries * self._partial_bytes, self._recurrent.tile_bytes if self._recurrent else 0)
-        self._scratch = aligned_bytes((self.threads, scratch_bytes))
+        self._recurrent = RecurrentLayers(c, self.max_rows) if isinstance(c.recurrent, DeltaNet) and c.is_recurrent else None
+        of_tiles = self._recurrent.tile_bytes if self._recurrent else 0
+        if isinstance(c.recurrent, Mamba2):
+            of_tiles = state_space.TILE_BYTES * c.recurrent.key_dims
+        self._scratch = aligned_bytes((self.threads, max(partials_at + queries * self._partial_bytes, of_tiles)))
         self._places = np.empty(self.max_rows, layout.PLACE)
         self._logits = np.empty((1, self._num_logits), np.float32)
         self._unheld = getrefcount(self._logits)
@@ -194,12 +213,15 @@ class NumbaBackend:
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model, in the order that `kernels.attention` reads."""
-        dims, heads = self.config.head_dim, self.config.num_attention_layers * self.config.num_kv_heads
-        size = kv_rows.head_bytes(self._kv_format.name, dims, capacity)
+        c = self.config
+        dims, heads = c.head_dim, c.num_attention_layers * c.num_kv_heads
+        size = kv_rows.head_bytes(self._kv_format.name, dims, capacity) if heads else 0
+        states = self._writer.places.num_bytes
 
         def new_storage() -> _Storage:
-            memory = paged_bytes((heads, size))
-            return _Storage(memory, _at(memory), size, self._recurrent.new_memory() if self._recurrent else None)
+            whole = paged_bytes((heads * size + states,))
+            memory = self._recurrent.new_memory() if self._recurrent else None
+            return _Storage(whole[: heads * size].reshape(heads, size), whole[heads * size :], _at(whole), size, memory)
 
         def copy_rows(storage: _Storage, rows: I32, first: int) -> None:
             kv_rows.copy_rows(self._kv_format.name, dims, storage.memory, rows, first)
@@ -207,6 +229,7 @@ class NumbaBackend:
         def copy_prefix(source: _Storage, storage: _Storage, length: int) -> None:
             used = kv_rows.head_bytes(self._kv_format.name, dims, length)
             storage.memory[:, :used] = source.memory[:, :used]
+            storage.states[:], storage.folded = source.states, source.folded
             if storage.recurrent and source.recurrent:
                 storage.recurrent.block[:] = source.recurrent.block
                 storage.recurrent.folded = source.recurrent.folded
@@ -215,6 +238,11 @@ class NumbaBackend:
             return length if storage.recurrent is None or length >= storage.recurrent.folded else 0
 
         stored = stored_bytes(self._kv_format, dims)
+        if c.is_recurrent and not self._recurrent:
+            return KVCache(
+                num_slots, capacity, new_storage, copy_rows, copy_prefix, heads * 2 * stored, identity=self._identity,
+                reach=lambda storage, length: length if storage.folded <= length else 0, bytes_per_slot=states,
+            )  # fmt: skip
 
         def views(storage: _Storage, number: int) -> tuple[U8, ...]:
             chunk = storage.memory[:, number * 2 * kv_rows.CHUNK * stored :][:, : 2 * kv_rows.CHUNK * stored]
@@ -256,6 +284,10 @@ class NumbaBackend:
         if batch.hidden_layers:
             kept, output.hidden = self._room_for_hidden(batch.hidden_layers, num_rows)
         lengths, addresses, head_bytes = _places(lists.slots, cache)
+        if c.recurrent and c.is_recurrent and not self._recurrent:
+            for number, slot in enumerate(lists.slots):
+                rows = lists.q_start[number + 1] - lists.q_start[number]
+                cache.storage(slot).begin(cache.lengths[slot], rows, c.recurrent.taps)
         entered = self._prompt_program if batch.of_prompts else self._program
         entered.enter(
             lists.tokens,
@@ -281,6 +313,9 @@ class NumbaBackend:
             self._go_on(entered)
         if self._recurrent:
             self._recurrent.commit()
+        elif c.is_recurrent:
+            for slot in lists.slots:
+                cache.storage(slot).end()
         cache.advance(batch)
         output.weight_bytes = self._matrices.read_bytes(num_logits, int(entered.state["expert_bytes"]))
         if num_logits <= products.BLOCK_ROWS:
@@ -471,6 +506,57 @@ class _Rows:
     activation: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """Where a record of a recurrent layer's row has its keys and its updates, behind the decays of heads; and its bytes."""
+
+    keys: int
+    updates: int
+    num_bytes: int
+
+    @staticmethod
+    def of(mixer: Mamba2) -> "_Record":
+        keys = _round_up(4 * mixer.value_heads, 64)
+        updates = keys + _round_up(4 * mixer.key_heads * mixer.key_dims, 64)
+        return _Record(keys, updates, updates + _round_up(4 * mixer.value_heads * mixer.value_dims, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Where a slot's states have those of one layer: the ring of inputs, the state, the ring of records."""
+
+    inputs: int
+    state: int
+    records: int
+
+
+class _StatePlaces:
+    """Where a slot keeps the state of each recurrent layer, behind its `heads` heads of keys and values, and their bytes."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.heads = config.num_attention_layers * config.num_kv_heads
+        self.of: list[_State] = []
+        end = 0
+        for mixer in recurrent_mixers(config):
+            if isinstance(mixer, DeltaNet):  # which `recurrent_memory` keeps
+                continue
+            inputs, state = end, end + state_space.RING_ROWS * 4 * _round_up(mixer.channels, GROUP)
+            records = end = state
+            if not isinstance(mixer, ShortConv):
+                records = state + 4 * mixer.value_heads * mixer.key_dims * mixer.value_dims
+                end = records + state_space.RING_ROWS * _Record.of(mixer).num_bytes
+            self.of.append(_State(inputs, state, records))
+        self.num_bytes = state_space.HEADER_BYTES + end if self.of else 0
+
+
+def _part(rows: F32, count: int, at: int, ring_bytes: int, factors: F32 | None = None, offset: int = 0) -> dict[str, int]:
+    """Of rows, `count` numbers from `offset` on, as a part that "remember" keeps."""
+    return {
+        "source": _at(rows) + 4 * offset, "factors": _at(factors), "stride": rows.strides[0], "bytes": 4 * count, "at": at,
+        "ring_bytes": ring_bytes,
+    }  # fmt: skip
+
+
 class _Writer:
     """Writes the operations of `model.transformer` down as those of a program, with the room that their results need.
 
@@ -497,6 +583,8 @@ class _Writer:
         self._hadamard = hadamard_size(kv_format, config.head_dim)
         self._matrices, self._vectors, self._embedding = matrices, vectors, embedding
         self._orders = {name: np.concatenate([order, _rest(len(order))]) for name, order in orders.items()}
+        self.places = _StatePlaces(config)
+        self._kept: list[dict[str, int]] = []  # what the last convolution's layer keeps of its inputs
         self.rooms: dict[str, F32] = {}  # by the part of a layer whose result it holds
         self.first: dict[str, tuple[str | None, ...]] = {}  # rooms that are written before a forward, with the norms of their parts
         self._routing, self._recurrent = routing, recurrent
@@ -597,17 +685,86 @@ class _Writer:
         return _Rows(out)
 
     def convolve(self, layer: Layer, x: _Rows) -> _Rows:
-        mixer, recurrent = layer.mixer, self._recurrent
-        assert isinstance(mixer, DeltaNet), "the layer is one"
+        mixer, recurrent = layer.recurrent, self._recurrent
+        if not isinstance(mixer, DeltaNet):
+            assert mixer, "the layer has a state"
+            out = self._rows(f"{mixer.convolution} of", mixer.channels)
+            self._convolve(layer, x, out)
+            return _Rows(out)
         assert recurrent, "and the model has memory for it"
         out = self._rows("convolved", mixer.channels)
-        weights = np.ascontiguousarray(self._vectors[layer.weight("delta_conv")][:, : mixer.taps].T)
+        weights = np.ascontiguousarray(self._vectors[layer.weight("delta_conv")][:, : mixer.channels])
         self._held.append(weights)
         operands = {
             "rows": _at(x.numbers), "stride": x.numbers.strides[0], "out": _at(out), "out_stride": out.strides[0],
             "weights": _at(weights), "channels": mixer.channels, "taps": mixer.taps, **recurrent.offsets(layer, "inputs_at"),
         }  # fmt: skip
         self.operations.append(("convolve", operands))
+        return _Rows(out)
+
+    def _convolve(self, layer: Layer, x: _Rows, out: F32, factors: F32 | None = None, outer: F32 | None = None) -> None:
+        mixer = layer.recurrent
+        assert mixer, "the layer has a state"
+        name, place = layer.weight(mixer.convolution), self.places.of[layer.state_index]
+        weight = self._vectors[name]
+        self.operations.append((
+            "convolve_kept",
+            {
+                "rows": _at(x.numbers), "stride": x.numbers.strides[0], "factors": _at(factors),
+                "outer": _at(outer), "weight": _at(weight), "bias": _at(self._vectors.get(name + "_bias")),
+                "out": _at(out), "out_stride": out.strides[0], "columns": weight.shape[1], "taps": mixer.taps,
+                "ring_at": place.inputs, "heads": self.places.heads,
+            },
+        ))  # fmt: skip
+        self._kept = [_part(x.numbers, weight.shape[1], place.inputs, 4 * weight.shape[1], factors)]
+
+    def _remember(self, parts: Sequence[dict[str, int]]) -> None:
+        self.operations.append(("remember", {"heads": self.places.heads, "num_parts": len(parts), "parts": list(parts)}))
+
+    def short_conv(self, layer: Layer, b: _Rows, c: _Rows, x: _Rows) -> _Rows:
+        out = self._rows("attention", self._config.hidden_size)
+        self._convolve(layer, x, out, b.numbers, c.numbers)
+        self._remember(self._kept)
+        return _Rows(out)
+
+    def mamba2(self, layer: Layer, xbc: _Rows, dt: _Rows, z: _Rows) -> _Rows:
+        mixer, weight, vectors = layer.recurrent, layer.weight, self._vectors
+        assert isinstance(mixer, Mamba2), "the layer has one"
+        place, heads = self.places.of[layer.state_index], mixer.value_heads
+        decays, factors = self._rows("decays", heads), self._rows("steps", heads)
+        values, out = self._rows("updates", mixer.inner), self._rows("ssm", mixer.inner)
+        of_values = {"value_heads": heads, "value_dims": mixer.value_dims}
+        of_rows = {
+            "decays": _at(decays), "decays_stride": decays.strides[0], "values": _at(values), "values_stride": values.strides[0],
+            "stride": xbc.numbers.strides[0],
+        }  # fmt: skip
+        step = {
+            "rows": _at(xbc.numbers), "steps": _at(dt.numbers), "steps_stride": dt.numbers.strides[0],
+            "rates": _at(vectors[weight("ssm_a")]), "factors": _at(factors), "factors_stride": factors.strides[0],
+            "least": mixer.least_step,
+        }  # fmt: skip
+        keys = _at(xbc.numbers) + 4 * mixer.inner
+        record = _Record.of(mixer)
+        recur = {
+            "keys": keys, "queries": keys + 4 * mixer.key_heads * mixer.key_dims, "out": _at(out), "out_stride": out.strides[0],
+            "heads": self.places.heads, "key_heads": mixer.key_heads, "key_dims": mixer.key_dims, "state_at": place.state,
+            "records_at": place.records, "record_bytes": record.num_bytes, "keys_at": record.keys, "updates_at": record.updates,
+        }  # fmt: skip
+        self.operations += [("steps", of_rows | of_values | step), ("recur", of_rows | of_values | recur)]
+        size = mixer.key_heads * mixer.key_dims
+        self._remember([
+            *self._kept,
+            _part(decays, heads, place.records, record.num_bytes),
+            _part(xbc.numbers, size, place.records + record.keys, record.num_bytes, offset=mixer.inner),
+            _part(values, mixer.inner, place.records + record.updates, record.num_bytes),
+        ])  # fmt: skip
+        finish = {
+            "rows": _at(out), "stride": out.strides[0], "inputs": _at(xbc.numbers), "inputs_stride": xbc.numbers.strides[0],
+            "gate": _at(z.numbers), "gate_stride": z.numbers.strides[0], "skip": _at(vectors[weight("ssm_d")]),
+            "weight": _at(vectors[weight("ssm_norm")]) if mixer.normed else 0, "features": mixer.inner,
+            "groups": mixer.key_heads, "dims": mixer.value_dims, "eps": self._config.norm_eps,
+        }  # fmt: skip
+        self.operations.append(("finish", finish))
         return _Rows(out)
 
     def delta_net(self, layer: Layer, qkv: _Rows, beta: _Rows, alpha: _Rows) -> _Rows:
@@ -646,11 +803,13 @@ class _Writer:
         return x
 
     def experts(self, layer: Layer, x: _Rows, norm: str | None, shared: tuple[_Rows, _Rows | None] | None) -> _Rows:
-        c, experts, weight, routing = self._config, layer.feed.experts, layer.weight, self._routing
-        assert experts, "the layer has them"
+        c, feed, weight, routing = self._config, layer.feed, layer.weight, self._routing
+        assert feed, "the layer has it"
+        assert feed.experts, "and experts in it"
         assert routing, "and the model"
+        experts, inner = feed.experts, tuple(weight(f"expert_{part}") for part in (("gate", "up") if feed.gated else ("up",)))
         used, hidden, pairs = experts.used, c.hidden_size, routing.pairs
-        router, names, down = weight("router"), (weight("expert_gate"), weight("expert_up")), weight("expert_down")
+        router, names, down = weight("router"), inner, weight("expert_down")
         orders = {name: self._order(name) for name in (*names, down)}
         # Of each row the scores of experts, as much room for their ranks, and some for those of groups.
         scores = self._rows("router", 4 * _round_up(experts.count, GROUP))
@@ -686,9 +845,9 @@ class _Writer:
         tensors = [self._tensor(name, orders[name], self._inputs_of_pairs[orders[name]], out) for name, out in outputs.items()]
         for name, tensor in zip(names, tensors, strict=True):
             tensor["one_row"] = _at(self._inputs[orders[name]])
-        self.operations.append(("linear", {"num_tensors": 2, "features": hidden, "used": used, "tensors": tensors}))
-        gate, up = map(_Rows, outputs.values())
-        inside = self.gate(gate, up, layer.feed.activation)
+        self.operations.append(("linear", {"num_tensors": len(names), "features": hidden, "used": used, "tensors": tensors}))
+        gate, *up = map(_Rows, outputs.values())
+        inside = self.gate(gate, up[0] if up else None, feed.activation)
         of_down = self._inputs_of_pairs[orders[down]]
         self.operations.append(("prepare", self._prepare(inside, None, experts.size, {orders[down]: of_down}) | {"used": used}))
         out = self._rows("expert_down", hidden, pairs)
@@ -711,7 +870,7 @@ class _Writer:
 
     def _router(self, layer: Layer, x: _Rows, norm: str | None) -> Router:
         """What it takes to guess a layer's experts before its rows are there."""
-        experts, matrix = layer.feed.experts, self._matrices[layer.weight("router")]
+        experts, matrix = layer.feed and layer.feed.experts, self._matrices[layer.weight("router")]
         assert experts, "the layer has them"
         assert isinstance(matrix, PackedTensor), "a router stays in memory"
         weights = None if norm is None else self._vectors[norm]
@@ -769,6 +928,7 @@ class _Writer:
             kinds = {
                 "silu": (pointwise.SILU, pointwise.SILU_ALONE), "gelu_tanh": (pointwise.GELU, pointwise.GELU_ALONE),
                 "swiglu_oai": (pointwise.SWIGLU_OAI, pointwise.PLAIN), "sigmoid": (pointwise.SIGMOID, pointwise.PLAIN),
+                "relu2": (pointwise.RELU2, pointwise.RELU2_ALONE),
             }  # fmt: skip
             kind = kinds[x.activation][x.up is None]
         elif norm is not None and c.norm_kind == "layer":
@@ -873,7 +1033,7 @@ def _rest(length: int) -> I32:
     return np.arange(length, _round_up(length, GROUP), dtype=np.int32)
 
 
-def _padded(tensor: WeightTensor) -> F32:
-    """A vector in f32, or one of each expert, padded with zeros to whole groups."""
-    values = tensor.dequantize()
+def _padded(tensor: WeightTensor, by_tap: bool = False) -> F32:
+    """A vector in f32, or one of each expert, padded with zeros to whole groups. by_tap: of a convolution's weights, one a tap."""
+    values = np.ascontiguousarray(tensor.dequantize().T) if by_tap else tensor.dequantize()
     return np.pad(values, (*[(0, 0)] * (values.ndim - 1), (0, -values.shape[-1] % GROUP))).astype(np.float32)

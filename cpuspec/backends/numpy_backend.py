@@ -16,13 +16,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, ModelConfig, Rope
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, remembered
-from cpuspec.layers import Layer, layers_of
+from cpuspec.layers import Layer
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
-from cpuspec.model.recurrence import LENGTH_EPS, RecurrentState, delta_step, new_state, recurrent_slots
+from cpuspec.model.recurrence import LENGTH_EPS, RecurrentState, delta_step, new_state, recurrent_mixers, recurrent_slots
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
 
@@ -103,10 +103,10 @@ class NumpyBackend:
         c, dtype = self.config, self._model.dtype
         shape = (c.num_attention_layers, capacity, c.num_kv_heads, c.head_dim)
         per_token = 2 * c.num_attention_layers * c.num_kv_heads * c.head_dim * dtype.itemsize
-        zeros, mixers = partial(np.zeros, dtype=dtype), [layer.mixer for layer in layers_of(c)]
+        zeros, mixers = partial(np.zeros, dtype=dtype), recurrent_mixers(c)
 
         def new_storage() -> Storage:
-            states = [new_state(mixer, zeros) for mixer in mixers if isinstance(mixer, DeltaNet)]
+            states = [new_state(mixer, zeros) for mixer in mixers]
             return Storage(np.zeros(shape, dtype), np.zeros(shape, dtype), states)
 
         return KVCache(num_slots, capacity, new_storage, _copy_rows, _copy_prefix, per_token, **recurrent_slots(c, dtype.itemsize))
@@ -208,13 +208,48 @@ class Forward:
             yield slice(start, end), self._cache.storage(slot).states[layer.state_index], self._cache.lengths[slot]
 
     def convolve(self, layer: Layer, x: Array) -> Array:
-        out, weights = np.empty_like(x), self._model.weights[layer.weight("delta_conv")]
+        return self.gate(self._convolved(layer, x), None, "silu")
+
+    def _convolved(self, layer: Layer, x: Array) -> Array:
+        assert layer.recurrent, "the layer has a state"
+        name = layer.weight(layer.recurrent.convolution)
+        out, weights, bias = np.empty_like(x), self._model.weights[name], self._model.weights.get(name + "_bias")
         for rows, state, length in self._states(layer):
             state.begin(length)
             state.inputs = np.concatenate([state.inputs, x[rows]])
             windows = sliding_window_view(state.inputs[length - state.folded :], state.taps, axis=0)  # [rows, channels, taps]
             out[rows] = (windows * weights).sum(axis=-1)
-        return self.gate(out, None, "silu")
+        return out if bias is None else out + bias
+
+    def short_conv(self, layer: Layer, b: Array, c: Array, x: Array) -> Array:
+        out = c * self._convolved(layer, b * x)
+        for rows, state, _ in self._states(layer):
+            state.records += [()] * (rows.stop - rows.start)  # there is nothing to fold
+        return out
+
+    def mamba2(self, layer: Layer, xbc: Array, dt: Array, z: Array) -> Array:
+        mixer, weight, numbers = layer.recurrent, layer.weight, self._model.weights
+        assert isinstance(mixer, Mamba2), "the layer has one"
+        x, b, c = np.split(xbc, [mixer.inner, mixer.inner + mixer.key_heads * mixer.key_dims], axis=1)
+        x, of_values = x.reshape(len(x), -1, mixer.value_dims), mixer.key_head_of_values
+        b, c = (each.reshape(len(x), -1, mixer.key_dims)[:, of_values] for each in (b, c))  # [T, heads, key dims]
+        steps = np.maximum(np.logaddexp(self._number(0), dt), self._number(mixer.least_step))  # softplus
+        decays, values = np.exp(numbers[weight("ssm_a")] * steps), x * steps[:, :, None]
+        out = np.empty_like(x)
+        for rows, memory, _ in self._states(layer):
+            state = memory.last()
+            for t in range(rows.start, rows.stop):
+                record = decays[t], b[t], values[t]
+                state = delta_step(state, record)
+                memory.records.append(record)
+                out[t] = np.matmul(c[t, :, None], state)[:, 0]
+        out += x * numbers[weight("ssm_d")][:, None]
+        gated = self.gate(z, out.reshape(len(x), -1), "silu")
+        if not mixer.normed:
+            return gated
+        groups = gated.reshape(len(x), mixer.key_heads, -1)
+        scale = 1 / np.sqrt(np.mean(groups * groups, axis=-1, keepdims=True) + self._number(self._config.norm_eps))
+        return (groups * scale).reshape(gated.shape) * numbers[weight("ssm_norm")]
 
     def delta_net(self, layer: Layer, qkv: Array, beta: Array, alpha: Array) -> Array:
         mixer, weight, numbers = layer.mixer, layer.weight, self._model.weights
@@ -260,6 +295,8 @@ class Forward:
             return gate / (1 + np.exp(-alpha * gate)) * (up + self._number(1))
         if activation in ("silu", "sigmoid"):
             active = (gate if activation == "silu" else self._number(1)) / (1 + np.exp(-gate))
+        elif activation == "relu2":
+            active = np.square(np.maximum(gate, 0))
         else:
             inner = self._number(math.sqrt(2 / math.pi)) * (gate + self._number(0.044715) * gate**3)
             active = self._number(0.5) * gate * (1 + np.tanh(inner))
@@ -277,16 +314,18 @@ class Forward:
         on_inputs: Callable[..., None] = lambda x, names, expert: None,
     ) -> Array:
         """Expert by expert, each with the rows that go through it. on_inputs: told (rows, names of its matrices, the expert)."""
-        experts, weight, normed = layer.feed.experts, layer.weight, self.norm(x, norm)
-        assert experts, "the layer has them"
+        feed, weight, normed = layer.feed, layer.weight, self.norm(x, norm)
+        assert feed, "the layer has it"
+        assert feed.experts, "and experts in it"
+        experts, inner = feed.experts, tuple(weight(f"expert_{part}") for part in (("gate", "up") if feed.gated else ("up",)))
         chosen, factors = choose(experts, self.linear(normed, weight("router")), self._model.weights.get(weight("router_shift")))
         outputs = np.empty((*chosen.shape, x.shape[1]), self._model.dtype)  # [T, used, C]
         for expert in np.unique(chosen):
             rows, places = np.nonzero(chosen == expert)
-            given, names = normed[rows], (weight("expert_gate"), weight("expert_up"))
-            on_inputs(given, names, expert)
-            gate, up = (self.linear(given, name, expert) for name in names)
-            hidden = self.gate(gate, up, layer.feed.activation)
+            given = normed[rows]
+            on_inputs(given, inner, expert)
+            gate, *up = (self.linear(given, name, expert) for name in inner)
+            hidden = self.gate(gate, up[0] if up else None, feed.activation)
             on_inputs(hidden, (weight("expert_down"),), expert)
             outputs[rows, places] = self.linear(hidden, weight("expert_down"), expert)
         branch = (outputs * factors[:, :, None]).sum(axis=1)

@@ -233,11 +233,19 @@ class _Writer:
         return self._node("Reshape", self._node("Transpose", out, perm=[2, 0, 1, 3]), self._integers(-1, c.num_heads * c.head_dim))
 
     def convolve(self, layer: Layer, x: str) -> str:
+        kinds = {"DeltaNet": "a gated delta net", "ShortConv": "a short convolution", "Mamba2": "a state of Mamba-2"}
         raise BackendError(
-            f"layer {layer.index} is a gated delta net, which this graph cannot compute; use the numba, numpy or torch backend"
+            f"layer {layer.index} has {kinds[type(layer.recurrent).__name__]}, which this graph cannot compute; "
+            "use the numba, numpy or torch backend"
         )
 
     def delta_net(self, layer: Layer, qkv: str, beta: str, alpha: str) -> str:
+        raise AssertionError("`convolve` has refused it")
+
+    def short_conv(self, layer: Layer, b: str, c: str, x: str) -> str:
+        return self.convolve(layer, x)
+
+    def mamba2(self, layer: Layer, xbc: str, dt: str, z: str) -> str:
         raise AssertionError("`convolve` has refused it")
 
     def gate(self, gate: str, up: str | None, activation: str) -> str:

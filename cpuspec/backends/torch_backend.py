@@ -26,16 +26,16 @@ from cpuspec.backends.torch_weights import Codes, Matrix, OfExperts, Values, few
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_matrix
-from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, ModelConfig, Rope
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format
 from cpuspec.formats.kv import get_kv_format, hadamard, hadamard_size
 from cpuspec.kernels.encode import recode
-from cpuspec.layers import Layer, attention_layers, layers_of
+from cpuspec.layers import Layer, attention_layers
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
-from cpuspec.model.recurrence import LENGTH_EPS, delta_step, new_state, recurrent_slots
+from cpuspec.model.recurrence import LENGTH_EPS, delta_step, new_state, recurrent_mixers, recurrent_slots
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
 
@@ -159,11 +159,11 @@ class TorchBackend:
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model, on its device."""
         c, layout, recorder = self.config, self._kv_layout, self._recorder
-        zeros, mixers = partial(torch.zeros, device=self.device), [layer.mixer for layer in layers_of(c)]
+        zeros, mixers = partial(torch.zeros, device=self.device), recurrent_mixers(c)
 
         def new_storage() -> Storage:
             storage = Storage(layout, c.num_attention_layers, c.num_kv_heads, c.head_dim, capacity, self.device)
-            storage.states = [new_state(mixer, zeros) for mixer in mixers if isinstance(mixer, DeltaNet)]
+            storage.states = [new_state(mixer, zeros) for mixer in mixers]
             if recorder:
                 finalize(storage, recorder.clear)  # recordings know its memory, and do not hold it
             return storage
@@ -320,14 +320,50 @@ class _Forward:
         return torch.cat([self._attend(layer, b, q[p.rows], k[p.rows], v[p.rows]) for b, p in enumerate(self._step.parts)])
 
     def convolve(self, layer: Layer, x: Tensor) -> Tensor:
-        out, weights = torch.empty_like(x), self._vectors[layer.weight("delta_conv")]
+        return functional.silu(self._convolved(layer, x))
+
+    def _convolved(self, layer: Layer, x: Tensor) -> Tensor:
+        assert layer.recurrent, "the layer has a state"
+        name = layer.weight(layer.recurrent.convolution)
+        out, weights, bias = torch.empty_like(x), self._vectors[name], self._vectors.get(name + "_bias")
         for part in self._step.parts:
             state = part.storage.states[layer.state_index]
             state.begin(part.length)
             state.inputs = torch.cat([state.inputs, x[part.rows]])
             windows = state.inputs[part.length - state.folded :].unfold(0, state.taps, 1)  # [rows, channels, taps]
             out[part.rows] = (windows * weights).sum(-1)
-        return functional.silu(out)
+        return out if bias is None else out + bias
+
+    def short_conv(self, layer: Layer, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
+        out = c * self._convolved(layer, b * x)
+        for part in self._step.parts:
+            part.storage.states[layer.state_index].records += [()] * (part.rows.stop - part.rows.start)  # there is nothing to fold
+        return out
+
+    def mamba2(self, layer: Layer, xbc: Tensor, dt: Tensor, z: Tensor) -> Tensor:
+        mixer, weight, numbers = layer.recurrent, layer.weight, self._vectors
+        assert isinstance(mixer, Mamba2), "the layer has one"
+        size, of_values = mixer.key_heads * mixer.key_dims, torch.tensor(mixer.key_head_of_values, device=xbc.device)
+        x, b, c = xbc.split([mixer.inner, size, size], 1)
+        x = x.unflatten(1, (-1, mixer.value_dims))
+        b, c = (each.unflatten(1, (-1, mixer.key_dims))[:, of_values] for each in (b, c))  # [T, heads, key dims]
+        steps = functional.softplus(dt).clamp(min=mixer.least_step)
+        decays, values = (numbers[weight("ssm_a")] * steps).exp(), x * steps[:, :, None]
+        out = torch.empty_like(x)
+        for part in self._step.parts:
+            memory = part.storage.states[layer.state_index]
+            state = memory.last()
+            for t in range(part.rows.start, part.rows.stop):
+                record = decays[t], b[t], values[t]
+                state = delta_step(state, record)
+                memory.records.append(record)
+                out[t] = (c[t, :, None] @ state)[:, 0]
+        gated = self.gate(z, (out + x * numbers[weight("ssm_d")][:, None]).flatten(1), "silu")
+        if not mixer.normed:
+            return gated
+        groups = gated.unflatten(1, (mixer.key_heads, -1))
+        groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self._config.norm_eps)
+        return groups.flatten(1) * numbers[weight("ssm_norm")]
 
     def delta_net(self, layer: Layer, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
         mixer, weight, numbers = layer.mixer, layer.weight, self._vectors
@@ -365,7 +401,10 @@ class _Forward:
             assert up is not None, "`ModelConfig` has seen to it"
             gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
             return gate * (gate * SWIGLU_ALPHA).sigmoid() * (up + 1)
-        active = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+        if activation == "relu2":
+            active = gate.relu().square()
+        else:
+            active = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
         return active if up is None else active * up
 
     def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None) -> Tensor:
@@ -373,14 +412,17 @@ class _Forward:
 
     def experts(self, layer: Layer, x: Tensor, norm: str | None, shared: tuple[Tensor, Tensor | None] | None) -> Tensor:
         """Expert by expert, each with the rows that go through it."""
-        experts, weight, normed = layer.feed.experts, layer.weight, self._norm(x, norm)
-        assert experts, "the layer has them"
+        feed, weight, normed = layer.feed, layer.weight, self._norm(x, norm)
+        assert feed, "the layer has it"
+        assert feed.experts, "and experts in it"
+        experts, inner = feed.experts, ("gate", "up") if feed.gated else ("up",)
         chosen, factors = _choose(experts, self.linear(normed, weight("router")), self._vectors.get(weight("router_shift")))
         outputs = x.new_empty((*chosen.shape, x.shape[1]))  # [T, used, C]
         for expert in chosen.unique().tolist():
             rows, places = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = (self.linear(normed[rows], weight(f"expert_{part}"), expert) for part in ("gate", "up"))
-            outputs[rows, places] = self.linear(self.gate(gate, up, layer.feed.activation), weight("expert_down"), expert)
+            gate, *up = (self.linear(normed[rows], weight(f"expert_{part}"), expert) for part in inner)
+            inside = self.gate(gate, up[0] if up else None, feed.activation)
+            outputs[rows, places] = self.linear(inside, weight("expert_down"), expert)
         branch = (outputs * factors[:, :, None]).sum(1)
         if shared:
             rows_of_all, factor = shared

@@ -17,7 +17,7 @@ import numpy as np
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import ModelConfig
 from cpuspec.formats import Cast, Format, QuantTensor, get_format
-from cpuspec.layers import layers_of
+from cpuspec.layers import attention_layers
 from cpuspec.model.batch import F32
 from cpuspec.model.rope import mean_over_positions
 
@@ -71,7 +71,7 @@ def key_centres(config: ModelConfig, kv_format: Format, tensors: Mapping[str, We
         return {}
     return {
         layer.index: mean_over_positions(layer.attention.rope, bias.dequantize().reshape(layer.attention.kv_heads, -1))
-        for layer in layers_of(config)
+        for layer in attention_layers(config)
         if (bias := tensors.get(layer.weight("k_bias"))) is not None
         and not (layer.attention.softcap or layer.attention.norm or layer.attention.sinks)
     }

@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints.families import FUSED, GLOBAL_NAMES, Family
-from cpuspec.config import ModelConfig
+from cpuspec.config import DeltaNet, Mamba2, ModelConfig
 from cpuspec.errors import CheckpointError, FormatError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.layers import I32, Shape, rotary_order
 
 GGUF, HF = 0, 1  # whose names: the places in a pair of `Family.layer_names`
-_PREFIXES = ("blk", r"model\.layers")
 _EXPERT = r"(0|[1-9][0-9]{0,4})"
 
 
@@ -30,7 +29,7 @@ class Names:
         self._of_experts = {
             re.compile(re.escape(theirs).replace(r"\*", _EXPERT)): ours for theirs, ours in self._parts.items() if "*" in theirs
         }
-        self._layer = re.compile(_PREFIXES[kind] + r"\.(0|[1-9][0-9]{0,8})\.(.+)", re.DOTALL)
+        self._layer = re.compile(re.escape(_layers_in(family, kind)) + r"\.(0|[1-9][0-9]{0,8})\.(.+)", re.DOTALL)
 
     def layer_of(self, name: str) -> int:
         """The layer of a tensor by its name in the file; -1 outside of the layers."""
@@ -50,6 +49,10 @@ class Names:
         return f"layers.{layer[1]}.{part}" if part else ""
 
 
+def _layers_in(family: Family, kind: int) -> str:
+    return ("blk", f"{family.hf_root}.layers")[kind]
+
+
 def file_names(family: Family, kind: int, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Tensors of a file by name, each with the canonical names of what it holds, one part after another along the rows.
 
@@ -64,7 +67,7 @@ def file_names(family: Family, kind: int, names: Iterable[str]) -> dict[str, tup
             continue
         _, layer, part = name.split(".")
         ours, theirs = joined[part]
-        found[f"{('blk', 'model.layers')[kind]}.{layer}.{theirs}"] = [f"layers.{layer}.{one}" for one in ours.split("+")]
+        found[f"{_layers_in(family, kind)}.{layer}.{theirs}"] = [f"layers.{layer}.{one}" for one in ours.split("+")]
     return {theirs: tuple(ours) for theirs, ours in found.items()}
 
 
@@ -101,10 +104,10 @@ def _by_group(config: ModelConfig, family: Family, kind: int, parts: str) -> I32
         heads, sizes = c.num_heads, [c.head_dim, c.head_dim]
     elif parts in ("q+k+v", "q_bias+k_bias+v_bias") and family.hf_groups_heads and kind == HF:
         heads, sizes = c.num_kv_heads, [c.num_heads // c.num_kv_heads * c.head_dim, c.head_dim, c.head_dim]
-    elif parts == "delta_qkv+delta_gate" and delta:
+    elif parts == "delta_qkv+delta_gate" and isinstance(delta, DeltaNet):
         values = delta.value_heads // delta.key_heads * delta.value_dims
         heads, sizes = delta.key_heads, [delta.key_dims, delta.key_dims, values, values]
-    elif parts == "delta_beta+delta_alpha" and delta:
+    elif parts == "delta_beta+delta_alpha" and isinstance(delta, DeltaNet):
         heads, sizes = delta.key_heads, [delta.value_heads // delta.key_heads] * 2
     else:
         return None
@@ -151,13 +154,30 @@ def arranged(
 
 def _arranged(config: ModelConfig, family: Family, kind: int, name: str, tensor: QuantTensor, shape: Shape) -> QuantTensor:
     """One canonical tensor in our order, of our shape but for axes of length 1, and with our numbers."""
-    if shape and tensor.shape != shape and [n for n in tensor.shape if n > 1] == [n for n in shape if n > 1] and not tensor.parts:
-        tensor = QuantTensor(tensor.format, shape, tensor.data.reshape(*shape[:-1], -1))
-    if name.endswith("delta_decay") and kind == HF:  # whose files have the logarithm of its negative
+    alike = [n for n in tensor.shape if n > 1] == [n for n in shape if n > 1] and not tensor.parts
+    if shape and (alike or tensor.shape == file_shape(config, kind, name, shape)):
+        tensor = _shaped(tensor, shape)
+    if name.endswith(("delta_decay", "ssm_a")) and kind == HF:  # whose files have the logarithm of its negative
         tensor = QuantTensor.encode(get_format("f32"), -np.exp(tensor.dequantize()))
     if kind == HF and name.endswith("norm") and not name.endswith("delta_norm"):
         tensor = with_offset(tensor, family.norm_offset)
     return in_our_order(config, family, kind, name, tensor) if tensor.shape == shape else tensor
+
+
+def file_shape(config: ModelConfig, kind: int, name: str, shape: Shape) -> Shape:
+    """The shape that files of a kind give to a canonical tensor of this shape."""
+    part, mixer = name.rpartition(".")[2], config.recurrent
+    if part.endswith("_conv") and kind == HF:
+        return shape[0], 1, shape[1]
+    if part in ("ssm_a", "ssm_d") and kind == GGUF:
+        return *shape, 1
+    if part == "ssm_norm" and kind == GGUF and isinstance(mixer, Mamba2):
+        return mixer.key_heads, shape[0] // mixer.key_heads
+    return shape
+
+
+def _shaped(tensor: QuantTensor, shape: Shape) -> QuantTensor:
+    return tensor if tensor.shape == shape else QuantTensor(tensor.format, shape, tensor.data.reshape(*shape[:-1], -1))
 
 
 def _split(what: str, name: str, tensor: QuantTensor, wanted: Mapping[str, Shape]) -> dict[str, QuantTensor]:
@@ -221,9 +241,12 @@ def in_our_order(config: ModelConfig, family: Family, kind: int, name: str, tens
 
 
 def in_file_order(config: ModelConfig, family: Family, kind: int, name: str, tensor: QuantTensor) -> QuantTensor:
-    """A tensor by its canonical name, its rows as files have them: the inverse of what `arranged` does to their order."""
+    """A tensor by its canonical name as files have it: the inverse of what `arranged` does to its shape, order and values."""
+    if name.endswith(("delta_decay", "ssm_a")) and kind == HF:
+        return QuantTensor.encode(get_format("f32"), np.log(-tensor.dequantize()))
     order = _order(config, family, kind, name)
-    return tensor if order is None else _permuted(config, name, tensor, np.argsort(order))
+    tensor = tensor if order is None else _permuted(config, name, tensor, np.argsort(order))
+    return _shaped(tensor, file_shape(config, kind, name, tensor.shape))
 
 
 def _permuted(config: ModelConfig, name: str, tensor: QuantTensor, order: NDArray[np.integer]) -> QuantTensor:
@@ -233,7 +256,7 @@ def _permuted(config: ModelConfig, name: str, tensor: QuantTensor, order: NDArra
     """
     if not name.endswith("delta_o"):
         return tensor.permute_rows(order.astype(np.int32))
-    assert config.recurrent, "the layer has a delta net"
+    assert isinstance(config.recurrent, DeltaNet), "the layer has one"
     if config.recurrent.value_dims % tensor.format.block_size or tensor.order is not None:
         raise FormatError(f"{name} is {tensor.format.name}, whose blocks are longer than a head of {config.recurrent.value_dims}")
     heads = tensor.data.reshape(tensor.shape[0], len(order), -1)
@@ -243,8 +266,9 @@ def _permuted(config: ModelConfig, name: str, tensor: QuantTensor, order: NDArra
 def _order(config: ModelConfig, family: Family, kind: int, name: str) -> I32 | None:
     """For each row of queries or keys, or of value heads (for `delta_o` each head), its place in the file. None for our order."""
     part = name.rpartition(".")[2]
-    if part.startswith("delta_") and part != "delta_norm" and family.tiles_values and kind == HF and config.recurrent:
+    if part.startswith("delta_") and part != "delta_norm" and family.tiles_values and kind == HF:
         delta, keys = config.recurrent, 0
+        assert isinstance(delta, DeltaNet), "the layer has one"
         if part in ("delta_qkv", "delta_conv"):
             keys = 2 * delta.key_heads * delta.key_dims
         size = delta.value_dims if part in ("delta_qkv", "delta_conv", "delta_gate") else 1

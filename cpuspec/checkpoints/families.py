@@ -73,6 +73,102 @@ FUSED: Mapping[str, str] = MappingProxyType(
         "mlp.experts.down_proj": "expert_down",
     }
 )
+
+
+def _mamba_names(where: str) -> dict[str, tuple[str, str]]:
+    """Names of a Mamba-2 mixer that Hugging Face files call `where`."""
+    return {
+        "ssm_z+ssm_xbc+ssm_dt": ("ssm_in.weight", f"{where}.in_proj.weight"),
+        "ssm_conv": ("ssm_conv1d.weight", f"{where}.conv1d.weight"),
+        "ssm_conv_bias": ("ssm_conv1d.bias", f"{where}.conv1d.bias"),
+        "ssm_dt_bias": ("ssm_dt.bias", f"{where}.dt_bias"),
+        "ssm_a": ("ssm_a", f"{where}.A_log"),
+        "ssm_d": ("ssm_d", f"{where}.D"),
+        "ssm_norm": ("ssm_norm.weight", f"{where}.norm.weight"),
+        "ssm_out": ("ssm_out.weight", f"{where}.out_proj.weight"),
+    }
+
+
+_LFM2_NAMES = {
+    **_EXPERT_NAMES,
+    "conv_b+conv_c+conv_x": ("shortconv.in_proj.weight", "conv.in_proj.weight"),
+    "short_conv": ("shortconv.conv.weight", "conv.conv.weight"),
+    "conv_out": ("shortconv.out_proj.weight", "conv.out_proj.weight"),
+    "attn_norm": ("attn_norm.weight", "operator_norm.weight"),
+    "o": ("attn_output.weight", "self_attn.out_proj.weight"),
+    "q_norm": ("attn_q_norm.weight", "self_attn.q_layernorm.weight"),
+    "k_norm": ("attn_k_norm.weight", "self_attn.k_layernorm.weight"),
+    "mlp_norm": ("ffn_norm.weight", "ffn_norm.weight"),
+    **{
+        part: (f"ffn_{part}.weight", f"feed_forward.{name}.weight") for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    },
+    "router": ("ffn_gate_inp.weight", "feed_forward.gate.weight"),
+    "router_shift": ("exp_probs_b.bias", "feed_forward.expert_bias"),
+    "expert_gate": ("ffn_gate_exps.weight", "feed_forward.experts.*.w1.weight"),
+    "expert_up": ("ffn_up_exps.weight", "feed_forward.experts.*.w3.weight"),
+    "expert_down": ("ffn_down_exps.weight", "feed_forward.experts.*.w2.weight"),
+}
+# transformers' Lfm2Config and Lfm2MoeConfig.
+_LFM2_DEFAULTS: dict[str, object] = {
+    **{"norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True, "num_key_value_heads": 8, "num_attention_heads": 32},
+    "max_position_embeddings": 128000,
+}
+_LFM2_GLOBALS = {"norm": ("token_embd_norm.weight", "model.embedding_norm.weight")}
+_GRANITE_MOE_NAMES = {
+    **_LAYER_NAMES,
+    "router": ("ffn_gate_inp.weight", "block_sparse_moe.router.layer.weight"),
+    "expert_gate+expert_up": ("", "block_sparse_moe.input_linear.weight"),
+    "expert_gate": ("ffn_gate_exps.weight", ""),
+    "expert_up": ("ffn_up_exps.weight", ""),
+    "expert_down": ("ffn_down_exps.weight", "block_sparse_moe.output_linear.weight"),
+    "shared_gate+shared_up": ("", "shared_mlp.input_linear.weight"),
+    "shared_gate": ("ffn_gate_shexp.weight", ""),
+    "shared_up": ("ffn_up_shexp.weight", ""),
+    "shared_down": ("ffn_down_shexp.weight", "shared_mlp.output_linear.weight"),
+}
+_GRANITE_MOE_OTHERS = {  # of models that transformers 5 has read and written
+    "block_sparse_moe.experts.gate_up_proj": "expert_gate+expert_up",
+    "block_sparse_moe.experts.down_proj": "expert_down",
+    "block_sparse_moe.router.weight": "router",
+}
+_GRANITE_HYBRID_NAMES = {
+    **_LAYER_NAMES,
+    **_mamba_names("mamba"),
+    "gate+up": ("", "shared_mlp.input_linear.weight"),
+    "gate": ("ffn_gate.weight", ""),
+    "up": ("ffn_up.weight", ""),
+    "down": ("ffn_down.weight", "shared_mlp.output_linear.weight"),
+}
+# transformers' GraniteMoeHybridConfig.
+_GRANITE_HYBRID_DEFAULTS: dict[str, object] = {
+    **{"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4},
+    **{"mamba_expand": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
+}
+_NEMOTRON_H_NAMES = {
+    "attn_norm": ("attn_norm.weight", "norm.weight"),
+    **{part: (f"attn_{part}.weight", f"mixer.{part}_proj.weight") for part in ("q", "k", "v")},
+    "o": ("attn_output.weight", "mixer.o_proj.weight"),
+    **_mamba_names("mixer"),
+    "up": ("ffn_up.weight", "mixer.up_proj.weight"),
+    "down": ("ffn_down.weight", "mixer.down_proj.weight"),
+    "router": ("ffn_gate_inp.weight", "mixer.gate.weight"),
+    "router_shift": ("exp_probs_b.bias", "mixer.gate.e_score_correction_bias"),
+    "expert_up": ("ffn_up_exps.weight", "mixer.experts.*.up_proj.weight"),
+    "expert_down": ("ffn_down_exps.weight", "mixer.experts.*.down_proj.weight"),
+    "shared_up": ("ffn_up_shexp.weight", "mixer.shared_experts.up_proj.weight"),
+    "shared_down": ("ffn_down_shexp.weight", "mixer.shared_experts.down_proj.weight"),
+}
+_BACKBONE = {
+    "embed": ("token_embd.weight", "backbone.embeddings.weight"),
+    "norm": ("output_norm.weight", "backbone.norm_f.weight"),
+}
+# transformers' NemotronHConfig.
+_NEMOTRON_H_DEFAULTS: dict[str, object] = {
+    **{"layer_norm_epsilon": 1e-5, "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "expand": 2},
+    **{"time_step_min": 0.001, "max_position_embeddings": 4096, "mlp_hidden_act": "relu2", "intermediate_size": 21504},
+}
+_NEMOTRON_H_FLAGS = {"gated": False, "activation": "relu2"}
 # gate and up are one tensor in files of both kinds.
 _JOINED_GATE = {
     **{part: names for part, names in _LAYER_NAMES.items() if part not in ("gate", "up", "gate_bias", "up_bias")},
@@ -160,7 +256,12 @@ class Family:
     norm_offset: what a model adds to norm weights of Hugging Face files; GGUF files hold the sum.
     delta_layers: whether layers without attention are gated delta nets. tiles_values: GGUF files have value heads of these in the
     order of `DeltaNet.tiled`, which ours is then; Hugging Face files have neighbours share a key head.
-    scales_embeddings: by the root of the hidden size. unrotated_every: each n-th layer has no rotary positions, 0 for none.
+    scales_embeddings: by the root of the hidden size. unrotated_every: each n-th layer has no rotary positions, 0 for none, 1 for
+    all.
+    recurrent: what layers have that do not attend, "short_conv" or "mamba2", or "both" where each layer has Mamba-2 beside its
+    attention; "" for other families. single: a layer is one branch. steps_at_least: Hugging Face configurations have a least step
+    of Mamba-2, which GGUF files do not know. hf_root: the name under which Hugging Face files have the layers.
+    folds_multipliers: Hugging Face configurations have factors of matrices that GGUF files have in the matrices.
     """
 
     architecture: str
@@ -194,6 +295,11 @@ class Family:
     unrotated_every: int = 0
     delta_layers: bool = False
     tiles_values: bool = False
+    recurrent: str = ""
+    single: bool = False
+    steps_at_least: bool = False
+    hf_root: str = "model"
+    folds_multipliers: bool = False
     gguf_mark: str = ""  # a key of GGUF files that others of the same `gguf_architecture` have not, or at 0
     gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
 
@@ -411,23 +517,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 # Both take a softmax over the chosen, llama.cpp as one over all that is normalised.
                 experts={"normalised": True},
                 hf_defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
-                layer_names={
-                    **_LAYER_NAMES,
-                    "router": ("ffn_gate_inp.weight", "block_sparse_moe.router.layer.weight"),
-                    "expert_gate+expert_up": ("", "block_sparse_moe.input_linear.weight"),
-                    "expert_gate": ("ffn_gate_exps.weight", ""),
-                    "expert_up": ("ffn_up_exps.weight", ""),
-                    "expert_down": ("ffn_down_exps.weight", "block_sparse_moe.output_linear.weight"),
-                    "shared_gate+shared_up": ("", "shared_mlp.input_linear.weight"),
-                    "shared_gate": ("ffn_gate_shexp.weight", ""),
-                    "shared_up": ("ffn_up_shexp.weight", ""),
-                    "shared_down": ("ffn_down_shexp.weight", "shared_mlp.output_linear.weight"),
-                },
-                other_names={  # of models that transformers 5 has read and written
-                    "block_sparse_moe.experts.gate_up_proj": "expert_gate+expert_up",
-                    "block_sparse_moe.experts.down_proj": "expert_down",
-                    "block_sparse_moe.router.weight": "router",
-                },
+                layer_names=_GRANITE_MOE_NAMES,
+                other_names=_GRANITE_MOE_OTHERS,
                 pairs_neighbours=True,
                 has_scales=True,
             ),
@@ -693,6 +784,127 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 unrotated_every=4,
             ),
             Family(
+                "lfm2",
+                "Lfm2ForCausalLM",
+                flags={"qk_norm": True},
+                hf_defaults=_LFM2_DEFAULTS,
+                layer_names=_LFM2_NAMES,
+                global_names=_LFM2_GLOBALS,
+                recurrent="short_conv",
+            ),
+            Family(
+                "lfm2moe",
+                "Lfm2MoeForCausalLM",
+                hf_types=("lfm2_moe", ""),
+                flags={"qk_norm": True},
+                experts={"score": "sigmoid"},
+                hf_defaults={
+                    **_LFM2_DEFAULTS,
+                    **{"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2},
+                    **{"use_expert_bias": True, "intermediate_size": 7168},
+                },
+                layer_names=_LFM2_NAMES,
+                other_names={  # of models that transformers 5 has read and written
+                    "feed_forward.experts.gate_up_proj": "expert_gate+expert_up",
+                    "feed_forward.experts.down_proj": "expert_down",
+                },
+                global_names=_LFM2_GLOBALS,
+                recurrent="short_conv",
+            ),
+            Family(
+                "granitehybrid",
+                "GraniteMoeHybridForCausalLM",
+                hf_types=("granitemoehybrid", ""),
+                hf_defaults=_GRANITE_HYBRID_DEFAULTS,
+                layer_names=_GRANITE_HYBRID_NAMES,
+                pairs_neighbours=True,
+                has_scales=True,
+                recurrent="mamba2",
+            ),
+            Family(
+                "granitehybrid-moe",
+                "GraniteMoeHybridForCausalLM",
+                "granitehybrid",
+                hf_types=("granitemoehybrid", ""),
+                experts={"normalised": True},
+                hf_defaults=_GRANITE_HYBRID_DEFAULTS,
+                layer_names={
+                    **_GRANITE_MOE_NAMES,
+                    **_mamba_names("mamba"),
+                },
+                other_names=_GRANITE_MOE_OTHERS,
+                pairs_neighbours=True,
+                has_scales=True,
+                recurrent="mamba2",
+            ),
+            Family(
+                "mamba2",
+                "Mamba2ForCausalLM",
+                single=True,
+                hf_defaults={
+                    **{"layer_norm_epsilon": 1e-5, "num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8},
+                    **{"conv_kernel": 4, "expand": 2, "max_position_embeddings": 1 << 20},
+                },
+                layer_names={"attn_norm": ("attn_norm.weight", "norm.weight"), **_mamba_names("mixer")},
+                global_names=_BACKBONE,
+                unrotated_every=1,
+                recurrent="mamba2",
+                hf_root="backbone",
+            ),
+            Family(
+                "nemotron_h",
+                "NemotronHForCausalLM",
+                flags=_NEMOTRON_H_FLAGS,
+                single=True,
+                hf_defaults=_NEMOTRON_H_DEFAULTS,
+                layer_names=_NEMOTRON_H_NAMES,
+                global_names=_BACKBONE,
+                unrotated_every=1,
+                recurrent="mamba2",
+                steps_at_least=True,
+                hf_root="backbone",
+            ),
+            Family(
+                "nemotron_h_moe",
+                "NemotronHForCausalLM",
+                hf_types=("nemotron_h", ""),
+                flags=_NEMOTRON_H_FLAGS,
+                single=True,
+                experts={"score": "sigmoid", "shifted": True},
+                hf_defaults={
+                    **_NEMOTRON_H_DEFAULTS,
+                    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688},
+                    **{"moe_shared_expert_intermediate_size": 7688},
+                },
+                gguf_defaults={"expert_weights_norm": False},
+                layer_names=_NEMOTRON_H_NAMES,
+                other_names={"mixer.experts.up_proj": "expert_up", "mixer.experts.down_proj": "expert_down"},
+                global_names=_BACKBONE,
+                unrotated_every=1,
+                recurrent="mamba2",
+                steps_at_least=True,
+                hf_root="backbone",
+            ),
+            Family(
+                "falcon-h1",
+                "FalconH1ForCausalLM",
+                hf_types=("falcon_h1", ""),
+                hf_defaults={
+                    **{"rms_norm_eps": 1e-5, "num_attention_heads": 32, "num_key_value_heads": 8, "mamba_d_ssm": 1024},
+                    **{"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4},
+                    "max_position_embeddings": 8192,
+                },
+                layer_names={
+                    **_LAYER_NAMES,
+                    **_mamba_names("mamba"),
+                    "mlp_norm": ("ffn_norm", "pre_ff_layernorm.weight"),
+                    **{part: (f"ffn_{part}.weight", f"feed_forward.{part}_proj.weight") for part in ("gate", "up", "down")},
+                },
+                global_names={"norm": ("output_norm.weight", "model.final_layernorm.weight")},
+                recurrent="both",
+                folds_multipliers=True,
+            ),
+            Family(
                 "gemma",
                 "GemmaForCausalLM",
                 flags={"activation": "gelu_tanh"},
@@ -760,10 +972,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
 # Families that are known and not computed, by their names in GGUF files and as `model_type`: the layers that they need.
 NOT_COMPUTED: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("lfm2", "lfm2moe", "lfm2_moe"), "short convolutions"),
-        **dict.fromkeys(
-            ("mamba", "mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1", "falcon_h1"), "state spaces"
-        ),
+        "mamba": "state spaces of the first Mamba",
         **dict.fromkeys(("deepseek2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "keys and values made of a common vector"),
     }
 )

@@ -91,17 +91,22 @@ class Fields:
             self.fail(key, "an integer")
         return value
 
-    def of_layers(self, key: str, count: int, default: int | None = None) -> int:
-        """An integer that every layer has: one, or an array of `count` equal ones."""
+    def per_layer(self, key: str, count: int, default: int | None = None) -> list[int]:
+        """An integer for each of `count` layers: an array of them, or one for all."""
         value = self.value(key)
         if isinstance(value, list):
             if len(value) != count or any(type(number) is not int for number in value):
                 self.fail(key, f"an array of {count} integers")
-            numbers = value
-        elif isinstance(value, np.ndarray):
-            numbers = self.numbers(key, np.integer, count)
-        else:
-            return self.integer(key, default)
+            return value
+        if isinstance(value, np.ndarray):
+            return self.numbers(key, np.integer, count)
+        return [self.integer(key, default)] * max(1, min(count, 1 << 13))
+
+    def of_layers(self, key: str, count: int, default: int | None = None, some: bool = False) -> int:
+        """An integer that every layer has: one, or an array of `count` equal ones. some: layers that have 0 are passed over."""
+        numbers = self.per_layer(key, count, default)
+        if some:
+            numbers = [number for number in numbers if number] or [0]
         if len(set(numbers)) != 1:
             shown = ", ".join(str(number) for number in numbers[:8]) + (", ..." if count > 8 else "")
             self.fail(key, f"the same number for every layer; it says {shown}")

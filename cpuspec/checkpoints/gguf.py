@@ -14,6 +14,7 @@ from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary, tensor_sh
 from cpuspec.checkpoints.families import FAMILIES, LEAST_SUM, NOT_COMPUTED, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.gguf_file import GgufFile
+from cpuspec.checkpoints.recurrent import read_gguf
 from cpuspec.config import DeltaNet, Experts, ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
@@ -253,16 +254,22 @@ def _read_config(
     context_length, num_layers = fields.integer("context_length"), _num_layers(fields)
     hidden_size = fields.integer("embedding_length")
     num_blocks = fields.integer("block_count")  # those for multi-token prediction, too
-    num_heads = fields.of_layers("attention.head_count", num_blocks)
+    mixers = read_gguf(fields, family, num_layers, num_blocks, tensors)
+    nothing = (False,) * max(1, min(num_layers, 1 << 13))
+    recurs, feeds = (mixers.get(key) or nothing for key in ("layer_recurrent", "layer_feeds"))
+    attends = [i for i, (other, feed) in enumerate(zip(recurs, feeds, strict=True)) if not other and not feed]
+    num_heads = fields.of_layers("attention.head_count", num_blocks, some=True) if attends else 1
     if num_heads < 1:
         fields.fail("attention.head_count", "at least 1")
-    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
-    if "attention.key_length" not in fields and hidden_size % num_heads:
+    head_dim = fields.integer("attention.key_length", hidden_size // num_heads) if attends else 2
+    if attends and "attention.key_length" not in fields and hidden_size % num_heads:
         fields.fail("attention.head_count", f"a divisor of embedding_length {hidden_size}, or attention.key_length")
     for key in ("value_length", "key_length_swa", "value_length_swa", "head_dim"):
         if fields.integer(f"attention.{key}", head_dim) != head_dim:
             fields.fail(f"attention.{key}", f"the length of keys, {head_dim}")
     turned = fields.integer("rope.dimension_count", head_dim)
+    if family.unrotated_every == 1 or not attends:
+        turned = head_dim
     if turned != head_dim and ("partial_rotary_factor" not in family.hf_defaults or turned < 1):
         fields.fail("rope.dimension_count", f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
     if fields.integer("rope.dimension_count_swa", turned) != turned:
@@ -272,10 +279,15 @@ def _read_config(
     rotated = each_layer(num_layers, lambda i: family.unrotated_every == 0 or (i + 1) % family.unrotated_every != 0)
     if family.turns_in_windows and any(slides):
         rotated = slides
+    if family.recurrent == "mamba2" and family.has_scales and not fields.boolean("rope.scaling.finetuned", True):
+        rotated = (False,) * num_layers
     is_local = "rope.freq_base_swa" in fields or (family.has_local_rope and any(slides))
-    norm_kind = family.flags.get("norm_kind", "rms")
+    eps = f"attention.layer_norm_{'' if family.flags.get('norm_kind') == 'layer' else 'rms_'}epsilon"
+    if family.single and eps not in fields:
+        eps = "attention.layer_norm_epsilon"
     if fields.integer("embedding_length_out", hidden_size) != hidden_size:
         fields.fail("embedding_length_out", f"that of the model, {hidden_size}")
+    first = f"layers.{attends[0] if attends else 0}."  # layer that attends
     embed = tensors.get("embed")
     if embed is None or len(embed.shape) != 2:
         raise CheckpointError(f"{fields.what}: token_embd.weight is {'missing' if embed is None else 'a vector'}, wanted a matrix")
@@ -283,22 +295,23 @@ def _read_config(
         architecture=family.architecture,
         vocab_size=embed.shape[0],
         hidden_size=hidden_size,
-        intermediate_size=fields.of_layers("feed_forward_length", num_blocks),
-        **_read_experts(fields, family, num_layers, tensors),
+        intermediate_size=fields.of_layers("feed_forward_length", num_blocks, some=bool(family.recurrent)),
+        **_read_experts(fields, family, num_layers, tensors, feeds),
+        **mixers,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=fields.of_layers("attention.head_count_kv", num_blocks, num_heads),
+        num_kv_heads=fields.of_layers("attention.head_count_kv", num_blocks, num_heads, some=True) if attends else 1,
         head_dim=head_dim,
         context_length=context_length,
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon" if norm_kind == "rms" else "attention.layer_norm_epsilon"),
+        norm_eps=fields.number(eps),
         rope_base=fields.number("rope.freq_base", 10000.0),
         rope_scaling=rope_scaling(fields, context_length, turned, factors),
         rope_dims=0 if turned == head_dim else turned,
         query_growth=growth,
         query_growth_length=fields.integer("rope.scaling.original_context_length", context_length) if growth else 0,
         mlp_bias="layers.0.up_bias" in tensors,
-        qkv_bias=bool({"layers.0.q_bias", "layers.0.q_bias+k_bias+v_bias"} & tensors.keys()),
-        o_bias="layers.0.o_bias" in tensors,
+        qkv_bias=bool({f"{first}q_bias", f"{first}q_bias+k_bias+v_bias"} & tensors.keys()),
+        o_bias=f"{first}o_bias" in tensors,
         tied_embeddings="output" not in tensors,
         **_scales(fields, family, hidden_size, num_heads, num_layers),
         attention_softcap=fields.number("attn_logit_softcapping", 0.0),
@@ -334,8 +347,10 @@ def _scales(fields: Fields, family: Family, hidden_size: int, num_heads: int, nu
 GGUF_SCORES: Mapping[int, str] = MappingProxyType({1: "softmax", 2: "sigmoid", 3: "chosen"})  # expert_gating_func
 
 
-def _read_experts(fields: Fields, family: Family, num_layers: int, tensors: Mapping[str, QuantTensor]) -> dict[str, Any]:
-    """Read the settings of a mixture of experts, as arguments of `ModelConfig`."""
+def _read_experts(
+    fields: Fields, family: Family, num_layers: int, tensors: Mapping[str, QuantTensor], feeds: tuple[bool, ...]
+) -> dict[str, Any]:
+    """Read the settings of a mixture of experts, as arguments of `ModelConfig`. feeds: `layer_feeds`."""
     if not fields.integer("expert_count", 0):
         return {}
     if family.experts is None:
@@ -346,10 +361,12 @@ def _read_experts(fields: Fields, family: Family, num_layers: int, tensors: Mapp
     first = fields.integer("leading_dense_block_count", 0)
     every = fields.integer("interleave_moe_layer_step", 1)
     layers = each_layer(num_layers, lambda i: i >= first and every > 0 and (i + 1) % every == 0)
+    if family.single:
+        layers = feeds
     some = next((f"layers.{i}." for i, has in enumerate(layers) if has), "layers.0.")
     gate = tensors.get(some + "expert_down") or tensors.get(some + "expert_gate+expert_up")
     shared = tensors.get(some + "shared_down")
-    told = fields.integer("expert_feed_forward_length", 0)
+    told = fields.of_layers("expert_feed_forward_length", fields.integer("block_count"), 0, some=bool(family.recurrent))
     facts: dict[str, Any] = {
         "count": fields.integer("expert_count"),
         "used": fields.integer("expert_used_count"),
@@ -368,7 +385,7 @@ def _read_experts(fields: Fields, family: Family, num_layers: int, tensors: Mapp
     experts = Experts(**{**facts, **family.experts})
     return {
         "experts": replace(experts, least_sum=LEAST_SUM) if experts.score == "sigmoid" else experts,
-        "layer_experts": () if all(layers) else layers,
+        "layer_experts": () if all(layers) or family.single else layers,
         "shared_size": shared.shape[-1] if shared else 0,
         "shared_gate": some + "shared_weight" in tensors,
     }

@@ -18,6 +18,7 @@ from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles, tensor_
 from cpuspec.checkpoints.families import FAMILIES, MODEL_TYPES, NOT_COMPUTED, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
+from cpuspec.checkpoints.recurrent import dense_size, has_experts, kinds_of, multiplied, num_layers_of, read_hf
 from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
 from cpuspec.config import (
     NO_DEFAULTS,
@@ -33,7 +34,7 @@ from cpuspec.config import (
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 
-_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 # Flags that a model may set and this reader does not compute.
 _UNSUPPORTED = {
     "use_qk_norm": "layer norms of queries and keys are",
@@ -82,6 +83,8 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
             if family.hf_wrapper
             else file_name
         )
+        if family.hf_root != "model":  # which transformers reads and writes as well
+            name = re.sub(r"^(model\.)?(model|backbone)\.", f"{family.hf_root}.", name)
         if name.startswith(("model.mtp_", "model.mtp.", "mtp.")) or names.layer_of(name) >= config.num_layers:
             predicting[name] = tensor
             continue
@@ -96,6 +99,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
             raise CheckpointError(f"{directory}: tensor {file_name!r} is there under another name, too; wanted it once")
         named[ours] = tensor
     tensors = arranged(str(directory), config, family, HF, named, wanted)
+    config, tensors = multiplied(settings, family, config, tensors)
     pooling = _read_pooling(directory)
     if pooling and "output" not in tensors:
         config = replace(config, tied_embeddings=True)  # nobody asks for what it would write
@@ -172,6 +176,8 @@ def config_to_write(checkpoint: Checkpoint) -> dict[str, object]:
             if isinstance(rope := values.get(key), dict):
                 values[key] = {name: value for name, value in rope.items() if name not in _SECTIONS and value != "mrope"}
     tied = {} if checkpoint.pooling else {"tie_word_embeddings": checkpoint.config.tied_embeddings}
+    if family.folds_multipliers:  # into the tensors that this goes with
+        values = {key: value for key, value in values.items() if "_multiplier" not in key}
     return {key: value for key, value in values.items() if key != "quantization_config"} | tied
 
 
@@ -198,6 +204,10 @@ def _settings(fields: Fields) -> tuple[Fields, Family]:
         within = [one for one in FAMILIES.values() if one.hf_wrapper == family.hf_wrapper]
         family = next((one for one in within if inside == one.architecture), within[0])
         return fields.over({**family.hf_defaults, **({} if is_tied is None else {"tie_word_embeddings": is_tied})}), family
+    if family.recurrent:  # of which a class may have dense models and mixtures
+        alike = [one for one in FAMILIES.values() if one.hf_class == family.hf_class]
+        mixed = has_experts(fields.over(family.hf_defaults))
+        family = next((one for one in alike if (one.experts is not None) == mixed), family)
     return fields.over(family.hf_defaults), family
 
 
@@ -251,7 +261,7 @@ def _read_sampling(directory: Path) -> SamplingDefaults:
 
 def model_config(fields: Fields, family: Family) -> ModelConfig:
     """Shapes and flags of config.json. Raises CheckpointError or ConfigError."""
-    activation_key = "hidden_activation" if "hidden_activation" in fields else "hidden_act"
+    activation_key = next((key for key in ("mlp_hidden_act", "hidden_activation") if key in fields), "hidden_act")
     activation = fields.text(activation_key, "silu")
     if activation not in _ACTIVATIONS:
         fields.fail(activation_key, f"{' or '.join(_ACTIVATIONS)}")
@@ -259,14 +269,19 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         if key not in family.hf_defaults and fields.boolean(key, False):
             fields.fail(key, f"false; {feature} not supported")
     hidden_size = fields.integer("hidden_size")
-    num_heads = fields.integer("num_attention_heads")
+    num_layers = num_layers_of(fields)
+    mixers = read_hf(fields, family, num_layers)
+    others = sum(mixers.get("layer_recurrent", ())) + sum(mixers.get("layer_feeds", ()))
+    attends = others < num_layers
+    num_heads = fields.integer("num_attention_heads", None if attends else 1)
     if num_heads < 1:
         fields.fail("num_attention_heads", "at least 1")
     head_dim = fields.integer("head_dim", fields.integer("attention_head_dim", hidden_size // num_heads))
-    if "head_dim" not in fields and hidden_size % num_heads:
+    if not attends:
+        num_heads, head_dim = 1, 2
+    if attends and "head_dim" not in fields and hidden_size % num_heads:
         fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden_size}, or head_dim")
     context_length = fields.integer("max_position_embeddings")
-    num_layers = fields.integer("num_hidden_layers")
     every_bias = fields.boolean("use_bias", False) or fields.boolean("bias", False)
     attention_bias = every_bias or (fields.boolean("attention_bias", False) and family.architecture != "qwen2")
     if fields.value("clip_qkv") is not None:
@@ -304,16 +319,18 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
     slides = _slides(fields, family, window, rotated)
     if family.turns_in_windows and window:
         rotated = slides
-    eps = next((key for key in ("rms_norm_eps", "norm_epsilon", "layer_norm_eps") if key in fields), "rms_norm_eps")
+    eps_keys = ("rms_norm_eps", "norm_epsilon", "layer_norm_eps", "norm_eps", "layer_norm_epsilon")
+    eps = next((key for key in eps_keys if key in fields), "rms_norm_eps")
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=dense_size(fields, family),
         **_read_experts(fields, family, num_layers),
+        **mixers,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads) if attends else 1,
         head_dim=head_dim,
         context_length=context_length,
         norm_eps=fields.number(eps, 1e-6),
@@ -325,7 +342,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         mlp_bias=every_bias or fields.boolean("mlp_bias", False),
         qkv_bias=fields.boolean("qkv_bias", fields.boolean("use_qkv_bias", family.qkv_bias)) or attention_bias,
         o_bias=fields.boolean("attention_out_bias", attention_bias),
-        tied_embeddings=fields.boolean("tie_word_embeddings", False),
+        tied_embeddings=fields.boolean("tie_embedding", fields.boolean("tie_word_embeddings", False)),
         **_scales(fields, family, hidden_size, None if pre_attention == head_dim else 1 / math.sqrt(pre_attention)),
         attention_softcap=fields.number("attn_logit_softcapping", 0.0),
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
@@ -374,7 +391,7 @@ _EXPERT_SIZES = ("moe_intermediate_size", "expert_hidden_dim", "intermediate_siz
 _SHARED_SIZES = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
 _SHARED_COUNTS = ("num_shared_experts", "n_shared_experts", "moe_num_shared_experts", "num_shared_expert")  # of an expert's size
 _STEPS = ("decoder_sparse_step", "moe_layer_interval")
-_FIRSTS = ("first_k_dense_replace", "moe_layer_start_index")
+_FIRSTS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
 
 def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
@@ -390,13 +407,18 @@ def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, 
     if step < 1:
         fields.fail(next(key for key in _STEPS if key in fields), "at least 1")
     layers = each_layer(num_layers, lambda i: i not in dense and (i + 1) % step == 0 and i >= first and (last < 0 or i <= last))
+    if family.single:
+        layers = tuple(kind != "none" for kind in kinds_of(fields, family, num_layers))
+        fields.integer("n_shared_experts", 0)  # whose size is that of all
+        if fields.value("moe_latent_size") is not None:
+            fields.fail("moe_latent_size", "null; experts of another width than the model's are not supported")
     size = number(_EXPERT_SIZES)
     facts: dict[str, Any] = {
         "count": number(_EXPERT_COUNTS),
         "used": number(_EXPERTS_USED),
         "size": size,
         "score": fields.text("score_function", "softmax"),
-        "shifted": fields.boolean("moe_router_enable_expert_bias", False),
+        "shifted": fields.boolean("moe_router_enable_expert_bias", fields.boolean("use_expert_bias", False)),
         "normalised": fields.boolean("norm_topk_prob", True),
         "scale": fields.number("routed_scaling_factor", 1.0),
         "groups": fields.integer("n_group", 1),
@@ -431,6 +453,8 @@ def _read_delta_net(fields: Fields, family: Family, num_layers: int) -> dict[str
 
 def _rotated(fields: Fields, family: Family, num_layers: int) -> tuple[bool, ...]:
     """For each layer whether it has rotary positions."""
+    if family.has_scales and family.recurrent:
+        return (fields.text("position_embedding_type", "none") == "rope",) * num_layers
     if not family.unrotated_every:
         return each_layer(num_layers, lambda i: True)
     interval = fields.integer("no_rope_layer_interval", family.unrotated_every)
@@ -446,7 +470,7 @@ def _slides(fields: Fields, family: Family, window: int, rotated: tuple[bool, ..
     """For each layer whether it sees a window only: as `layer_types` says, or else as transformers chooses for the family."""
     if window and "sliding_window" not in family.hf_defaults:
         fields.fail("use_sliding_window", f"false; {family.architecture} models have no sliding windows")
-    types, num_layers = fields.items("layer_types"), len(rotated)
+    types, num_layers = [] if family.recurrent else fields.items("layer_types"), len(rotated)
     allowed = ("full_attention", *(["sliding_attention"] if window else []), *(["linear_attention"] if family.delta_layers else []))
     if any(kind not in allowed for kind in types) or len(types) not in (0, num_layers):
         fields.fail("layer_types", f"{' or '.join(allowed)} in every layer")

@@ -604,7 +604,7 @@ def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> Pref
     queue = None
     if settings.prefix_cache_dir is not None:
         queue = PrefixQueue(PrefixDirectory(Path(settings.prefix_cache_dir), int(settings.prefix_disk_gb * 1e9)))
-    per_token = sum(context.cache.bytes_per_token for context in contexts)
+    per_token = max(1, sum(context.cache.bytes_per_token for context in contexts))  # none where nothing attends
     for context in contexts:
         gb = settings.prefix_cache_gb
         if gb is None:

@@ -63,6 +63,7 @@ SEQUENCE = _words("source", "target", "length", "row", "end_row", "fold", "recor
 # `forward.enter` writes the first part for each call; addresses are of arrays that stay.
 STATE = _record(
     num_rows=_I64,
+    starts=to(_I64),  # [sequences + 1]: the first row of each, and the end of the last
     num_logit_rows=_I64,
     num_picked=_I64,  # rows of logits whose largest is looked for: all of a few, or none
     stops_early=_I64,  # not 0: the forward ends behind the running operation once it is asked to
@@ -131,6 +132,9 @@ _DELTA = _record(
     eps=_F32,
     length_eps=_F32,
 )
+# What "remember" keeps of a row, times factors where these are not 0: `bytes` of it at `at` in a slot's states, in a ring of rows
+# that are ring_bytes apart.
+PART = _words("source", "factors", "stride", "bytes", "at", "ring_bytes")
 
 # Operands by operation, in the order of their numbers.
 OPERANDS: Mapping[str, _DType] = MappingProxyType(
@@ -212,11 +216,55 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
         "delta_rows": _DELTA,
         "delta": _DELTA,
         "delta_norm": _DELTA,
+        # `state_space.convolve_kept`. heads, here and below: of keys and values in a slot, behind which its states are.
+        # weight: f32 [taps, columns]; factors, bias, outer: addresses, or 0
+        "convolve_kept": _words(
+            "rows", "stride", "factors", "outer", "weight", "bias", "out", "out_stride", "columns", "taps", "ring_at", "heads"
+        ),
+        "remember": _record(heads=_I64, num_parts=_I64, parts=to(PART)),
+        # rates, steps: what a decay is exp(rate * softplus(step)) of; least: that a step is. values = rows * step
+        "steps": _record(
+            **dict.fromkeys(
+                ("rows", "stride", "steps", "steps_stride", "rates", "decays", "decays_stride", "factors", "factors_stride"), _I64
+            ),
+            **dict.fromkeys(("values", "values_stride", "value_heads", "value_dims"), _I64),
+            least=_F32,
+        ),
+        # keys, queries: rows with one stride; keys_at, updates_at: where a record has them, behind its decays
+        "recur": _words(
+            "keys",
+            "queries",
+            "stride",
+            "values",
+            "values_stride",
+            "decays",
+            "decays_stride",
+            "out",
+            "out_stride",
+            "heads",
+            "key_heads",
+            "key_dims",
+            "value_heads",
+            "value_dims",
+            "tiled",
+            "state_at",
+            "records_at",
+            "record_bytes",
+            "keys_at",
+            "updates_at",
+        ),
+        # `state_space.finish_heads`
+        "finish": _record(
+            **dict.fromkeys(
+                ("rows", "stride", "inputs", "inputs_stride", "gate", "gate_stride", "skip", "weight", "features", "groups"), _I64
+            ),
+            dims=_I64,
+            eps=_F32,
+        ),
     }
 )
-EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, KEEP, PICK, NORM, ROUTE, GATHER, COMBINE, CONVOLVE, DELTA_ROWS, DELTA, DELTA_NORM = (
-    range(len(OPERANDS))
-)
+EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, KEEP, PICK, NORM, ROUTE, GATHER, COMBINE, *_RECURRENT = range(len(OPERANDS))
+CONVOLVE, DELTA_ROWS, DELTA, DELTA_NORM, CONVOLVE_KEPT, REMEMBER, STEPS, RECUR, FINISH = _RECURRENT
 OPERATION: _DType = np.dtype(
     {
         "names": ["number", *OPERANDS],

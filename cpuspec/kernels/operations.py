@@ -28,6 +28,7 @@ from cpuspec.kernels.products import BLOCK_ROWS, ORDERS
 from cpuspec.kernels.recurrent import convolve, delta, delta_norm, delta_rows, num_convolved
 from cpuspec.kernels.sharing import PIECES, part_of_row, parts_of_row, piece, share, take
 from cpuspec.kernels.simd import emitted
+from cpuspec.kernels.state_space import convolve_kept, finish_heads, recur, remember, steps
 from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
 
 _INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
@@ -350,13 +351,17 @@ def _num_items(op, state, threads):
         return state.num_sequences * op.delta.value_heads * (op.delta.value_dims // simd.LANES)
     if op.number == layout.DELTA_NORM:
         return state.num_rows * op.delta_norm.value_heads
+    if op.number == layout.CONVOLVE_KEPT:
+        return state.num_rows * parts_of_row(op.convolve_kept.columns, state.num_rows, threads)
+    if op.number == layout.RECUR:
+        return state.num_sequences * op.recur.value_heads * (op.recur.value_dims // simd.LANES)
     if op.number == layout.COMBINE:
         return state.num_rows * parts_of_row(op.combine.features, state.num_rows, threads)
     return state.num_rows
 
 
 @compiled
-def _do(op, state, threads, item):
+def _do(op, state, threads, thread, item):
     """One item of an operation that shares its items out one by one."""
     if op.number == layout.EMBED:
         _embed(op.embed, state, item)
@@ -382,6 +387,19 @@ def _do(op, state, threads, item):
         delta_norm(op.delta_norm, item)
     elif op.number == layout.COMBINE:
         _combine(op.combine, state, threads, item)
+    elif op.number == layout.CONVOLVE_KEPT:
+        parts = parts_of_row(op.convolve_kept.columns, state.num_rows, threads)
+        part = part_of_row(op.convolve_kept.columns, parts)
+        first = item % parts * part
+        convolve_kept(op.convolve_kept, state, item // parts, first, min(op.convolve_kept.columns, first + part))
+    elif op.number == layout.REMEMBER:
+        remember(op.remember, state, item)
+    elif op.number == layout.STEPS:
+        steps(op.steps, state, item)
+    elif op.number == layout.RECUR:
+        recur(op.recur, state, item, state.scratch + thread * state.scratch_bytes)
+    elif op.number == layout.FINISH:
+        finish_heads(op.finish, state, item)
     else:
         pick(op.pick, state, threads)
 
@@ -404,7 +422,7 @@ def _take_part(job, number, items, threads, thread):
             return completed
         end = min(items, first + count)
         for item in range(first, end):
-            _do(op, state, threads, item)
+            _do(op, state, threads, thread, item)
         completed += end - first
 
 

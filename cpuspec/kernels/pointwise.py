@@ -25,7 +25,7 @@ _INT8_RECORD, _INT16_RECORD, _BF16_RECORD = ORDERS["int8"], ORDERS["int16"], ORD
 _IN_PAIRS = isa.dot_isa() == "avx2"  # how "int16" records hold their numbers, see `products`
 
 # What `prepare_row` does before it writes activations.
-PLAIN, NORM, SILU, GELU, LAYER_NORM, SILU_ALONE, GELU_ALONE, SWIGLU_OAI, SIGMOID = range(9)
+PLAIN, NORM, SILU, GELU, LAYER_NORM, SILU_ALONE, GELU_ALONE, SWIGLU_OAI, SIGMOID, RELU2, RELU2_ALONE = range(11)
 
 
 @compiled
@@ -175,6 +175,12 @@ def _swiglu_oai(gate, up):
 
 
 @inlined
+def _squared(x):
+    active = simd.max_f32(x, simd.splat_f32(0.0))
+    return active * active
+
+
+@inlined
 def _numbers(row, order, at):
     """Sixteen numbers of a row, those at byte offset `at` of it, or those that `order` names there."""
     if order != 0:
@@ -200,6 +206,10 @@ def _prepared(kind, row, other, weight, order, scale, mean, at):
         return _gelu(x)
     if kind == SWIGLU_OAI:
         return _swiglu_oai(x, _numbers(other, order, at))
+    if kind == RELU2:
+        return _squared(x) * _numbers(other, order, at)
+    if kind == RELU2_ALONE:
+        return _squared(x)
     if kind == SIGMOID:
         return _numbers(other, order, at) / (simd.splat_f32(1.0) + exp_f32(simd.splat_f32(0.0) - x))
     return x
@@ -211,7 +221,7 @@ def prepare_row(kind, row, other, weight, order, eps, features, first, end, int8
 
     kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other; GELU gelu(x) * other; LAYER_NORM (x - mean(x)) / deviation(x) *
     weight + other; SILU_ALONE silu(x); GELU_ALONE gelu(x); SWIGLU_OAI as `config.SWIGLU_ALPHA`, of x and other; SIGMOID
-    sigmoid(x) * other. int8 to
+    sigmoid(x) * other; RELU2, RELU2_ALONE max(x, 0)^2, times other. int8 to
     rounded: address of the row's block in that order, 0 where it is not wanted; place: the row's place in its block of block_rows.
     Rows, others and weights are padded with zeros to whole groups. order: address of int32 indices, padded likewise with their own,
     where a matrix has the inputs in another order; else 0.

@@ -34,7 +34,7 @@ def _data(array):
 def enter(state, numbers):
     """Write into the state what `Program.enter` noted at address `numbers`, and plan its attention."""
     call = call_at(numbers)
-    state.num_rows, state.num_logit_rows = call.num_rows, call.num_logit_rows
+    state.num_rows, state.num_logit_rows, state.num_sequences = call.num_rows, call.num_logit_rows, call.num_sequences
     state.num_picked = call.num_logit_rows if call.num_logit_rows <= BLOCK_ROWS else 0
     state.stops_early, state.stop.asked, state.stopped = call.stops_early, 0, 0
     state.head_bytes, state.logits, state.expert_bytes = call.head_bytes, _data(call.logits), 0
@@ -47,6 +47,7 @@ def enter(state, numbers):
     starts = storages + 8 * call.num_sequences
     parents = starts + 8 * (call.num_sequences + 1)
     state.tokens, state.positions, state.logit_rows = int64s_at(tokens), int64s_at(positions), int64s_at(logit_rows)
+    state.starts = int64s_at(starts)
     place_rows(
         state, int64s_at(starts), int64s_at(lengths), int64s_at(storages), int64s_at(parents), call.num_sequences,
         call.num_parents, call.both_ways,

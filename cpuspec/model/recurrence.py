@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cpuspec.config import DeltaNet, ModelConfig
+from cpuspec.config import ModelConfig, Recurrent, ShortConv
 from cpuspec.layers import layers_of
 from cpuspec.model.cache import KEPT_ROWS
 
@@ -63,19 +63,27 @@ class RecurrentState:
         return replace(self, records=self.records.copy())
 
 
-def new_state(mixer: DeltaNet, zeros: Callable[[tuple[int, ...]], Any]) -> RecurrentState:
+def recurrent_mixers(config: ModelConfig) -> list[Recurrent]:
+    """The mixers of layers that keep a state, first to last."""
+    return [mixer for layer in layers_of(config) if (mixer := layer.recurrent)]
+
+
+def new_state(mixer: Recurrent, zeros: Callable[[tuple[int, ...]], Any]) -> RecurrentState:
     """An empty memory of a layer with this mixer."""
+    if isinstance(mixer, ShortConv):
+        return RecurrentState(mixer.taps, mixer.channels, (), zeros, lambda state, record: state)
     return RecurrentState(mixer.taps, mixer.channels, (mixer.value_heads, mixer.key_dims, mixer.value_dims), zeros, delta_step)
 
 
 def state_numbers(config: ModelConfig, rows: int) -> int:
     """Numbers that the recurrent layers of a slot keep: their states, and records and inputs of so many rows."""
     found = 0
-    for mixer in (layer.mixer for layer in layers_of(config)):
-        if isinstance(mixer, DeltaNet):
+    for mixer in recurrent_mixers(config):
+        found += (rows + mixer.taps - 1) * mixer.channels
+        if not isinstance(mixer, ShortConv):
             values = mixer.value_heads * mixer.value_dims
             record = mixer.value_heads + mixer.key_heads * mixer.key_dims + values
-            found += values * mixer.key_dims + rows * record + (rows + mixer.taps - 1) * mixer.channels
+            found += values * mixer.key_dims + rows * record
     return found
 
 
@@ -90,6 +98,6 @@ def recurrent_slots(config: ModelConfig, number_bytes: int) -> dict[str, Any]:
 
 
 def delta_step(state: Any, record: Record) -> Any:
-    """The state [value heads, key dims, value dims] of a gated delta net after a record (decay, key, update)."""
+    """The state [value heads, key dims, value dims] of a gated delta net or of Mamba-2 after a record (decay, key, update)."""
     decay, key, update = record
     return state * decay[:, None, None] + key[:, :, None] * update[:, None]

@@ -6,8 +6,8 @@ as data (`cpuspec.layers`) and a name map in its reader; a new operation is a li
 
 from typing import Protocol, TypeVar
 
-from cpuspec.config import HeadConfig, ModelConfig
-from cpuspec.layers import Attention, Layer, layers_of
+from cpuspec.config import DeltaNet, HeadConfig, Mamba2, ModelConfig, ShortConv
+from cpuspec.layers import Attention, FeedForward, Layer, Mixer, layers_of
 
 V = TypeVar("V")  # a backend's rows of numbers: an array, a tensor, the name of a node, or a buffer
 
@@ -49,6 +49,14 @@ class Operations(Protocol[V]):
         Of each value head with a matrix S: S *= decay, d = sigmoid(beta) (v - S^T k), S += k d^T, result S^T q. q and k have length
         1, and q is divided by the root of its dims; log(decay) = `delta_decay` * softplus(alpha + `delta_dt`). The state keeps S.
         """
+        ...
+
+    def short_conv(self, layer: Layer, b: V, c: V, x: V) -> V:
+        """c * conv(b * x), where the causal convolution goes over each number's column, [T, C]. The state keeps the last inputs."""
+        ...
+
+    def mamba2(self, layer: Layer, xbc: V, dt: V, z: V) -> V:
+        """Mamba-2's recurrence on the convolved x, B and C, its gate and norm (`config.Mamba2`), [T, inner]. The state keeps S."""
         ...
 
     def gate(self, gate: V, up: V | None, activation: str) -> V:
@@ -104,43 +112,62 @@ def decode(config: ModelConfig, ops: Operations[V]) -> V:
         if layer.parallel:
             x = _parallel(ops, layer, x)
         else:
-            norm = _norm_before(layer, "attn_norm") if read is None else None
-            mixed, read = _mix(ops, layer, x if read is None else read, norm), None
-            x = ops.add(x, mixed, layer.weight(layer.mixer.output), _norm_after(layer, "attn_post_norm"))
+            x, read = _mixed(ops, layer, x, read), None
             x = _feed_forward(ops, layer, x)
         ops.keep(layer, x)
     return ops.logits(x, "output", "norm" if head is None or head.final_norm else None)
 
 
-def _mix(ops: Operations[V], layer: Layer, x: V, norm: str | None) -> V:
-    """The mixer of a layer, up to its output matrix. A kind of mixer is a case here."""
-    mixer = layer.mixer
-    rows = ops.linears(x, tuple(map(layer.weight, mixer.projections)), norm)
-    if isinstance(mixer, Attention):
-        q, k, v, *gates = rows
-        q, k = ops.rotate(layer, q, k)
-        mixed = ops.attention(layer, q, k, v)
-        return ops.gate(gates[0], mixed, "sigmoid") if gates else mixed
-    qkv, gate, beta, alpha = rows
-    return ops.gate(gate, ops.delta_net(layer, ops.convolve(layer, qkv), beta, alpha), "silu")
+def _mixed(ops: Operations[V], layer: Layer, x: V, read: V | None) -> V:
+    """`x` plus what a layer's mixer, and the one beside it, make of its norm, or of `read` instead."""
+    mixers = [mixer for mixer in (layer.mixer, layer.beside) if mixer]
+    names = tuple(layer.weight(part) for mixer in mixers for part in mixer.projections)
+    if not mixers:
+        return x
+    rows = ops.linears(x if read is None else read, names, _norm_before(layer, "attn_norm") if read is None else None)
+    for mixer in mixers:
+        mixed, rows = _mix(ops, layer, mixer, rows[: len(mixer.projections)]), rows[len(mixer.projections) :]
+        x = ops.add(x, mixed, layer.weight(mixer.output), _norm_after(layer, "attn_post_norm"))
+    return x
+
+
+def _mix(ops: Operations[V], layer: Layer, mixer: Mixer, rows: tuple[V, ...]) -> V:
+    """A mixer of a layer, up to its output matrix. rows: of its projections. A kind of mixer is a case here."""
+    match mixer:
+        case Attention():
+            q, k, v, *gates = rows
+            q, k = ops.rotate(layer, q, k)
+            mixed = ops.attention(layer, q, k, v)
+            return ops.gate(gates[0], mixed, "sigmoid") if gates else mixed
+        case DeltaNet():
+            qkv, gate, beta, alpha = rows
+            return ops.gate(gate, ops.delta_net(layer, ops.convolve(layer, qkv), beta, alpha), "silu")
+        case ShortConv():
+            return ops.short_conv(layer, *rows)
+        case Mamba2():
+            z, xbc, dt = rows
+            return ops.mamba2(layer, ops.convolve(layer, xbc), dt, z)
 
 
 def _feed_forward(ops: Operations[V], layer: Layer, x: V) -> V:
-    weight, feed, norm = layer.weight, layer.feed, _norm_before(layer, "mlp_norm")
+    weight, feed, norm = layer.weight, layer.feed, _norm_before(layer, "mlp_norm" if layer.mixer else "attn_norm")
+    if feed is None:
+        return x
     if not feed.experts:
-        inside = ops.gate(*_two(ops.linears(x, _inner(layer), norm)), feed.activation)
+        inside = ops.gate(*_two(ops.linears(x, tuple(map(weight, _inner(feed))), norm)), feed.activation)
         return ops.add(x, inside, weight("down"), _norm_after(layer, "mlp_post_norm"))
     shared: tuple[V, V | None] | None = None
     if feed.size:
-        matrices = ["shared_gate", "shared_up", *(["shared_weight"] if feed.is_gated else [])]
-        gate, up, *factors = ops.linears(x, tuple(map(weight, matrices)), norm)
-        shared = ops.gate(gate, up, feed.activation), factors[0] if factors else None
+        matrices = [f"shared_{part}" for part in _inner(feed)] + ["shared_weight"] * feed.is_gated
+        rows = ops.linears(x, tuple(map(weight, matrices)), norm)
+        inside = ops.gate(*_two(rows[: len(_inner(feed))]), feed.activation)
+        shared = inside, rows[-1] if feed.is_gated else None
     return ops.experts(layer, x, norm, shared)
 
 
-def _inner(layer: Layer) -> tuple[str, ...]:
-    """The matrices that make the middle of a dense part."""
-    return tuple(map(layer.weight, ("gate", "up") if layer.feed.gated else ("up",)))
+def _inner(feed: FeedForward) -> tuple[str, ...]:
+    """The matrices that make the middle of a feed-forward part."""
+    return ("gate", "up") if feed.gated else ("up",)
 
 
 def _two(rows: tuple[V, ...]) -> tuple[V, V | None]:
@@ -149,11 +176,12 @@ def _two(rows: tuple[V, ...]) -> tuple[V, V | None]:
 
 def _parallel(ops: Operations[V], layer: Layer, x: V) -> V:
     """Attention and a dense part, both of the same normed rows."""
-    weight = layer.weight
-    q, k, v, *inner = ops.linears(x, (weight("q"), weight("k"), weight("v"), *_inner(layer)), weight("attn_norm"))
+    weight, feed = layer.weight, layer.feed
+    assert feed, "`ModelConfig` has seen to it"
+    q, k, v, *inner = ops.linears(x, tuple(map(weight, ("q", "k", "v", *_inner(feed)))), weight("attn_norm"))
     q, k = ops.rotate(layer, q, k)
     x = ops.add(x, ops.attention(layer, q, k, v), weight("o"), None)
-    return ops.add(x, ops.gate(*_two(tuple(inner)), layer.feed.activation), weight("down"), None)
+    return ops.add(x, ops.gate(*_two(tuple(inner)), feed.activation), weight("down"), None)
 
 
 def inject(config: ModelConfig, ops: Injection[V]) -> None:

@@ -12,13 +12,12 @@ import numpy as np
 
 from cpuspec.backends.numpy_backend import Array, Forward, Model, Storage
 from cpuspec.checkpoints.checkpoint import is_linear
-from cpuspec.config import DeltaNet
 from cpuspec.errors import ConfigError
 from cpuspec.formats import QuantTensor, get_format
-from cpuspec.layers import Layer, layers_of
+from cpuspec.layers import Layer
 from cpuspec.model.batch import I32, ForwardBatch
 from cpuspec.model.cache import KVCache
-from cpuspec.model.recurrence import new_state
+from cpuspec.model.recurrence import new_state, recurrent_mixers
 from cpuspec.model.transformer import decode
 from cpuspec.quantize.weights import Weights
 
@@ -52,10 +51,8 @@ def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, Q
         arrays = [np.zeros(one, np.float32) for _ in range(2)]
         shape, strides = (config.num_attention_layers, *one[1:]), (0, *arrays[0].strides[1:])
         keys, values = (np.lib.stride_tricks.as_strided(array, shape, strides) for array in arrays)
-        mixers = (layer.mixer for layer in layers_of(config))
-        return Storage(
-            keys, values, [new_state(mixer, partial(np.zeros, dtype=np.float32)) for mixer in mixers if isinstance(mixer, DeltaNet)]
-        )
+        zeros = partial(np.zeros, dtype=np.float32)
+        return Storage(keys, values, [new_state(mixer, zeros) for mixer in recurrent_mixers(config)])
 
     cache = KVCache(count, length, new_storage, _never, _never, 0)
     batch = ForwardBatch(
@@ -116,6 +113,7 @@ class _Watched:
         self._forward, self._on_inputs, self._with_logits = forward, on_inputs, with_logits
         self.embed, self.rotate, self.attention, self.gate = forward.embed, forward.rotate, forward.attention, forward.gate
         self.convolve, self.delta_net = forward.convolve, forward.delta_net
+        self.short_conv, self.mamba2 = forward.short_conv, forward.mamba2
         self.hidden, self.join = forward.hidden, forward.join  # of draft heads alone
 
     def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:

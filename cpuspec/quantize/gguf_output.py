@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.canonical import GGUF, Names, file_names, joined, joined_shape
+from cpuspec.checkpoints.canonical import GGUF, Names, file_names, file_shape, joined, joined_shape
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.gguf import GGUF_POOLINGS, GGUF_SAMPLING_KEYS, GGUF_SCORES, ROPE_TENSORS, config_of
 from cpuspec.checkpoints.gguf_file import Value, read_gguf
 from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.checkpoints.gguf_writer import TensorInfo, entry, write_gguf
-from cpuspec.config import ModelConfig, Rope
+from cpuspec.checkpoints.recurrent import gguf_entries
+from cpuspec.config import DeltaNet, Mamba2, ModelConfig, Rope
 from cpuspec.errors import ConfigError
 from cpuspec.files import replacing
 from cpuspec.formats import Format, QuantTensor, get_format
@@ -95,6 +96,8 @@ def _is_kept(name: str, config: ModelConfig, again: ModelConfig) -> bool:
     if name == "experts" and config.experts and again.experts:
         # The least sum of weights that are normalised is the container's (`families.LEAST_SUM`): no scores have a sum below it.
         return replace(config.experts, least_sum=again.experts.least_sum) == again.experts
+    if name == "recurrent" and isinstance(value, Mamba2):
+        return replace(value, least_step=0.0) == other  # llama.cpp's steps have no least
     if name == "local_rope_base" and "local" not in config.layer_ropes:
         return True
     return math.isclose(value, other, rel_tol=1e-6) if isinstance(value, float) and isinstance(other, float) else value == other
@@ -148,7 +151,8 @@ def write_model(
 
     infos = {name: TensorInfo(tensor.format, tensor.shape) for name, tensor in others.items()}
     for theirs, ours in by_file.items():
-        infos[theirs] = TensorInfo(tensors[ours[0]].format, joined_shape([tensors[name].shape for name in ours]))
+        shapes = [file_shape(config, GGUF, name, tensors[name].shape) for name in ours]
+        infos[theirs] = TensorInfo(tensors[ours[0]].format, joined_shape(shapes))
     infos |= {name: TensorInfo(format, tensor.shape) for name, (format, tensor) in predicting.items()}
     with replacing(path) as file:
         write_gguf(file, entries, infos, data_of)
@@ -222,8 +226,7 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
             "leading_dense_block_count": c.layer_experts.index(True) if c.layer_experts else 0,
             "interleave_moe_layer_step": 1,
         }
-    if c.recurrent:
-        delta = c.recurrent
+    if isinstance(delta := c.recurrent, DeltaNet):
         found |= {
             "ssm.conv_kernel": delta.taps,
             "ssm.inner_size": delta.value_heads * delta.value_dims,
@@ -250,6 +253,9 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
             }
             if not scaling.truncate:
                 found["rope.scaling.yarn_truncate"] = False
+    found = {key: value for key, value in (found | gguf_entries(c)).items() if value is not None}
+    if FAMILIES[c.architecture].has_scales and c.is_recurrent:
+        found["rope.scaling.finetuned"] = "none" not in c.layer_ropes
     general: dict[str, Value] = {"general.architecture": architecture, "general.type": "model", "general.name": checkpoint.name}
     return general | {f"{architecture}.{key}": value for key, value in found.items()}
 

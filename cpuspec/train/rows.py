@@ -95,6 +95,12 @@ class Rows:
     def delta_net(self, layer: Layer, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
         raise AssertionError("heads are not recurrent (`ModelConfig`)")
 
+    def short_conv(self, layer: Layer, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
+        raise AssertionError("heads are not recurrent (`ModelConfig`)")
+
+    def mamba2(self, layer: Layer, xbc: Tensor, dt: Tensor, z: Tensor) -> Tensor:
+        raise AssertionError("heads are not recurrent (`ModelConfig`)")
+
     def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
         self._attention.append(layer.index, self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, self._config.head_dim)))
 

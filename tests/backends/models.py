@@ -11,7 +11,7 @@ from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
-from cpuspec.config import EngineConfig
+from cpuspec.config import EngineConfig, Mamba2
 from cpuspec.errors import BackendError
 from cpuspec.formats import Format, QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
@@ -59,6 +59,20 @@ MIXTURES: dict[str, dict[str, Any]] = {
         **{"rope_dims": 32, "router": {"normalised": True, "scale": 2.5, "groups": 4, "groups_used": 2}},
     },
     "hunyuan-moe": {"architecture": "hunyuan-moe", "shared_size": 128, "num_used": 2},
+}
+
+
+# A model of each family with a convolution or a state: arguments of `make_tiny_model.tiny_config`.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "lfm2": {"architecture": "lfm2", "num_layers": 3},
+    "lfm2moe": {"architecture": "lfm2moe", "num_layers": 3, "dense_layers": (0,)},
+    "granitehybrid": {"architecture": "granitehybrid"},
+    "granitehybrid-moe": {"architecture": "granitehybrid-moe", "shared_size": 128, "tied": False},
+    "mamba2": {"architecture": "mamba2", "tied": False, "mamba2": Mamba2(1, 48, 16, 32, taps=3)},
+    "nemotron_h": {"architecture": "nemotron_h", "num_layers": 4, "tied": False, "mamba2": Mamba2(4, 16, 8, 64, least_step=0.6)},
+    "nemotron_h_moe": {"architecture": "nemotron_h_moe", "num_layers": 4, "shared_size": 96, "tied": False},
+    "falcon-h1": {"architecture": "falcon-h1", "tied": False},
+    "falcon-h1 with norms": {"architecture": "falcon-h1", "tied": False, "mamba2": Mamba2(2, 32, 16, 16, bias=False)},
 }
 
 

@@ -11,7 +11,7 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.config import DeltaNet, EngineConfig, RopeScaling
-from tests.backends.models import MIXTURES, forward
+from tests.backends.models import MIXTURES, RECURRENT, forward
 from tools.make_tiny_model import make_tiny_hf, write_huggingface
 
 LLAMA3 = RopeScaling("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=128)
@@ -44,6 +44,7 @@ MODELS = {
     "qwen2 with windows": {"architecture": "qwen2", "window": 9},
     "qwen3 with windows": {"architecture": "qwen3", "window": 30},
     **MIXTURES,
+    **RECURRENT,
     "qwen35": {"architecture": "qwen35", "num_layers": 4},
     "qwen35 with one layer of each kind": {"architecture": "qwen35", "tied": False},
     "qwen35moe": {"architecture": "qwen35moe", "num_layers": 4, "shared_size": 96, "tied": False},
@@ -89,6 +90,15 @@ def _values(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
 
 # Settings with which a model must compute something else: the comparison sees each of them.
 WRONG: dict[str, list[dict]] = {
+    "lfm2": [{"qk_norm": False}, {"rope_base": 20000.0}],
+    "lfm2moe": [{"experts": {"score": "softmax"}}, {"experts": {"normalised": False}}, {"experts": {"shifted": False}}],
+    "granitehybrid": [{"layer_ropes": ()}, {"residual_scale": 1.0}],
+    "granitehybrid-moe": [{"shared_size": 0}],
+    "mamba2": [{"recurrent": {"normed": False}}, {"recurrent": {"bias": False}}],
+    "nemotron_h": [{"recurrent": {"least_step": 0.0}}, {"activation": "silu"}, {"layer_ropes": ()}],
+    "nemotron_h_moe": [{"experts": {"scale": 1.5}}, {"shared_size": 0}],
+    "falcon-h1": [{"beside": False}],
+    "falcon-h1 with norms": [{"recurrent": {"normed": False}}],
     "qwen35": [{"recurrent": DeltaNet(2, 64, 4, 64)}, {"rope_dims": 0}, {"gated_attention": False}],
     "qwen2 tied": [{"rope_base": 20000.0}],
     "gemma3": [
@@ -164,6 +174,8 @@ def _difference(checkpoint: Checkpoint, wanted: np.ndarray, **changes: object) -
     """changes: fields of the configuration that our model gets instead of the file's."""
     if "experts" in changes:
         changes["experts"] = replace(checkpoint.config.experts, **changes["experts"])
+    if isinstance(recurrent := changes.get("recurrent"), dict):
+        changes["recurrent"] = replace(checkpoint.config.recurrent, **recurrent)
     config = replace(checkpoint.config, **changes)
     checkpoint = replace(checkpoint, config=config, tensors={name: checkpoint.tensors[name] for name in tensor_shapes(config)})
     backend = NumpyBackend(checkpoint, EngineConfig(kv_format="f32"))

@@ -80,6 +80,7 @@ def test_known_shapes_have_the_parameters_of_their_names():
         "gpt-oss-20b": 20915,
         "qwen3.5-4b": 4206,
         "qwen3.5-35b-a3b": 34661,
+        "lfm2.5-1.2b": 1170.3,
     }
     for name, config in SHAPES.items():
         count = sum(math.prod(shape) for shape in tensor_shapes(config).values())
