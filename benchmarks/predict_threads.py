@@ -86,6 +86,8 @@ def read_cores(text: str) -> tuple[float, ...]:
 
 def works_of(config: ModelConfig, format_of: Callable[[str], Format], rate: float, threads: int) -> list[Work]:
     """The operations of a forward over one row, at the start of a context. rate: bytes/s that a core of speed 1 reads."""
+    if config.experts or config.is_recurrent:
+        raise SystemExit("mixtures of experts and recurrent layers are not predicted: wanted a model of attention and dense layers")
     writer = _Writer(config, format_of, rate, threads)
     decode(config, writer)
     return writer.works
@@ -125,15 +127,12 @@ class _Writer:
         self.works.append(Work(False, self._config.num_kv_heads, NUMBER_S * q / self._config.num_kv_heads))
         return q
 
-    def gate(self, gate: int, up: int) -> int:
+    def gate(self, gate: int, up: int | None, activation: str) -> int:
         return gate
 
     def add(self, x: int, branch: int, name: str, norm: str | None) -> int:
         self._multiply(name)
         return x
-
-    def experts(self, layer: object, x: int, norm: str | None, shared: object) -> int:
-        raise SystemExit("mixtures of experts are not predicted")
 
     def keep(self, layer: object, x: int) -> None:
         pass
