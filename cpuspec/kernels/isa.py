@@ -48,7 +48,7 @@ class Reading(NamedTuple):
     """How kernels read weights from memory.
 
     streams: from how many places a thread reads at a time. ahead: how many bytes ahead it asks for them. into_first: whether into
-    the first cache, or the second alone.
+    the first cache, or, for few rows, the second alone.
     """
 
     streams: int

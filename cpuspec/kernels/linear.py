@@ -115,7 +115,7 @@ def _quantized_sums(p: Pass, name: str, order: str, rows: int, acts: Value, bloc
         inside = (groups - first).smaller(_GROUPS)
         with o.loop(inside) as index, o.loop(streams) as stream:
             here = p.weights + stream * p.bytes_apart + panels * panel
-            (here + index * share).fetch(AHEAD, share, INTO_FIRST)
+            (here + index * share).fetch(AHEAD, share, INTO_FIRST or rows > _STREAMED_ROWS)
             records = acts + (first + index) * stride
             if isa.has_sixteen_registers():
                 own_totals = [total(stream, row, 32) for row in range(rows)]
