@@ -55,6 +55,18 @@ def _shown(value: object) -> str:
     return repr(value)[:80]
 
 
+def _check_integers(what: str, settings: object, limits: Mapping[str, tuple[int, int]]) -> None:
+    """Raise ConfigError, which begins with `what`, unless each of these fields is an integer from least to largest."""
+    for name, (least, largest) in limits.items():
+        value = getattr(settings, name)
+        if not _fits(partial(whole, low=least, high=largest), value):
+            raise ConfigError(f"{what}: {name} must be an integer from {least} to {largest}, got {_shown(value)}")
+
+
+# Of a mixer that keeps a matrix for each head.
+_STATE_LIMITS = {"key_heads": (1, 1 << 12), "key_dims": (1, 1 << 10), "value_heads": (1, 1 << 12), "value_dims": (1, 1 << 10)}
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
@@ -161,9 +173,8 @@ class Experts:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        for name, limit in (("count", 1 << 12), ("used", self.count), ("size", 1 << 20), ("groups", self.count)):
-            if not _fits(partial(whole, low=1, high=limit), getattr(self, name)):
-                raise ConfigError(f"experts: {name} must be an integer from 1 to {limit}, got {_shown(getattr(self, name))}")
+        limits = {"count": (1, 1 << 12), "used": (1, self.count), "size": (1, 1 << 20), "groups": (1, self.count)}
+        _check_integers("experts", self, limits)
         if self.score not in ("softmax", "sigmoid", "chosen"):
             raise ConfigError(f"experts: score {self.score!r} is not supported; wanted softmax, sigmoid or chosen")
         if not _fits(partial(number, low=1e-6, high=1e6), self.scale) or not 0 <= self.least_sum < 1:
@@ -191,12 +202,7 @@ class DeltaNet:
     tiled: bool = False
 
     def __post_init__(self) -> None:
-        limits = {"key_heads": 1 << 12, "key_dims": 1 << 10, "value_heads": 1 << 12, "value_dims": 1 << 10}
-        for name, limit in limits.items():
-            if not _fits(partial(whole, low=1, high=limit), getattr(self, name)):
-                raise ConfigError(f"delta net: {name} must be an integer from 1 to {limit}, got {_shown(getattr(self, name))}")
-        if not _fits(partial(whole, low=2, high=16), self.taps):
-            raise ConfigError(f"delta net: taps must be an integer from 2 to 16, got {_shown(self.taps)}")
+        _check_integers("delta net", self, {**_STATE_LIMITS, "taps": (2, 16)})
         if self.value_heads % self.key_heads:
             raise ConfigError(f"delta net: {self.value_heads} value heads are no multiple of {self.key_heads} key heads")
         if self.key_dims % 16 or self.value_dims % 16:
@@ -242,8 +248,7 @@ class ShortConv:
     convolution = "short_conv"
 
     def __post_init__(self) -> None:
-        if not _fits(partial(whole, low=2, high=16), self.taps):
-            raise ConfigError(f"short convolution: taps must be an integer from 2 to 16, got {_shown(self.taps)}")
+        _check_integers("short convolution", self, {"taps": (2, 16)})
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """The shape of each of its tensors, by part."""
@@ -275,12 +280,7 @@ class Mamba2:
     convolution = "ssm_conv"
 
     def __post_init__(self) -> None:
-        limits = {"key_heads": 1 << 12, "key_dims": 1 << 10, "value_heads": 1 << 12, "value_dims": 1 << 10}
-        for name, limit in limits.items():
-            if not _fits(partial(whole, low=1, high=limit), getattr(self, name)):
-                raise ConfigError(f"Mamba-2: {name} must be an integer from 1 to {limit}, got {_shown(getattr(self, name))}")
-        if not _fits(partial(whole, low=2, high=16), self.taps):
-            raise ConfigError(f"Mamba-2: taps must be an integer from 2 to 16, got {_shown(self.taps)}")
+        _check_integers("Mamba-2", self, {**_STATE_LIMITS, "taps": (2, 16)})
         if self.value_heads % self.key_heads:
             raise ConfigError(f"Mamba-2: {self.value_heads} heads are no multiple of {self.key_heads} groups")
         if self.key_dims % 16 or self.value_dims % 16:
