@@ -246,7 +246,6 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             "key_dims",
             "value_heads",
             "value_dims",
-            "tiled",
             "state_at",
             "records_at",
             "record_bytes",

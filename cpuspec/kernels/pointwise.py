@@ -155,8 +155,27 @@ def norm_row(row, weight, eps, features):
 
 
 @compiled
-def _silu(x):
+def silu_f32(x):
+    """x * sigmoid(x)."""
     return x / (simd.splat_f32(1.0) + exp_f32(simd.splat_f32(0.0) - x))
+
+
+@compiled
+def softplus_f32(x):
+    """log(1 + exp(x)): max(x, 0) + log1p(u), u = exp(-|x|), of which log1p(u) = 2 artanh(z), z = u / (2 + u) <= 1 / 3."""
+    u = exp_f32(simd.splat_f32(0.0) - simd.abs_f32(x))
+    z = u / (simd.splat_f32(2.0) + u)
+    square = z * z
+    p = simd.splat_f32(1.0 / 17.0)
+    p = simd.fma(p, square, simd.splat_f32(1.0 / 15.0))
+    p = simd.fma(p, square, simd.splat_f32(1.0 / 13.0))
+    p = simd.fma(p, square, simd.splat_f32(1.0 / 11.0))
+    p = simd.fma(p, square, simd.splat_f32(1.0 / 9.0))
+    p = simd.fma(p, square, simd.splat_f32(1.0 / 7.0))
+    p = simd.fma(p, square, simd.splat_f32(1.0 / 5.0))
+    p = simd.fma(p, square, simd.splat_f32(1.0 / 3.0))
+    p = simd.fma(p, square, simd.splat_f32(1.0))
+    return simd.fma(simd.splat_f32(2.0) * z, p, simd.max_f32(x, simd.splat_f32(0.0)))
 
 
 @compiled
@@ -195,13 +214,13 @@ def _prepared(kind, row, other, weight, order, scale, mean, at):
     if kind == NORM:
         return x * scale * _numbers(weight, order, at)
     if kind == SILU:
-        return _silu(x) * _numbers(other, order, at)
+        return silu_f32(x) * _numbers(other, order, at)
     if kind == GELU:
         return _gelu(x) * _numbers(other, order, at)
     if kind == LAYER_NORM:
         return simd.fma((x - mean) * scale, _numbers(weight, order, at), _numbers(other, order, at))
     if kind == SILU_ALONE:
-        return _silu(x)
+        return silu_f32(x)
     if kind == GELU_ALONE:
         return _gelu(x)
     if kind == SWIGLU_OAI:

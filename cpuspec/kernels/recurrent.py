@@ -12,7 +12,7 @@ One of many rows writes states, rows and inputs to another memory, which takes t
 
 from cpuspec.kernels import simd
 from cpuspec.kernels.options import compiled
-from cpuspec.kernels.pointwise import exp_f32, norm_row
+from cpuspec.kernels.pointwise import exp_f32, norm_row, silu_f32, softplus_f32
 from cpuspec.kernels.sharing import take
 
 RING = 32  # rows of a ring, by position
@@ -33,7 +33,7 @@ def convolve(op, state, item):
     row, first = item // parts, item % parts * _PART
     seq = state.sequences[state.sequence_of[row]]
     position, ring = seq.length + row - seq.row, op.channels * 4
-    source, target, one = seq.source + op.inputs_at, seq.target + op.inputs_at, simd.splat_f32(1.0)
+    source, target = seq.source + op.inputs_at, seq.target + op.inputs_at
     taps = op.taps
     for at in range(4 * first, 4 * min(op.channels, first + _PART), 64):
         total = simd.splat_f32(0.0)
@@ -47,26 +47,9 @@ def convolve(op, state, item):
                 if row == seq.row and source != target:
                     simd.store_f32(target + (position - back) % RING * ring + at, x)
             total = simd.fma(x, simd.load_f32(op.weights + tap * ring + at), total)
-        simd.store_f32(op.out + row * op.out_stride + at, total / (one + exp_f32(simd.splat_f32(0.0) - total)))
+        simd.store_f32(op.out + row * op.out_stride + at, silu_f32(total))
         if position > seq.recorded - taps:
             simd.store_f32(target + position % RING * ring + at, simd.load_f32(op.rows + row * op.stride + at))
-
-
-@compiled
-def softplus(x):
-    """log(1 + exp(x)) of sixteen numbers: of t = exp(-|x|), log(1 + t) = 2 artanh(t / (2 + t)) by its series."""
-    t = exp_f32(simd.splat_f32(0.0) - simd.abs_f32(x))
-    s = t / (simd.splat_f32(2.0) + t)
-    square = s * s
-    p = simd.splat_f32(1.0 / 15.0)
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 13.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 11.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 9.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 7.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 5.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 3.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0))
-    return simd.max_f32(x, simd.splat_f32(0.0)) + simd.splat_f32(2.0) * s * p
 
 
 @compiled
@@ -104,7 +87,7 @@ def delta_rows(op, state, item):
         for at in range(0, padded, 64):
             ones = simd.splat_f32(1.0)
             simd.store_f32(beta + at, ones / (ones + exp_f32(simd.splat_f32(0.0) - simd.load_f32(beta + at))))
-            step = softplus(simd.load_f32(decay + at) + simd.load_f32(op.dt + at))
+            step = softplus_f32(simd.load_f32(decay + at) + simd.load_f32(op.dt + at))
             simd.store_f32(decay + at, exp_f32(simd.load_f32(op.rates + at) * step))
             if position >= seq.recorded:
                 simd.store_f32(kept + at, simd.load_f32(decay + at))

@@ -9,7 +9,7 @@ depend neither on where the state was folded nor on what was drafted before. `mo
 
 from cpuspec.kernels import simd
 from cpuspec.kernels.options import compiled, inlined
-from cpuspec.kernels.pointwise import exp_f32
+from cpuspec.kernels.pointwise import exp_f32, silu_f32, softplus_f32
 
 # How many inputs and records a ring holds, and the bytes in front of a slot's states: int64 `folded` and `to`.
 RING_ROWS, HEADER_BYTES = 64, 64
@@ -20,30 +20,6 @@ TILE_BYTES = 64  # of one row of a tile of a state
 def states_of(state, row, heads):
     """Where a row's slot has its states, behind `heads` heads of keys and values."""
     return state.places[row].storage + heads * state.head_bytes
-
-
-@inlined
-def silu_f32(x):
-    """x * sigmoid(x)."""
-    return x / (simd.splat_f32(1.0) + exp_f32(simd.splat_f32(0.0) - x))
-
-
-@compiled
-def softplus_f32(x):
-    """log(1 + exp(x)): max(x, 0) + log1p(u), u = exp(-|x|), of which log1p(u) = 2 artanh(z), z = u / (2 + u) <= 1 / 3."""
-    u = exp_f32(simd.splat_f32(0.0) - simd.abs_f32(x))
-    z = u / (simd.splat_f32(2.0) + u)
-    square = z * z
-    p = simd.splat_f32(1.0 / 17.0)
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 15.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 13.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 11.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 9.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 7.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 5.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 3.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0))
-    return simd.fma(simd.splat_f32(2.0) * z, p, simd.max_f32(x, simd.splat_f32(0.0)))
 
 
 @compiled
@@ -90,9 +66,7 @@ def remember(op, state, row):
 
 @compiled
 def steps(op, state, row):
-    """Of each head the decay, and what its values are times: Mamba-2's step, or a delta net's beta. Mamba-2's values, too; a delta
-    net's queries and keys get length 1.
-    """
+    """Write the decay and the step of each head of a row, and the head's values times its step."""
     decays, factors = op.decays + row * op.decays_stride, op.factors + row * op.factors_stride
     for at in range(0, 4 * op.value_heads, 64):
         step = simd.max_f32(softplus_f32(simd.load_f32(op.steps + row * op.steps_stride + at)), simd.splat_f32(op.least))
@@ -158,7 +132,7 @@ def recur(op, state, item, tile):
     folded, to, size = simd.peek_i64(states), simd.peek_i64(states + 8), op.key_dims * TILE_BYTES
     own = states + HEADER_BYTES + op.state_at + (head * tiles + column) * size
     records = states + HEADER_BYTES + op.records_at
-    key_head = head // (op.value_heads // op.key_heads) if op.tiled == 0 else head % op.key_heads
+    key_head = head // (op.value_heads // op.key_heads)
     key_at, value_at = 4 * key_head * op.key_dims, 4 * (head * op.value_dims + 16 * column)
     if folded == 0:
         for at in range(tile, tile + size, 64):
