@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
 
@@ -170,6 +171,8 @@ class LLM:
         self.max_sequences = settings.max_sequences
         self.pooling = checkpoint.pooling if checkpoint else ""  # as `Checkpoint.pooling`
         self.remarks = checkpoint.remarks if checkpoint else ()  # as `Checkpoint.remarks`
+        self.quantization = checkpoint.quantization if checkpoint else ""  # as `Checkpoint.quantization`
+        self.num_parameters = sum(prod(one.shape) for one in checkpoint.tensors.values()) if checkpoint else 0
         self._final_norm = final_norm(checkpoint) if checkpoint else None
         self._backend = backend
         self._drafts = proposer.levels

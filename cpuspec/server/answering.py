@@ -15,7 +15,7 @@ from cpuspec.server.errors import EngineFailedError
 from cpuspec.server.figures import log_figures
 from cpuspec.server.gate import context_of
 from cpuspec.server.model import Answers, ServedModel
-from cpuspec.server.replies import STAMP, as_request_error, error_body, event, json_response
+from cpuspec.server.replies import STAMP, as_request_error, error_body, error_event, event, is_of_ollama, json_response
 from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.writer import Event, Writer
 
@@ -65,27 +65,29 @@ async def _events(request: Request, answers: Answers, writer: Writer) -> AsyncGe
 
 async def _stream(request: Request, answers: Answers, writer: Writer) -> AsyncGenerator[str]:
     """The events as texts; an error on the way is one more, for its status can no longer be sent."""
+    path = request.url.path
     try:
         async for one in _events(request, answers, writer):
-            yield event(one)
+            yield event(one, path)
         if writer.closing:
             yield writer.closing
     except CpuspecError as error:
         told = as_request_error(error)
-        yield event(writer.failed(told) or error_body(request.url.path, told, context_of(request).id))
+        yield event(writer.failed(told) or error_body(path, told, context_of(request).id), path)
     except (GeneratorExit, asyncio.CancelledError):
         raise
     except BaseException:  # a panic of a Rust library is no Exception
         _LOG.exception("request %s failed", context_of(request).id)
         told = EngineFailedError("the server failed; its log says why")
-        yield event(error_body(request.url.path, told, context_of(request).id))
+        yield error_event(path, told, context_of(request).id)
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events about answers, which are closed whatever happens: at the end, or within a step of a disconnect."""
+    """A stream of events about answers, which are closed whatever happens: at the end, or within a step of a disconnect."""
 
     def __init__(self, request: Request, answers: Answers, writer: Writer) -> None:
-        super().__init__(_stream(request, answers, writer), media_type="text/event-stream")
+        kind = "application/x-ndjson" if is_of_ollama(request.url.path) else "text/event-stream"
+        super().__init__(_stream(request, answers, writer), media_type=kind)
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # a proxy must not hold events back
         self._answers, self._request_id, self._sign_of_life = answers, context_of(request).id, writer.sign_of_life

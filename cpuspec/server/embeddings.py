@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -25,8 +26,11 @@ router = APIRouter(route_class=BodyRoute)
 _MOST_INPUTS, _MOST_TOKENS = 2048, 300_000  # of one request, as OpenAI has it
 
 
+Inputs = str | list[int] | list[str] | list[list[int]]  # texts or token ids
+
+
 class EmbeddingsBody(Body):
-    input: str | list[int] | list[str] | list[list[int]]
+    input: Inputs
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
@@ -38,6 +42,31 @@ class EmbeddingsBody(Body):
 async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
     """Vectors of length one, one for each input."""
     model = await model_of(request, body.model)
+
+    def reply(rows: F32, num_tokens: int) -> Any:
+        listed = [
+            {"object": "embedding", "index": index, "embedding": _encoded(row, body.encoding_format)}
+            for index, row in enumerate(rows)
+        ]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"object": "list", "data": listed, "model": server_of(request).shown_name(model), "usage": usage}
+
+    return await embed(request, model, body.input, body.dimensions, reply)
+
+
+async def embed(
+    request: Request,
+    model: ServedModel,
+    given: Inputs,
+    dimensions: int | None,
+    reply: Callable[[F32, int], Any],
+    cuts: bool = False,
+) -> Response:
+    """Embed the inputs of a request. cuts: inputs that are too long are cut, else refused.
+
+    reply: makes the JSON of the response from vectors of length one, f32 [inputs, dimensions], and the number of all tokens.
+    Raises RequestError for what the model does not take.
+    """
     pooling = model.config.pooling or model.llm.pooling
     if not pooling:
         raise NotSupportedError(
@@ -46,19 +75,26 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         )
     if model.num_embedding > model.admission.max_waiting:
         raise BusyError(f"{model.num_embedding} requests for embeddings wait; try again later")
-    prompts = await model.in_worker(_prompts, model, body.input)
+    prompts = await model.in_worker(_prompts, model, given)
+    if cuts:
+        prompts = [prompt[: model.max_prompt_tokens] for prompt in prompts]
     for prompt in prompts:
         model.check_prompt(prompt)
     num_tokens = sum(map(len, prompts))
     if num_tokens > _MOST_TOKENS:
         raise RequestError(f"the inputs have {num_tokens} tokens together, and at most {_MOST_TOKENS} are taken", "input")
-    job = model.llm.embedding_job(prompts, pooling, body.dimensions)
+    job = model.llm.embedding_job(prompts, pooling, dimensions)
     context_of(request).figures |= {"prompt_tokens": num_tokens}
+
+    async def computed() -> Response:
+        await _compute(model, job)
+        return json_response(reply(job.embeddings(), num_tokens))
+
     model.num_embedding += 1
-    return await unless_gone(request, _reply(body, job, model, server_of(request).shown_name(model), num_tokens), model.embedded)
+    return await unless_gone(request, computed(), model.embedded)
 
 
-def _prompts(model: ServedModel, given: str | list[int] | list[str] | list[list[int]]) -> list[list[int]]:
+def _prompts(model: ServedModel, given: Inputs) -> list[list[int]]:
     """Token ids of each input. Raises RequestError."""
     texts: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
     if not 1 <= len(texts) <= _MOST_INPUTS:
@@ -69,19 +105,13 @@ def _prompts(model: ServedModel, given: str | list[int] | list[str] | list[list[
     return [model.llm.tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
 
 
-async def _reply(body: EmbeddingsBody, job: EmbeddingJob, model: ServedModel, name: str, num_tokens: int) -> Response:
+async def _compute(model: ServedModel, job: EmbeddingJob) -> None:
     try:
         async with asyncio.timeout(model.config.max_request_s), model.embeds:
             while not job.is_done:
                 await model.runner.between_steps(partial(model.llm.embed_step, job))
     except TimeoutError:
         raise TimeUpError(f"the embeddings took longer than {model.config.max_request_s:g} s") from None
-    rows = [
-        {"object": "embedding", "index": index, "embedding": _encoded(row, body.encoding_format)}
-        for index, row in enumerate(job.embeddings())
-    ]
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return json_response({"object": "list", "data": rows, "model": name, "usage": usage})
 
 
 def _encoded(row: F32, encoding: str) -> list[float] | str:

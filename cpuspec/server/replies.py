@@ -36,6 +36,8 @@ def error_body(path: str, error: RequestError, request_id: str) -> dict[str, Any
         kind = {"server_error": "api_error"}.get(error.kind, error.kind)
         message = error.for_anthropic if isinstance(error, ContextExceededError) else str(error)
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    if is_of_ollama(path):
+        return {"error": str(error)}
     return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
 
 
@@ -45,12 +47,19 @@ def error_response(path: str, error: RequestError, request_id: str) -> Response:
     return json_response(error_body(path, error, request_id), error.status, headers)
 
 
-def event(value: Mapping[str, Any]) -> str:
-    """A server-sent event, named by its `type` if it has one."""
+def event(value: Mapping[str, Any], path: str = "") -> str:
+    """A part of a stream: a line of JSON on a path of Ollama's, else a server-sent event, named by its `type` if it has one."""
+    if is_of_ollama(path):
+        return f"{json_text(value)}\n"
     data = f"data: {json_text(value)}\n\n"
     return f"event: {value['type']}\n{data}" if "type" in value else data
 
 
 def error_event(path: str, error: RequestError, request_id: str) -> str:
     """An event that says what went wrong in a stream that has begun."""
-    return event(error_body(path, error, request_id))
+    return event(error_body(path, error, request_id), path)
+
+
+def is_of_ollama(path: str) -> bool:
+    """Whether Ollama's protocol has this path."""
+    return path.startswith("/api/")

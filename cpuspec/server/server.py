@@ -77,6 +77,10 @@ class Server:
         """The loaded model that was used last."""
         return next(reversed(self.models.values()), None)
 
+    def num_bytes(self, name: str) -> int:
+        """Bytes of the file of a model, by its own name; 0 where there is none."""
+        return self._loaders[name].num_bytes if name in self._loaders else 0
+
     def start(self, model: ServedModel) -> None:
         """The first model is loaded: from now on requests are answered."""
         self._add(model)

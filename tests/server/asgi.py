@@ -19,7 +19,7 @@ from cpuspec.server.server import Server
 from tests.server.running import load
 
 # What depends on how an answer was computed.
-_FIGURES = ("timings", "usage", "rounds", "level")
+_FIGURES = ("timings", "usage", "rounds", "level", "total_duration", "prompt_eval_duration", "eval_duration")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def parts(messages: list[Message]) -> list[tuple[int, str]]:
 def said(body: bytes) -> str:
     """An event without its figures."""
     lines = body.decode().splitlines()
-    return "\n".join(json.dumps(_bare(json.loads(line[6:]))) if line.startswith("data: {") else line for line in lines)
+    texts = [(line, line.removeprefix("data: ")) for line in lines]
+    return "\n".join(json.dumps(_bare(json.loads(text))) if text.startswith("{") else line for line, text in texts)
 
 
 def _bare(value: Any) -> Any:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from cpuspec.server import completions, embeddings, infill, messages, native, responses, schema
+from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, responses, schema
 from cpuspec.server.bodies import Body
 from cpuspec.server.fields import _BECOME, _NEUTRAL, _SAME, UNLIMITED, read
 from tests.server.running import Running, events, load, serving
@@ -134,7 +134,7 @@ def test_a_path_without_v1_or_with_two_is_the_same(running: Running, endpoint: s
 
 
 def _bodies() -> list[type[Body]]:
-    modules = (completions, embeddings, infill, messages, native, responses, schema)
+    modules = (completions, embeddings, llama_server, messages, native, ollama, responses, schema)
     found = {one for module in modules for one in vars(module).values() if inspect.isclass(one) and issubclass(one, Body)}
     return sorted(found, key=lambda one: one.__name__)
 

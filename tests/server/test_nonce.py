@@ -34,6 +34,9 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "responses with a call": (RESPONSES, INPUT | {"tools": [OPENAI_TOOL], "tool_choice": "required"}),
     "messages": (MESSAGES, TALK),
     "messages with a call": (MESSAGES, TALK | {"tools": [CLAUDE_TOOL], "tool_choice": {"type": "any"}}),
+    "ollama's chat": ("/api/chat", {"messages": TALK["messages"], "options": {"num_predict": 40}}),
+    "ollama's prompt": ("/api/generate", {"prompt": "the cat", "options": {"num_predict": 40}, "logprobs": True}),
+    "completion": ("/completion", {"prompt": "the cat", "n_predict": 40}),
     "infill": ("/infill", {"input_prefix": "the cat sat ", "input_suffix": "dog", "n_predict": 40}),
 }
 

@@ -1,0 +1,135 @@
+"""Answers of llama.cpp's own protocol: `/completion`, and `/infill` for editors, the text between what stands before and behind
+the cursor, with other files as context.
+
+Source: llama.cpp's server README.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from cpuspec.config import SamplingParams
+from cpuspec.engine.engine import Output
+from cpuspec.metrics import RequestStats, now_s
+from cpuspec.server.answering import respond
+from cpuspec.server.bodies import BodyRoute
+from cpuspec.server.fields import UNLIMITED
+from cpuspec.server.figures import chat_logprobs, timings
+from cpuspec.server.gate import context_of, model_of
+from cpuspec.server.model import ServedModel
+from cpuspec.server.runner import RequestedAnswer
+from cpuspec.server.schema import Body, SamplingFields, sampling_params
+from cpuspec.server.server import server_of
+from cpuspec.server.structured import loose_format, loosened_note
+from cpuspec.server.writer import Writer
+from cpuspec.text import Tokenizer
+
+router = APIRouter(route_class=BodyRoute)
+
+
+class OtherFile(Body):
+    text: str
+    filename: str = "file"
+
+
+class _TextBody(SamplingFields):
+    """Fields of both endpoints."""
+
+    model: str | None = None
+    stop: str | list[str] | None = None
+    grammar: str = ""
+    json_schema: dict[str, Any] | None = None
+    stream: bool = False
+    t_max_predict_ms: float = 0  # 0: no limit
+
+
+class InfillBody(_TextBody):
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[OtherFile] = Field(default_factory=list)
+    prompt: str = ""  # text that has been written at the cursor
+    n_predict: int = 128
+
+
+class CompletionBody(_TextBody):
+    prompt: str | list[int]
+    n_predict: int = UNLIMITED
+    n_probs: int = 0  # of likely tokens for each token
+    return_tokens: bool = False
+
+
+@router.post("/infill")
+async def infill(body: InfillBody, request: Request) -> Response:
+    """Fill the gap. n_predict 0 reads the prompt only, so that the next request finds it in the cache."""
+    model = await model_of(request, body.model)
+    params = _params(request, model, body)
+    params = model.fill.params(params) if model.fill else params
+    others = [(one.filename, one.text) for one in body.input_extra]
+    prompt = await model.in_worker(model.fill_prompt, body.input_prefix + body.prompt, body.input_suffix, others)
+    writer = _TextWriter(body, model.llm.tokenizer, server_of(request).shown_name(model), len(prompt))
+    return await respond(request, model, [RequestedAnswer(prompt, params)], lambda _: writer, body.stream)
+
+
+@router.post("/completion")
+async def completion(body: CompletionBody, request: Request) -> Response:
+    """Continue one prompt, a text or token ids. n_predict 0 reads the prompt only."""
+    model = await model_of(request, body.model)
+    params, prompt = _params(request, model, body, body.n_probs or None), body.prompt
+    if isinstance(prompt, str):
+        model.check_text(len(prompt))
+        prompt = await model.in_worker(model.llm.tokenizer.encode_prompt, prompt)
+    writer = _TextWriter(body, model.llm.tokenizer, server_of(request).shown_name(model), len(prompt))
+    return await respond(request, model, [RequestedAnswer(prompt, params)], lambda _: writer, body.stream)
+
+
+def _params(request: Request, model: ServedModel, body: InfillBody | CompletionBody, logprobs: int | None = None) -> SamplingParams:
+    """The params that a body asks for. Raises RequestError or ConfigError."""
+    keeps_to, lost = loose_format({} if body.json_schema is None else {"json_schema": body.json_schema})
+    context_of(request).notes |= loosened_note(lost)
+    limit, grammar = max(body.n_predict, 1), body.grammar or None
+    return sampling_params(model, body, stop=body.stop, max_tokens=limit, grammar=grammar, logprobs=logprobs, **keeps_to)
+
+
+class _TextWriter(Writer):
+    """Writes an answer's text."""
+
+    def __init__(self, body: InfillBody | CompletionBody, tokenizer: Tokenizer, model: str, num_prompt_tokens: int) -> None:
+        self._body, self._tokenizer, self._model, self._num_prompt_tokens = body, tokenizer, model, num_prompt_tokens
+        self._shows_tokens = isinstance(body, CompletionBody) and body.return_tokens
+        self._num_new = 0
+        self._first_s: float | None = None  # when the first output came
+        self._last: Output | None = None
+
+    def show(self, index: int, output: Output) -> Iterator[dict[str, Any]]:
+        """The text of an output. When the body's time is up, the answer ends with it."""
+        self._num_new, self._last = self._num_new + len(output.token_ids), output
+        probs = chat_logprobs(self._tokenizer, output.logprobs)["content"]
+        parts = {"tokens": output.token_ids if self._shows_tokens else [], "completion_probabilities": probs}
+        told = {name: items for name, items in parts.items() if items}
+        if self._body.n_predict and (output.text or told):
+            yield {"content": output.text, "stop": False, **told}
+        self._first_s = now_s() if self._first_s is None else self._first_s
+        self.is_done = self._body.t_max_predict_ms > 0 and 1000 * (now_s() - self._first_s) > self._body.t_max_predict_ms
+
+    def end(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
+        """The figures of the answer."""
+        reason = self._last.finish_reason if self._last else None
+        yield {
+            "content": "",
+            "model": self._model,
+            "stop": True,
+            "stop_type": "eos" if reason == "stop" else "limit",
+            "tokens_predicted": self._num_new,
+            "tokens_evaluated": self._num_prompt_tokens,
+            "truncated": False,
+            **({"timings": timings(stats[0])} if stats else {}),
+        }
+
+    def whole(self, events: Sequence[dict[str, Any]], stats: Sequence[RequestStats]) -> dict[str, Any]:
+        """The last event, with the whole text."""
+        names = [name for name in ("tokens", "completion_probabilities") if any(name in one for one in events)]
+        lists = {name: [item for one in events for item in one.get(name, ())] for name in names}
+        return {**events[-1], "content": "".join(one["content"] for one in events), **lists}

@@ -1,0 +1,432 @@
+"""Ollama's protocol, for clients that speak no other: chats, prompts, embeddings, and the list of models.
+
+An answer comes as lines of JSON, streamed unless the request says no. Its texts, tool calls and figures are those of the chat and
+plain completions of OpenAI's protocol under other names. Source: Ollama's API documentation.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from cpuspec.engine.engine import Output
+from cpuspec.metrics import RequestStats
+from cpuspec.model.batch import F32
+from cpuspec.server.answering import respond
+from cpuspec.server.bodies import BodyRoute
+from cpuspec.server.chat import ChatPrompt, chat_prompt
+from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
+from cpuspec.server.embeddings import embed
+from cpuspec.server.errors import ForbiddenError, RequestError, UnknownModelError
+from cpuspec.server.gate import context_of, model_of
+from cpuspec.server.model import Answers, ServedModel
+from cpuspec.server.parsing import reasoning_marks
+from cpuspec.server.replies import error_body, json_response
+from cpuspec.server.runner import RequestedAnswer
+from cpuspec.server.schema import Body, ChatBody, chat_params, grammar_of, ignoring, sampling_params
+from cpuspec.server.server import Server, server_of
+from cpuspec.server.structured import loose_format, loosened_note
+from cpuspec.server.writer import Event, Writer
+
+router = APIRouter(route_class=BodyRoute)
+
+VERSION = "0.12.11"  # of Ollama, whose endpoints and fields these are; clients ask for a lowest one
+_NS = 1_000_000_000
+_Unused: Any = ignoring("keep_alive", "truncate", "shift")
+
+
+class OllamaChatBody(ChatBody, _Unused):
+    messages: list[dict[str, Any]] = Field(default_factory=list)
+
+
+class GenerateBody(ChatBody, _Unused):
+    messages: list[dict[str, Any]] = Field(default_factory=list)
+    prompt: str = ""
+    suffix: str = ""
+    system: str = ""
+    images: list[str] = Field(default_factory=list)
+    context: list[int] = Field(default_factory=list)  # tokens of the conversation until now, as the last answer gave them
+    raw: bool = False
+    template: str = ""
+
+
+class EmbedBody(Body):
+    model: str | None = None
+    input: str | list[str] = Field(default_factory=list)
+    truncate: bool = True
+    dimensions: int | None = None
+    # Ignored.
+    keep_alive: Any = None
+
+
+class EmbeddingsBody(Body):
+    model: str | None = None
+    prompt: str
+    # Ignored.
+    keep_alive: Any = None
+
+
+class NameBody(Body):
+    model: str | None = None
+    name: str | None = None  # the older spelling
+    # Ignored.
+    verbose: Any = None
+    insecure: Any = None
+    stream: bool | None = None
+
+
+async def _model(request: Request, name: str | None) -> ServedModel:
+    """The model of that name. Ollama's clients write `NAME:latest` for a name without a tag."""
+    known = server_of(request).names
+    own = (name or "").removesuffix(":latest")
+    return await model_of(request, own if own in known else name)
+
+
+@router.post("/api/chat")
+async def chat(body: OllamaChatBody, request: Request) -> Response:
+    """Answer a conversation. One without messages loads the model."""
+    model = await _model(request, body.model)
+    head = _head(request, model)
+    if not body.messages:
+        return json_response({**head, "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "load"})
+    messages = [_as_openai(number, one) for number, one in enumerate(body.messages)]
+    prompt = await model.in_worker(chat_prompt, model, messages, body.tools or (), None, body.variables, grammar_of(body), body)
+    return await _answer_chat(request, model, body, prompt, _Shape(head, in_message=True))
+
+
+@router.post("/api/generate")
+async def generate(body: GenerateBody, request: Request) -> Response:
+    """Answer a prompt as a conversation's only message, or continue it as it is (`raw`), or fill the gap before a suffix."""
+    model = await _model(request, body.model)
+    head = _head(request, model)
+    if body.template:
+        raise RequestError("template is not supported: the model's own is used; send raw prompts instead", "template")
+    if not body.prompt:
+        return json_response({**head, "response": "", "done": True, "done_reason": "load"})
+    tokenizer = model.llm.tokenizer
+    if body.suffix or body.raw or not tokenizer.chat_template:
+        return await _answer_text(request, model, body, head)
+    turn = _as_openai(0, {"role": "user", "content": body.prompt, "images": body.images})
+    messages = ([{"role": "system", "content": body.system}] if body.system else []) + [turn]
+    prompt = await model.in_worker(chat_prompt, model, messages, (), None, body.variables, grammar_of(body), body)
+    if body.context:
+        prompt = replace(prompt, ids=_checked_ids(model, body.context) + prompt.ids)
+    return await _answer_chat(request, model, body, prompt, _Shape(head, context=prompt.ids))
+
+
+async def _answer_chat(request: Request, model: ServedModel, body: ChatBody, prompt: ChatPrompt, shape: "_Shape") -> Response:
+    context_of(request).notes |= prompt.notes
+    wanted = prompt.wanted(chat_params(model, body.model_copy(update={"n": None})))
+
+    def make_writer(answers: Answers) -> Writer:
+        usages = Usages(None, [len(prompt.ids)])
+        return _OllamaLines(shape, ChatChunks(prompt, {}, usages, 1, answers.new_id, logprobs=bool(body.logprobs)))
+
+    return await respond(request, model, wanted, make_writer, body.stream is not False)
+
+
+async def _answer_text(request: Request, model: ServedModel, body: GenerateBody, head: Mapping[str, Any]) -> Response:
+    keeps_to, lost = loose_format(grammar_of(body))
+    context_of(request).notes |= loosened_note(lost)
+    params = sampling_params(model, body, stop=body.stop, max_tokens=body.max_tokens, **keeps_to)
+    if body.suffix:
+        ids = await model.in_worker(model.fill_prompt, body.prompt, body.suffix)
+        params = model.fill.params(params) if model.fill else params
+    else:
+        model.check_text(len(body.prompt))
+        ids = await model.in_worker(model.llm.tokenizer.encode_prompt, body.prompt)
+    chunks = TextChunks(model.llm.tokenizer, {}, Usages(None, [len(ids)]), [""], 1)
+    writer = _OllamaLines(_Shape(head), chunks)
+    return await respond(request, model, [RequestedAnswer(ids, params)], lambda _: writer, body.stream is not False)
+
+
+class _Shape:
+    """Where an answer's texts stand in a line: in a message, or in the line itself.
+
+    context: token ids of the prompt, where the last line tells the conversation's.
+    """
+
+    def __init__(self, head: Mapping[str, Any], *, in_message: bool = False, context: Sequence[int] = ()) -> None:
+        self.head, self.context, self._in_message = dict(head), context, in_message
+
+    def line(self, content: str, parts: Mapping[str, Any], **more: Any) -> Event:
+        """A line. parts: `thinking` and `tool_calls`, where there are any."""
+        logprobs = {name: parts[name] for name in parts if name == "logprobs"}
+        others = {name: value for name, value in parts.items() if name not in logprobs}
+        if self._in_message:
+            return {**self.head, "message": {"role": "assistant", "content": content, **others}, "done": False, **logprobs, **more}
+        return {**self.head, "response": content, **others, "done": False, **logprobs, **more}
+
+    def parts(self, line: Event) -> dict[str, Any]:
+        """The texts of a line that `line` made."""
+        found: dict[str, Any] = line["message"] if self._in_message else line
+        return found
+
+
+class _OllamaLines(Writer):
+    """Translates the chunks of OpenAI's protocol. A tool call is told when it is whole, before the last line."""
+
+    def __init__(self, shape: _Shape, chunks: ChatChunks | TextChunks) -> None:
+        self._shape, self._chunks = shape, chunks
+        self._calls: list[dict[str, Any]] = []
+        self._tokens: list[int] = []
+        self._reason = "stop"
+
+    def begin(self) -> Iterator[Event]:
+        """What the answer begins with."""
+        yield from self._translated(self._chunks.begin())
+
+    def show(self, index: int, output: Output) -> Iterator[Event]:
+        """The lines of an output."""
+        self._tokens += output.token_ids
+        yield from self._translated(self._chunks.show(index, output))
+
+    def end(self, stats: Sequence[RequestStats]) -> Iterator[Event]:
+        """The tool calls, and the figures of the answer."""
+        if self._calls:
+            yield self._shape.line("", {"tool_calls": [_as_ollama(number, one) for number, one in enumerate(self._calls)]})
+        context = {"context": [*self._shape.context, *self._tokens]} if self._shape.context else {}
+        figures = _figures(stats[0]) if stats else {}
+        yield self._shape.line("", {}, done=True, done_reason=self._reason, **context, **figures)
+
+    def whole(self, events: Sequence[Event], stats: Sequence[RequestStats]) -> Event:
+        """The last line, with the texts and calls of all."""
+        parts = list(map(self._shape.parts, events))
+        name = "content" if "content" in parts[0] else "response"
+        found: dict[str, Any] = {name: "".join(one[name] for one in parts)}
+        if thinking := "".join(one.get("thinking", "") for one in parts):
+            found["thinking"] = thinking
+        for many in ("tool_calls", "logprobs"):
+            if listed := [item for one in (parts if many == "tool_calls" else events) for item in one.get(many, ())]:
+                found[many] = listed
+        last = dict(events[-1])
+        if name == "content":
+            logprobs = {"logprobs": found.pop("logprobs")} if "logprobs" in found else {}
+            return {**last, "message": {"role": "assistant", **found}, **logprobs}
+        return {**last, **found}
+
+    def sign_of_life(self) -> str:
+        """Nothing: every line must be JSON, and clients of this protocol wait."""
+        return ""
+
+    def failed(self, error: RequestError) -> Event:
+        """The line of an error."""
+        return error_body("/api/", error, "")
+
+    def _translated(self, chunks: Iterator[Event]) -> Iterator[Event]:
+        for choice in (one for chunk in chunks for one in chunk["choices"]):
+            self._reason = "length" if choice["finish_reason"] == "length" else self._reason
+            delta = choice.get("delta", {"content": choice.get("text", "")})
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    self._calls.append({"id": call["id"], **call["function"]})
+                else:
+                    self._calls[-1]["arguments"] += call["function"]["arguments"]
+            content, parts = delta.get("content", ""), {}
+            if delta.get("reasoning_content"):
+                parts["thinking"] = delta["reasoning_content"]
+            if choice["logprobs"]:
+                parts["logprobs"] = choice["logprobs"]["content"]
+            if content or parts:
+                yield self._shape.line(content, parts)
+
+
+def _head(request: Request, model: ServedModel) -> dict[str, Any]:
+    return {"model": server_of(request).shown_name(model), "created_at": _time(context_of(request).created)}
+
+
+def _figures(stats: RequestStats) -> dict[str, Any]:
+    """Counts, and times in nanoseconds. The first token is part of the prompt's time."""
+    prompt_ns, answer_ns = round(_NS * (stats.ttft_s or 0)), round(_NS * (stats.decode_s or 0))
+    return {
+        "total_duration": prompt_ns + answer_ns,
+        "load_duration": 0,
+        "prompt_eval_count": stats.num_prompt_tokens,
+        "prompt_eval_duration": prompt_ns,
+        "eval_count": stats.num_new_tokens,
+        "eval_duration": answer_ns,
+    }
+
+
+def _as_openai(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message in OpenAI's spelling: images are parts, which a text model is told of; reasoning has another name."""
+    found = {name: value for name, value in message.items() if name not in ("images", "thinking", "tool_name")}
+    if images := message.get("images"):
+        if not isinstance(images, list):
+            raise RequestError(f"messages[{number}].images must be a list", "messages")
+        found["content"] = [{"type": "text", "text": message.get("content") or ""}, *({"type": "image"} for _ in images)]
+    if message.get("thinking"):
+        found["reasoning_content"] = message["thinking"]
+    if message.get("tool_name"):
+        found["name"] = message["tool_name"]
+    return found
+
+
+def _as_ollama(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole tool call. Arguments that are no JSON object, as of a call that was cut off, are one argument, a text."""
+    arguments: Any = call["arguments"]
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        arguments = {"arguments": call["arguments"]}
+    return {"id": call["id"], "function": {"index": number, "name": call["name"], "arguments": arguments}}
+
+
+def _checked_ids(model: ServedModel, ids: list[int]) -> list[int]:
+    if not all(0 <= one < model.llm.config.vocab_size for one in ids):
+        raise RequestError("context has numbers that are no tokens of this model; send what its last answer gave", "context")
+    return ids
+
+
+@router.post("/api/embed")
+async def embed_inputs(body: EmbedBody, request: Request) -> Response:
+    """Vectors of length one, one for each input."""
+    model = await _model(request, body.model)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    name = server_of(request).shown_name(model)
+    if not texts:
+        return json_response({"model": name, "embeddings": []})
+
+    def reply(rows: F32, num_tokens: int) -> Any:
+        return {"model": name, "embeddings": rows.tolist(), "prompt_eval_count": num_tokens}
+
+    return await embed(request, model, texts, body.dimensions, reply, body.truncate)
+
+
+@router.post("/api/embeddings")
+async def embed_prompt(body: EmbeddingsBody, request: Request) -> Response:
+    """The vector of one prompt, as clients asked for it before /api/embed."""
+    model = await _model(request, body.model)
+    return await embed(request, model, [body.prompt], None, lambda rows, _: {"embedding": rows[0].tolist()}, cuts=True)
+
+
+@router.get("/api/version")
+@router.head("/api/version", include_in_schema=False)
+async def version() -> Response:
+    """The version of Ollama whose protocol this is."""
+    return json_response({"version": VERSION})
+
+
+@router.get("/api/tags")
+@router.head("/api/tags", include_in_schema=False)
+async def tags(request: Request) -> Response:
+    """Every model under each of its names."""
+    server = server_of(request)
+    server.check_ready()
+    return json_response({"models": [_row(server, name) for name in server.names]})
+
+
+@router.get("/api/ps")
+async def loaded(request: Request) -> Response:
+    """The loaded models. They stay until others need their memory."""
+    server = server_of(request)
+    server.check_ready()
+    rows = []
+    for model in server.models.values():
+        more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0, "context_length": model.llm.context_length}
+        rows.append(_row(server, server.shown_name(model)) | {"size": model.num_bytes} | more)
+    return json_response({"models": rows})
+
+
+@router.post("/api/show")
+async def show(body: NameBody, request: Request) -> Response:
+    """A model's shape, template and abilities."""
+    model = await _model(request, body.model or body.name)
+    llm, config = model.llm, model.llm.config
+    template = llm.tokenizer.chat_template or ""
+    abilities = {
+        "completion": True,
+        "tools": model.template_takes_tools,
+        "thinking": any(mark in template for mark in reasoning_marks(template)),
+        "insert": model.fill is not None,
+        "embedding": bool(model.config.pooling or llm.pooling),
+    }
+    info = {
+        "context_length": llm.context_length,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "vocab_size": config.vocab_size,
+    }
+    sampling = [f"{name} {value}" for name, value in llm.sampling_defaults.fields().items() if not isinstance(value, list | dict)]
+    return json_response(
+        {
+            "modelfile": f"FROM {model.name}\n",
+            "parameters": "\n".join(sampling),
+            "template": template,
+            "details": _details(model),
+            "model_info": {"general.architecture": config.architecture, "general.parameter_count": llm.num_parameters}
+            | {f"{config.architecture}.{name}": value for name, value in info.items()},
+            "capabilities": [name for name, has in abilities.items() if has],
+            "modified_at": _time(server_of(request).created),
+        }
+    )
+
+
+@router.post("/api/pull")
+async def pull(body: NameBody, request: Request) -> Response:
+    """Nothing to do for a model of this server; others are refused, because its models are chosen where it is started."""
+    name = (body.model or body.name or "").removesuffix(":latest")
+    known = server_of(request).names
+    if name not in known:
+        shown = ", ".join(map(repr, known))
+        raise UnknownModelError(
+            f"this server has {shown}, and pulls no other model; start it with `cpuspec serve MODEL`, got {name[:200]!r}",
+            "model",
+            "model_not_found",
+        )
+    return Response('{"status":"success"}\n', media_type="application/x-ndjson")
+
+
+@router.post("/api/create", include_in_schema=False)
+@router.post("/api/copy", include_in_schema=False)
+@router.post("/api/push", include_in_schema=False)
+@router.delete("/api/delete", include_in_schema=False)
+async def change(request: Request) -> Response:
+    """Refused: no request may change which models there are."""
+    raise ForbiddenError(f"{request.url.path} is refused: the server's models are chosen where it is started")
+
+
+def _row(server: Server, name: str) -> dict[str, Any]:
+    """A model in a list. Its digest is one of its name: files of gigabytes are not read for it."""
+    own = server.own_name(name)
+    model = server.models.get(own)
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _time(server.created),
+        "size": server.num_bytes(own),
+        "digest": sha256(name.encode()).hexdigest(),
+        "details": _details(model),
+    }
+
+
+def _details(model: ServedModel | None) -> dict[str, Any]:
+    """A model's kind and size; without a loaded model its fields are empty."""
+    llm = model.llm if model else None
+    family = llm.config.architecture if llm else ""
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": _short(llm.num_parameters) if llm else "",
+        "quantization_level": llm.quantization if llm else "",
+    }
+
+
+def _short(number: int) -> str:
+    """A number of weights as people write it."""
+    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
+
+
+def _time(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
