@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar, cast, overload
+from typing import Any, Protocol, TypeVar, cast, overload
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from cpuspec.config import (
 from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec
 from cpuspec.engine.embedding import EmbeddingJob
 from cpuspec.engine.engine import Engine, Output
+from cpuspec.engine.scoring import ScoringJob
 from cpuspec.engine.shared import Receiver, SharedEngine
 from cpuspec.environment import default_prefix_cache_bytes
 from cpuspec.errors import CacheError, ConfigError, CpuspecError
@@ -73,6 +74,17 @@ class Completion:
     stats: RequestStats
     index: int = 0
     error: str | None = None
+
+
+class Job(Protocol):
+    """Work with the model beside answers, a forward a step."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no step is left."""
+
+    def step(self, max_rows: int | None = None) -> None:
+        """Run one forward of at most `max_rows` tokens; None for as many as the job takes."""
 
 
 class LLM:
@@ -275,13 +287,25 @@ class LLM:
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: str | None = None, dimensions: int | None = None) -> F32:
         """Embeddings of texts or token ids, [n, dimensions], each of length one; `embedding_job` says how."""
         job = self.embedding_job(prompts, pooling, dimensions)
+        self._run(job)
+        return job.embeddings()
+
+    def score(self, prompts: Prompt | Seq[Prompt], num_top: int = 0) -> list[list[TokenLogprobs]]:
+        """For each text or token ids the log-probabilities of its tokens but the first; with each the `num_top` likeliest instead.
+
+        Raises ConfigError for prompts that cannot be run.
+        """
+        job = self.scoring_job(prompts, num_top)
+        self._run(job)
+        return job.scores()
+
+    def _run(self, job: Job) -> None:
         while not job.is_done:
             self._shared.check_open()
             with self._shared.turn():
-                self.embed_step(job)
+                self.job_step(job)
             if self._engine.has_work:  # of other threads, which would wait for their turn until all is read
                 self._shared.step()
-        return job.embeddings()
 
     def embedding_job(
         self, prompts: Prompt | Seq[Prompt], pooling: str | None = None, dimensions: int | None = None
@@ -290,7 +314,7 @@ class LLM:
 
         pooling: "last", "mean" or "cls"; None as the model's files say. dimensions: how many of a state's numbers, the first ones.
         Raises ConfigError for prompts that cannot be run, and where neither the model nor the caller names a pooling.
-        `embed_step` does a part of it.
+        `job_step` does a part of it.
         """
         if self._final_norm is None:
             raise ConfigError("this LLM was made of a backend alone, and embeddings need its checkpoint; give it to from_backend")
@@ -299,12 +323,20 @@ class LLM:
                 f"{self.name} was trained to write, and its files name no pooling for embeddings; use a model that makes "
                 f"embeddings, such as Qwen3-Embedding, or choose a pooling: {', '.join(POOLINGS)}"
             )
-        ids = [self._prompt_ids(prompt, parse_special=False) for prompt in _listed(prompts)]
-        for tokens in ids:
-            self._engine.check(tokens, SamplingParams())
+        ids = self._checked_ids(prompts, parse_special=False)
         return EmbeddingJob(self._backend, self._final_norm, ids, pooling, dimensions, self.max_sequences)
 
-    def embed_step(self, job: EmbeddingJob) -> None:
+    def scoring_job(self, prompts: Prompt | Seq[Prompt], num_top: int = 0) -> ScoringJob:
+        """The work of `score`, as `embedding_job` is that of `embed`."""
+        return ScoringJob(self._backend, self._checked_ids(prompts), num_top)
+
+    def _checked_ids(self, prompts: Prompt | Seq[Prompt], parse_special: bool = True) -> list[list[int]]:
+        ids = [self._prompt_ids(prompt, parse_special) for prompt in _listed(prompts)]
+        for tokens in ids:
+            self._engine.check(tokens, SamplingParams())
+        return ids
+
+    def job_step(self, job: Job) -> None:
         """Run one forward of the job, a short one where answers wait. The thread that calls `step` calls this, between steps."""
         job.step(self._context.prompt_rows if self._engine.has_work else None)
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.backends import Backend
+from cpuspec.engine.scoring import Scorer
 from cpuspec.errors import ConfigError
-from cpuspec.model.batch import F32, I32, ForwardBatch
+from cpuspec.model.batch import F32, I32
 from cpuspec.sampling import kl_divergence, log_softmax
-from cpuspec.sequence import shared_prefix
 
 F64 = NDArray[np.float64]
 
@@ -158,38 +158,6 @@ def compare_rows(reference: F32, other: F32, following: Sequence[int]) -> Qualit
         part = slice(start, start + _ROWS_AT_ONCE)
         meter.add(log_softmax(reference[part]), log_softmax(other[part]), following[part])
     return meter.quality(float(np.abs(reference - other).max()))
-
-
-class Scorer:
-    """Logits of texts, one after the other. What a text's beginning shares with the last text is not computed again."""
-
-    def __init__(self, backend: Backend, capacity: int) -> None:
-        """capacity: tokens of the longest text."""
-        self._backend = backend
-        self._cache = backend.new_cache(1, capacity)
-        self._held: list[int] = []  # tokens whose keys and values the cache holds
-
-    def logits(self, tokens: Sequence[int], first: int = 0, chunk: int | None = None) -> Iterator[F32]:
-        """Logits [rows, V] of a text from its row `first` on, up to `chunk` rows at a time."""
-        chunk = chunk or self._backend.max_rows
-        shared = min(shared_prefix(self._held, list(tokens)), first)
-        begin = self._cache.truncate(0, shared)
-        self._held = list(tokens[:begin])
-        for start in range(begin, len(tokens), chunk):
-            rows = np.asarray(tokens[start : start + chunk], np.int32)
-            logits = self._backend.forward(
-                ForwardBatch(
-                    tokens=rows,
-                    positions=np.arange(start, start + len(rows), dtype=np.int32),
-                    slots=np.zeros(1, np.int32),
-                    q_start=np.array([0, len(rows)], np.int32),
-                    logit_rows=None if start >= first else np.arange(first - start, len(rows), dtype=np.int32),
-                ),
-                self._cache,
-            ).logits
-            self._held += rows.tolist()
-            if len(logits):
-                yield logits
 
 
 def logits_of(backend: Backend, tokens: Sequence[int], chunk: int, first: int = 0) -> Iterator[F32]:

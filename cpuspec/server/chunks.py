@@ -5,6 +5,7 @@ from typing import Any
 
 from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
+from cpuspec.sampling import TokenLogprobs
 from cpuspec.server.chat import ChatPrompt
 from cpuspec.server.figures import chat_logprobs, completion_logprobs, prompt_progress, timings, token_parts, usage
 from cpuspec.server.meter import AnswerMeter
@@ -149,7 +150,8 @@ def _add_delta(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
 class TextChunks(Writer):
     """Writes plain completions.
 
-    head: id, object, created and model. echoes: the prompts' texts, empty where none is wanted.
+    head: id, object, created and model. echoes: the prompts' texts, empty where none is wanted. scores: of the tokens of each
+    prompt, where they are echoed with their log-probabilities.
     """
 
     closing = "data: [DONE]\n\n"
@@ -163,8 +165,9 @@ class TextChunks(Writer):
         num_answers: int,
         *,
         logprobs: bool = False,
+        scores: Sequence[Sequence[TokenLogprobs]] = (),
     ) -> None:
-        self._tokenizer, self._head, self._usages, self._echoes = tokenizer, head, usages, echoes
+        self._tokenizer, self._head, self._usages, self._echoes, self._scores = tokenizer, head, usages, echoes, scores
         self._has_logprobs = logprobs
         self._num_chars = [0] * num_answers  # of the tokens that have come, for the offsets of logprobs
 
@@ -172,16 +175,18 @@ class TextChunks(Writer):
         """The prompt's text, where it is echoed."""
         per_prompt = len(self._num_chars) // len(self._echoes)
         for index in range(len(self._num_chars)):
-            if echo := self._echoes[index // per_prompt]:
-                yield self._chunk(index, echo)
+            prompt, logprobs = index // per_prompt, None
+            if self._scores:
+                logprobs = self._logprobs(index, self._scores[prompt])
+            if self._echoes[prompt]:
+                yield self._chunk(index, self._echoes[prompt], logprobs)
 
     def show(self, index: int, output: Output) -> Iterator[Event]:
         """The chunk of an output; none for an output without text, logprobs or end."""
         logprobs = None
         self._usages.count(index, output)
         if self._has_logprobs:
-            logprobs = completion_logprobs(self._tokenizer, output.logprobs, self._num_chars[index])
-            self._num_chars[index] += sum(map(len, logprobs["tokens"]))
+            logprobs = self._logprobs(index, output.logprobs)
         more = {} if output.finish_reason is None else _timings_of_one([output.stats], len(self._num_chars))
         if output.text or logprobs or output.finish_reason is not None:
             yield self._chunk(index, output.text, logprobs, output.finish_reason, **more)
@@ -207,6 +212,11 @@ class TextChunks(Writer):
                     choice["logprobs"][name] = (choice["logprobs"][name] or []) + values
         found = {**self._head, "choices": choices, "usage": usage(stats, len(self._echoes))}
         return found | _timings_of_one(stats, len(self._num_chars))
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        found = completion_logprobs(self._tokenizer, tokens, self._num_chars[index])
+        self._num_chars[index] += sum(map(len, found["tokens"]))
+        return found
 
     def _chunk(self, index: int, text: str, logprobs: Any = None, reason: str | None = None, **more: Any) -> Event:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -1,16 +1,21 @@
 """OpenAI's `/v1/chat/completions` and `/v1/completions`."""
 
+import math
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import answer_params
-from cpuspec.server.answering import respond
+from cpuspec.sampling import TokenLogprobs
+from cpuspec.server.answering import respond, unless_gone
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
 from cpuspec.server.errors import RequestError
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel
+from cpuspec.server.replies import event, json_response
 from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.schema import (
     ChatBody,
@@ -71,14 +76,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     model = await model_of(request, body.model)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of is not supported; leave it out, and choose among n answers", "best_of")
-    if body.echo and body.logprobs is not None:
-        raise RequestError("echo with logprobs is not supported: a prompt's tokens get no log-probabilities", "echo")
     if body.suffix and not (isinstance(body.prompt, str) and not body.echo):
         raise RequestError("suffix goes with one prompt, a text, and without echo", "suffix")
     limit = 16 if body.max_tokens is None else body.max_tokens  # OpenAI's default
     keeps_to, lost = loose_format(grammar_of(body))
     context.notes |= loosened_note(lost)
-    params = completion_params(model, body, keeps_to, limit)
+    params = completion_params(model, body, keeps_to, max(limit, 1))
     if body.suffix:
         assert isinstance(body.prompt, str), "checked above"
         check_number(model, params.n)
@@ -96,8 +99,37 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         "model": server_of(request).shown_name(model),
     }
     usages = Usages(body.stream_options, [len(one.prompt) for one in wanted])
-    writer = TextChunks(model.llm.tokenizer, head, usages, echoes, len(wanted), logprobs=body.logprobs is not None)
+    has_logprobs = body.logprobs is not None
+    scores: list[list[TokenLogprobs]] = []
+    if body.echo and has_logprobs:
+        for prompt in prompts:
+            model.check_prompt(prompt)
+        job = model.llm.scoring_job(prompts, params.logprobs or 0)
+
+        async def scored() -> Response:
+            await model.run_job(job)
+            return Response()
+
+        reply = await unless_gone(request, scored(), model.begin_job())
+        if reply.status_code != 200:
+            return reply
+        # Nothing stands before a prompt's first token.
+        scores = [[TokenLogprobs(ids[0], math.nan, ()), *found] for ids, found in zip(prompts, job.scores(), strict=True)]
+    writer = TextChunks(model.llm.tokenizer, head, usages, echoes, len(wanted), logprobs=has_logprobs, scores=scores)
+    if limit == 0:
+        return _without_answers(writer, len(wanted), sum(map(len, prompts)), request.url.path, bool(body.stream))
     return await respond(request, model, wanted, lambda _: writer, body.stream)
+
+
+def _without_answers(writer: TextChunks, num_answers: int, num_prompt_tokens: int, path: str, streams: bool) -> Response:
+    """What a request for no tokens gets: the echo of its prompts, and their scores."""
+    ends = [Output(0, "", [], [], finish_reason="length")] * num_answers
+    events = [*writer.begin(), *(one for index, end in enumerate(ends) for one in writer.show(index, end))]
+    if streams:
+        texts = [event(one, path) for one in events]
+        return Response("".join([*texts, writer.closing]), media_type="text/event-stream")
+    usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": 0, "total_tokens": num_prompt_tokens}
+    return json_response(writer.whole(events, []) | {"usage": usage})
 
 
 def _each_prompt(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

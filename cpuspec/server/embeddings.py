@@ -1,20 +1,17 @@
 """OpenAI's `/v1/embeddings`, for models that were trained to make them, or a pooling that the operator chose."""
 
-import asyncio
 import base64
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cpuspec.engine.embedding import EmbeddingJob
 from cpuspec.model.batch import F32
 from cpuspec.server.answering import unless_gone
 from cpuspec.server.bodies import BodyRoute
-from cpuspec.server.errors import BusyError, NotSupportedError, RequestError, TimeUpError
+from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.replies import json_response
@@ -73,8 +70,6 @@ async def embed(
             f"{model.name} was trained to write, and makes no embeddings; serve a model that does, such as Qwen3-Embedding, "
             "or start the server with --pooling"
         )
-    if model.num_embedding > model.admission.max_waiting:
-        raise BusyError(f"{model.num_embedding} requests for embeddings wait; try again later")
     prompts = await model.in_worker(_prompts, model, given)
     if cuts:
         prompts = [prompt[: model.max_prompt_tokens] for prompt in prompts]
@@ -87,11 +82,10 @@ async def embed(
     context_of(request).figures |= {"prompt_tokens": num_tokens}
 
     async def computed() -> Response:
-        await _compute(model, job)
+        await model.run_job(job)
         return json_response(reply(job.embeddings(), num_tokens))
 
-    model.num_embedding += 1
-    return await unless_gone(request, computed(), model.embedded)
+    return await unless_gone(request, computed(), model.begin_job())
 
 
 def _prompts(model: ServedModel, given: Inputs) -> list[list[int]]:
@@ -103,15 +97,6 @@ def _prompts(model: ServedModel, given: Inputs) -> list[list[int]]:
         raise RequestError("input has an empty text; leave it out", "input")
     model.check_text(max(len(text) for text in texts))
     return [model.llm.tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
-
-
-async def _compute(model: ServedModel, job: EmbeddingJob) -> None:
-    try:
-        async with asyncio.timeout(model.config.max_request_s), model.embeds:
-            while not job.is_done:
-                await model.runner.between_steps(partial(model.llm.embed_step, job))
-    except TimeoutError:
-        raise TimeUpError(f"the embeddings took longer than {model.config.max_request_s:g} s") from None
 
 
 def _encoded(row: F32, encoding: str) -> list[float] | str:

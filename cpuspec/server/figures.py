@@ -1,6 +1,7 @@
 """The figures of answers in the words of OpenAI's `usage` and of llama-server's `timings`; tokens with their log-probabilities."""
 
 from collections.abc import Sequence
+from math import isnan
 from typing import Any
 
 from cpuspec.engine.engine import Output
@@ -11,7 +12,7 @@ from cpuspec.text import Tokenizer
 
 def usage(stats: Sequence[RequestStats], num_prompts: int = 1) -> dict[str, Any]:
     """OpenAI's usage of all answers to `num_prompts` prompts; the answers to one prompt count its tokens once."""
-    per_prompt = len(stats) // num_prompts
+    per_prompt = max(1, len(stats) // num_prompts)
     prompt_tokens = sum(one.num_prompt_tokens for one in stats[::per_prompt])
     new_tokens = sum(one.num_new_tokens for one in stats)
     drafted, accepted = sum(one.num_draft_tokens for one in stats), sum(one.num_accepted_tokens for one in stats)
@@ -105,13 +106,16 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> dict
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-    """OpenAI's logprobs of a plain completion. offset: characters of the text before the first token."""
+    """OpenAI's logprobs of a plain completion. offset: characters of the text before the first token.
+
+    A token without a probability, as the first of a prompt, has a NaN, and gets nulls.
+    """
     texts = [token_text(tokenizer, one.token_id)[0] for one in tokens]
     offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
     tops = [{token_text(tokenizer, token)[0]: logprob for token, logprob in one.top} for one in tokens]
     return {
         "tokens": texts,
-        "token_logprobs": [one.logprob for one in tokens],
-        "top_logprobs": tops if any(tops) else None,
+        "token_logprobs": [None if isnan(one.logprob) else one.logprob for one in tokens],
+        "top_logprobs": [top or None for top in tops] if any(tops) else None,
         "text_offset": offsets,
     }

@@ -17,7 +17,7 @@ from zlib import crc32
 
 from cpuspec.config import SamplingParams, ServerConfig
 from cpuspec.engine.engine import Output
-from cpuspec.engine.llm import LLM
+from cpuspec.engine.llm import LLM, Job
 from cpuspec.errors import CpuspecError
 from cpuspec.metrics import RequestStats
 from cpuspec.server.admission import Admission
@@ -69,8 +69,8 @@ class ServedModel:
         self._workers = ThreadPoolExecutor(2, "cpuspec-tokenizer")
         self._compiler = ThreadPoolExecutor(1, "cpuspec-grammar")  # separate, because a grammar may take seconds to be refused
         self._compiling = Admission(1, self.admission.max_running + self.admission.max_waiting, "grammars")
-        self.embeds = asyncio.Lock()  # one request's embeddings are computed at a time, beside the engine's steps
-        self.num_embedding = 0  # requests for embeddings that run or wait
+        self._runs_job = asyncio.Lock()  # one job is computed at a time, beside the engine's steps
+        self.num_jobs = 0  # requests for embeddings or scores that run or wait
         tokenizer = llm.tokenizer
         self.tool_format: ToolFormat = tool_format(tokenizer.chat_template_for({"tools": True}))
         self.template_takes_tools = "tools" in (tokenizer.chat_template_for({"tools": True}) or "")
@@ -129,9 +129,25 @@ class ServedModel:
         finally:
             self._compiling.leave(ticket)
 
-    def embedded(self) -> None:
-        """Note that a request for embeddings has ended."""
-        self.num_embedding -= 1
+    def begin_job(self) -> Callable[[], None]:
+        """Count a request for embeddings or scores; returns what ends it. Raises BusyError where too many wait."""
+        if self.num_jobs > self.admission.max_waiting:
+            raise BusyError(f"{self.num_jobs} requests for embeddings or scores wait; try again later")
+        self.num_jobs += 1
+
+        def end() -> None:
+            self.num_jobs -= 1
+
+        return end
+
+    async def run_job(self, job: Job) -> None:
+        """Run a job to its end, beside the engine's steps. Raises TimeUpError."""
+        try:
+            async with asyncio.timeout(self.config.max_request_s), self._runs_job:
+                while not job.is_done:
+                    await self.runner.between_steps(partial(self.llm.job_step, job))
+        except TimeoutError:
+            raise TimeUpError(f"the request took longer than {self.config.max_request_s:g} s") from None
 
     def fill_prompt(self, before: str, behind: str, others: Sequence[tuple[str, str]] = ()) -> list[int]:
         """See `FillTokens.prompt`. Raises RequestError for a model that cannot fill in, and as `check_text` does."""

@@ -159,8 +159,8 @@ class Server:
 
     @property
     def num_unfinished(self) -> int:
-        """Answers and requests for embeddings that run or wait."""
-        return sum(one.admission.num_running + one.admission.num_waiting + one.num_embedding for one in self.models.values())
+        """Answers, and requests for embeddings or scores, that run or wait."""
+        return sum(one.admission.num_running + one.admission.num_waiting + one.num_jobs for one in self.models.values())
 
 
 def server_of(request: Request) -> Server:

@@ -116,6 +116,33 @@ def test_control_tokens_that_a_client_writes_count_in_raw_prompts_and_never_in_m
     assert answer.usage.prompt_tokens == len(llm.tokenizer.encode_chat(message)) > len(plain)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, llm: LLM, max_tokens: int, stream: bool) -> None:
+    texts = ["the dog sat on the mat", "the dog", "a cat " * 40]
+    ids = [llm.tokenizer.encode_prompt(text) for text in texts]
+    new = [one.token_ids for one in llm.generate(ids, SamplingParams(max_tokens=3))]
+    wanted = llm.score([one + more[:max_tokens] for one, more in zip(ids, new, strict=True)], 2)
+    options: dict[str, Any] = {"max_tokens": max_tokens, "echo": True, "logprobs": 2, "stream": stream}
+    answer: Any = client.completions.create(prompt=ids, **GREEDY, **options)
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    for number, scores in enumerate(wanted):
+        parts = [one.logprobs for one in choices if one.index == number and one.logprobs]
+        likely = [one for part in parts for one in part.token_logprobs]
+        assert likely[0] is None
+        assert likely[1:] == [one.logprob for one in scores]
+        tops = [top for part in parts for top in part.top_logprobs or ()]
+        assert tops[0] is None
+        assert [max(top.values()) for top in tops[1:]] == [one.top[0][1] for one in scores]
+        text = "".join(one.text for one in choices if one.index == number)
+        assert text == llm.tokenizer.decode(ids[number] + new[number][:max_tokens], skip_special=False)
+        offsets = [one for part in parts for one in part.text_offset]
+        assert offsets == sorted(offsets)
+    if not stream:
+        num_prompt, num_new = sum(map(len, ids)), max_tokens * len(ids)
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (num_prompt, num_new)
+
+
 def test_logprobs_of_plain_completions_have_offsets(client: openai.OpenAI, llm: LLM) -> None:
     (wanted,) = llm.generate("the dog", SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1))
     answer = client.completions.create(prompt="the dog", max_tokens=6, logprobs=1, **GREEDY, **IGNORE)  # type: ignore[call-overload]

@@ -1,0 +1,81 @@
+"""How likely texts are: the logits of their tokens, and log-probabilities of a request's prompt."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from cpuspec.backends import Backend
+from cpuspec.model.batch import F32, ForwardBatch
+from cpuspec.sampling import TokenLogprobs, logprobs
+from cpuspec.sequence import shared_prefix
+
+_ROWS = 64  # of a step: their logits are held, 39 MB with 152 thousand ids, and answers wait for it
+
+
+class Scorer:
+    """Logits of texts, one after the other. What a text's beginning shares with the last text is not computed again."""
+
+    def __init__(self, backend: Backend, capacity: int) -> None:
+        """capacity: tokens of the longest text."""
+        self._backend = backend
+        self._cache = backend.new_cache(1, capacity)
+        self._held: list[int] = []  # tokens whose keys and values the cache holds
+
+    def logits(self, tokens: Sequence[int], first: int = 0, chunk: int | None = None) -> Iterator[F32]:
+        """Logits [rows, V] of a text from its row `first` on, up to `chunk` rows at a time."""
+        chunk = chunk or self._backend.max_rows
+        shared = min(shared_prefix(self._held, list(tokens)), first)
+        begin = self._cache.truncate(0, shared)
+        self._held = list(tokens[:begin])
+        for start in range(begin, len(tokens), chunk):
+            rows = np.asarray(tokens[start : start + chunk], np.int32)
+            logits = self._backend.forward(
+                ForwardBatch(
+                    tokens=rows,
+                    positions=np.arange(start, start + len(rows), dtype=np.int32),
+                    slots=np.zeros(1, np.int32),
+                    q_start=np.array([0, len(rows)], np.int32),
+                    logit_rows=None if start >= first else np.arange(first - start, len(rows), dtype=np.int32),
+                ),
+                self._cache,
+            ).logits
+            self._held += rows.tolist()
+            if len(logits):
+                yield logits
+
+
+class ScoringJob:
+    """Texts whose tokens are being scored, some rows a `step`. One thread at a time calls it, and none uses the backend then.
+
+    Texts that begin alike share their rows. A row's bits do not depend on its company, so no text changes another's scores.
+    """
+
+    def __init__(self, backend: Backend, prompts: Sequence[list[int]], num_top: int = 0) -> None:
+        """prompts: token ids, none empty. num_top: likeliest tokens to report in each place."""
+        self.is_done = not prompts
+        self._prompts, self._num_top = prompts, num_top
+        self._scores: list[list[TokenLogprobs]] = [[] for _ in prompts]
+        self._scorer = Scorer(backend, max(map(len, prompts), default=1))
+        self._chunk = min(_ROWS, backend.max_rows)
+        self._steps = self._run()
+
+    def step(self, max_rows: int | None = None) -> None:
+        """Run one forward of at most `max_rows` tokens; None for as many as a step takes."""
+        self._chunk = min(max_rows or _ROWS, _ROWS, self._chunk)
+        self.is_done = next(self._steps, True)
+
+    def scores(self) -> list[list[TokenLogprobs]]:
+        """For each text, when the job is done, the scores of its tokens but the first, which nothing stands before."""
+        assert self.is_done, "scores are there when every text has been read"
+        return self._scores
+
+    def _run(self) -> Iterator[bool]:
+        last = 0
+        for number in sorted(range(len(self._prompts)), key=self._prompts.__getitem__):
+            tokens, found = self._prompts[number], self._scores[number]
+            found += self._scores[last][: max(0, shared_prefix(self._prompts[last], tokens) - 1)] if last != number else []
+            last = number
+            if len(found) < len(tokens) - 1:
+                for rows in self._scorer.logits(tokens[:-1], len(found), self._chunk):
+                    found += [logprobs(row, tokens[len(found) + 1 + at], self._num_top) for at, row in enumerate(rows)]
+                    yield False
