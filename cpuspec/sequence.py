@@ -44,6 +44,7 @@ class Sequence:
     constraint: Constraint | None = None
     answer_constraint: Constraint | None = None
     prediction: Seq[int] = ()  # tokens that the answer may repeat, which lookups draft from
+    turns: Seq[int] = ()  # numbers of first tokens behind which a later prompt may well go another way (`Tokenizer.turns`)
     finish_reason: str | None = None  # "stop", "length", "error", "aborted"
     error: str | None = None  # why it cannot go on
     _num_committed: int | None = None  # of the tokens, where others follow them; see `ahead`

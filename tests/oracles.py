@@ -7,6 +7,7 @@ rational enumeration of everything a program does with uniform draws.
 import codecs
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from cpuspec.config import ModelConfig, SamplingParams
 from cpuspec.model.batch import ForwardBatch, ForwardOutput, ForwardStoppedError
-from cpuspec.model.cache import BlockAccess, KVCache
+from cpuspec.model.cache import BlockAccess, KVCache, StateAccess
 from cpuspec.sampling import Noise, Row, TokenHistory, dense, distribution
 from cpuspec.speculation.draft import Draft
 
@@ -30,7 +31,7 @@ class ToyBackend:
     row_invariant = True
     survives_fork = True
     threads = 1
-    weight_bytes, shared_bytes = 1000, 0
+    weight_bytes, shared_bytes, bytes_per_token = 1000, 0, 16
 
     def __init__(
         self, seed: int, vocab_size: int = 8, memory: float = 0.5, max_rows: int = 7, context_length: int = 64, block_size: int = 0
@@ -105,64 +106,103 @@ class ToyBackend:
         return output.logits[0]
 
 
+@dataclass
+class _Remembered:
+    """A slot of a `RecurrentBackend`: its tokens, as if they were keys and values, and states by the number of tokens."""
+
+    tokens: np.ndarray
+    states: dict[int, np.ndarray] = field(default_factory=lambda: {0: np.zeros(4)})
+
+
 class RecurrentBackend:
     """A row-invariant model whose one layer has a state that cannot be truncated: state = tanh(A state + B[token]).
 
-    kept: from the tokens that a slot held before a forward, and after it, to the lengths of which the states are kept.
+    Logits are of the state and of a sum over all tokens, which the cache holds like keys and values: rows are wrong where either
+    is. kept: from the tokens that a slot held before a forward, and after it, to the lengths of which the states are kept.
     """
 
     name = "recurrent"
     row_invariant = survives_fork = True
     threads = 1
-    weight_bytes, shared_bytes = 1000, 0
+    weight_bytes, shared_bytes, bytes_per_token = 1000, 0, 8
 
-    def __init__(self, seed: int, kept: Callable[[int, int], Iterable[int]], vocab_size: int = 8, max_rows: int = 7) -> None:
+    def __init__(
+        self,
+        seed: int,
+        kept: Callable[[int, int], Iterable[int]],
+        vocab_size: int = 8,
+        max_rows: int = 7,
+        block_size: int = 0,
+    ) -> None:
+        """block_size: as in `ToyBackend`."""
         rng = np.random.default_rng(seed)
         self.config = ModelConfig("llama", vocab_size, 4, 4, 2, 1, 1, 4, 64)
         self.max_rows = max_rows
+        self.block_size = block_size
         self.num_rows = 0
         self._kept = kept
         self._state, self._token = rng.normal(size=(4, 4)), 2 * rng.normal(size=(vocab_size, 4))
         self._output = 3 * rng.normal(size=(vocab_size, 4))
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
-        States = dict[int, np.ndarray]  # by the number of tokens that a state covers
-
-        def copy_rows(storage: States, rows: np.ndarray, first: int) -> None:
-            moved = {first + i + 1: storage.get(row + 1) for i, row in enumerate(rows.tolist())}
+        def copy_rows(storage: _Remembered, rows: np.ndarray, first: int) -> None:
+            storage.tokens[first : first + len(rows)] = storage.tokens[rows]
+            moved = {first + i + 1: storage.states.get(row + 1) for i, row in enumerate(rows.tolist())}
             for length, state in moved.items():
-                storage.pop(length, None)
+                storage.states.pop(length, None)
                 if state is not None:
-                    storage[length] = state
+                    storage.states[length] = state
 
-        def copy_prefix(source: States, storage: States, length: int) -> None:
-            storage |= {number: state for number, state in source.items() if number <= length}
+        def copy_prefix(source: _Remembered, storage: _Remembered, length: int) -> None:
+            storage.tokens[:length] = source.tokens[:length]
 
-        def reach(storage: States, length: int) -> int:
-            return max(number for number in storage if number <= length)
+        def reach(storage: _Remembered, length: int) -> int:
+            return max(number for number in storage.states if number <= length)
 
-        return KVCache(num_slots, capacity, lambda: {0: np.zeros(4)}, copy_rows, copy_prefix, 8, reach=reach)
+        def take(storage: _Remembered, length: int, states: np.ndarray) -> None:
+            states.view(float)[:] = storage.states[length]
+
+        def put(storage: _Remembered, states: np.ndarray, length: int) -> None:
+            storage.states = {0: np.zeros(4), length: states.view(float).copy()}
+
+        def views(storage: _Remembered, number: int) -> tuple[np.ndarray]:
+            return (storage.tokens[number * self.block_size : (number + 1) * self.block_size].view(np.uint8).reshape(1, -1),)
+
+        blocks, states = BlockAccess(self.block_size, 2, (1, 1), views), StateAccess(32, reach, take, put)
+        return KVCache(
+            *(num_slots, capacity, lambda: _Remembered(np.full(capacity, -1)), copy_rows, copy_prefix, 8),
+            *(blocks if self.block_size else None, f"recurrent {self._state[0, 0]}", states, 4 * 32),
+        )
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         batch.check(self.config, cache, self.max_rows)
         self.num_rows += len(batch.tokens)
-        states = np.empty((len(batch.tokens), 4))
+        states, logits = np.empty((len(batch.tokens), 4)), np.empty((len(batch.tokens), len(self._output)), np.float32)
         for b, slot in enumerate(batch.slots):
             start, end, held = int(batch.q_start[b]), int(batch.q_start[b + 1]), cache.lengths[slot]
             storage = cache.storage(slot)
-            for number in [number for number in storage if number > held]:
-                del storage[number]
+            storage.states = {number: state for number, state in storage.states.items() if number <= held}
+            storage.tokens[held : held + end - start] = batch.tokens[start:end]
             for t in range(start, end):
-                parent = t - 1 if batch.parents is None else int(batch.parents[t])
-                before = states[parent] if parent >= start else storage[held]
+                parents, path = range(-1, t) if batch.parents is None else batch.parents.tolist(), [t]
+                while parents[path[-1]] >= start:
+                    path.append(parents[path[-1]])
+                before = states[path[1]] if len(path) > 1 else storage.states[held]
                 states[t] = np.tanh(self._state @ before + self._token[batch.tokens[t]])
-                storage[held + t - start + 1] = states[t]
+                storage.states[held + t - start + 1] = states[t]
+                logits[t] = self._logits(states[t], [*storage.tokens[:held], *(int(batch.tokens[row]) for row in path[::-1])])
             kept = {0, *self._kept(held, held + end - start)}
-            for length in [length for length in storage if length not in kept]:
-                del storage[length]
+            storage.states = {length: state for length, state in storage.states.items() if length in kept}
         cache.advance(batch)
-        scored = states if batch.logit_rows is None else states[batch.logit_rows]
-        return ForwardOutput(np.array([self._output @ state for state in scored], np.float32).reshape(-1, len(self._output)))
+        hidden = states.astype(np.float32)
+        scored = logits if batch.logit_rows is None else logits[batch.logit_rows]
+        return ForwardOutput(scored, tuple(hidden + np.float32(layer) for layer in batch.hidden_layers))
+
+    def _logits(self, state: np.ndarray, tokens: list[int]) -> np.ndarray:
+        logits: np.ndarray = self._output @ state + np.cos(
+            sum(at * int(token) for at, token in enumerate(tokens, 1)) + np.arange(len(self._output))
+        )
+        return logits.astype(np.float32)
 
     def close(self) -> None:
         pass
@@ -172,8 +212,7 @@ class RecurrentBackend:
         state = np.zeros(4)
         for token in tokens:
             state = np.tanh(self._state @ state + self._token[token])
-        logits: np.ndarray = (self._output @ state).astype(np.float32)
-        return logits
+        return self._logits(state, tokens)
 
 
 class ToyTokenizer:
@@ -201,6 +240,9 @@ class ToyTokenizer:
 
     def chat_template_for(self, variables: Mapping[str, Any]) -> str | None:
         return None
+
+    def turns(self, ids: list[int]) -> tuple[int, ...]:
+        return tuple(at for at, token_id in enumerate(ids) if token_id == 0)
 
     def encode_chat(self, messages: list[dict[str, str]], variables: object = None) -> list[int]:
         return [0, *(t for message in messages for t in self.encode(message["content"], add_special=False))]

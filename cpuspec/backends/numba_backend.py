@@ -56,7 +56,7 @@ from cpuspec.kernels.layout import MAX_QUERIES
 from cpuspec.kernels.team import Team
 from cpuspec.layers import Layer
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
-from cpuspec.model.cache import KEPT_ROWS, BlockAccess, KVCache
+from cpuspec.model.cache import KEPT_ROWS, BlockAccess, KVCache, StateAccess
 from cpuspec.model.recurrence import LENGTH_EPS, recurrent_mixers
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
@@ -229,33 +229,41 @@ class NumbaBackend:
         def copy_prefix(source: _Storage, storage: _Storage, length: int) -> None:
             used = kv_rows.head_bytes(self._kv_format.name, dims, length)
             storage.memory[:, :used] = source.memory[:, :used]
-            storage.states[:], storage.folded = source.states, source.folded
-            if storage.recurrent and source.recurrent:
-                storage.recurrent.block[:] = source.recurrent.block
-                storage.recurrent.folded = source.recurrent.folded
+
+        def memory_of(storage: _Storage) -> _Storage | RecurrentMemory:
+            return storage.recurrent or storage
+
+        def block_of(storage: _Storage) -> U8:
+            return storage.recurrent.block if storage.recurrent else storage.states
 
         def reach(storage: _Storage, length: int) -> int:
-            return length if storage.recurrent is None or length >= storage.recurrent.folded else 0
+            return length if memory_of(storage).folded <= length else 0
 
-        stored = stored_bytes(self._kv_format, dims)
-        if c.is_recurrent and not self._recurrent:
-            return KVCache(
-                num_slots, capacity, new_storage, copy_rows, copy_prefix, heads * 2 * stored, identity=self._identity,
-                reach=lambda storage, length: length if storage.folded <= length else 0, bytes_per_slot=states,
-            )  # fmt: skip
+        def take(storage: _Storage, length: int, states: U8) -> None:
+            np.concatenate([block_of(storage), np.array([memory_of(storage).folded]).view(np.uint8)], out=states)
+
+        def put(storage: _Storage, states: U8, length: int) -> None:
+            block_of(storage)[:] = states[:-8]
+            memory_of(storage).folded = int(states[-8:].view(np.int64)[0])
 
         def views(storage: _Storage, number: int) -> tuple[U8, ...]:
             chunk = storage.memory[:, number * 2 * kv_rows.CHUNK * stored :][:, : 2 * kv_rows.CHUNK * stored]
             return chunk[:, : kv_rows.CHUNK * stored], chunk[:, kv_rows.CHUNK * stored :]
 
-        # Keys lie in blocks of LANES positions.
-        if self._recurrent:
-            return KVCache(
-                num_slots, capacity, new_storage, copy_rows, copy_prefix, heads * 2 * stored, identity=self._identity, reach=reach,
-                bytes_per_slot=self._recurrent.num_bytes,
-            )  # fmt: skip
-        blocks = BlockAccess(kv_rows.CHUNK, simd.LANES, (2, heads), views)
-        return KVCache(num_slots, capacity, new_storage, copy_rows, copy_prefix, heads * 2 * stored, blocks, self._identity)
+        stored = stored_bytes(self._kv_format, dims)
+        of_states = self._recurrent.num_bytes if self._recurrent else states
+        return KVCache(
+            num_slots,
+            capacity,
+            new_storage,
+            copy_rows,
+            copy_prefix,
+            heads * 2 * stored,
+            BlockAccess(kv_rows.CHUNK, simd.LANES, (2, heads), views),  # keys lie in blocks of LANES positions
+            self._identity,
+            StateAccess(of_states + 8, reach, take, put) if c.is_recurrent else None,
+            of_states,
+        )
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states.

@@ -109,7 +109,7 @@ class NumpyBackend:
             states = [new_state(mixer, zeros) for mixer in mixers]
             return Storage(np.zeros(shape, dtype), np.zeros(shape, dtype), states)
 
-        return KVCache(num_slots, capacity, new_storage, _copy_rows, _copy_prefix, per_token, **recurrent_slots(c, dtype.itemsize))
+        return KVCache(num_slots, capacity, new_storage, _copy_rows, _copy_prefix, per_token, **recurrent_slots(c, dtype))
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
@@ -411,7 +411,6 @@ def _copy_rows(storage: Storage, rows: I32, first: int) -> None:
 def _copy_prefix(source: Storage, storage: Storage, length: int) -> None:
     storage.keys[:, :length] = source.keys[:, :length]
     storage.values[:, :length] = source.values[:, :length]
-    storage.states[:] = [state.copy() for state in source.states]
 
 
 def _turned(x: Array, cos: Array, sin: Array) -> Array:

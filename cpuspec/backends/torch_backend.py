@@ -174,7 +174,10 @@ class TorchBackend:
             source.copy_prefix(storage, length)
 
         per_token = 2 * c.num_attention_layers * c.num_kv_heads * layout.row_bytes(c.head_dim)
-        return KVCache(num_slots, capacity, new_storage, Storage.copy_rows, copy_prefix, per_token, **recurrent_slots(c, 4))
+        states = recurrent_slots(
+            c, np.float32, lambda tensor: tensor.cpu().numpy(), lambda array: torch.from_numpy(array).to(self.device)
+        )
+        return KVCache(num_slots, capacity, new_storage, Storage.copy_rows, copy_prefix, per_token, **states)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:

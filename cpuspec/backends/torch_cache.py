@@ -149,4 +149,3 @@ class Storage:
         """Copy the first `length` keys and values, bit for bit, to the beginning of a storage that has room for them."""
         for plane, other in zip(self._planes, storage._planes, strict=True):
             other[:, :, :, :length] = plane[:, :, :, :length]
-        storage.states = [state.copy() for state in self.states]

@@ -73,6 +73,7 @@ class Engine:
     def __init__(self, context: Context, proposer: Proposer, tokenizer: Tokenizer) -> None:
         self.levels: defaultdict[str, LevelCounters] = defaultdict(LevelCounters)  # totals over all ended requests, by proposer
         self._context = context
+        context.hidden_layers = proposer.hidden_layers
         self._proposer = proposer
         self._contexts = [context, *(level.context for level in proposer.levels)]
         self._tokenizer = tokenizer
@@ -113,6 +114,7 @@ class Engine:
         """
         of_drafts, of_answer = (self._grammars.constraint(params, prompt) for _ in range(2))
         seq = Sequence.new(next(self._ids), prompt, params, of_drafts, prediction, of_answer)
+        seq.turns = self._tokenizer.turns(seq.tokens) if self._context.cache.states else ()
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         text = StopText(self._tokenizer.stream(shown=shown, after=prompt[-1]), params.stop, params.min_tokens)
         meter = RequestMeter(len(seq.tokens), [one.cache.bytes_per_token for one in self._contexts])
@@ -233,7 +235,7 @@ class Engine:
             self._scheduler.admit(seq)
             meter = self._requests[seq.id].meter
             meter.num_cached_tokens = context.acquire(seq)
-            self._proposer.begin(seq, meter.num_cached_tokens)
+            self._proposer.begin(seq, meter.num_cached_tokens - context.num_hidden_kept(seq))
             meter.begin(self.reads())
 
     def _limit(self, request: Request) -> int:

@@ -190,11 +190,11 @@ class LLM:
         self._drafts = proposer.levels
         self._planner = proposer if isinstance(proposer, Planner) else None
         self._context = context
-        self._prefix_queue = _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
         self._choose = partial(build_chosen, usual=proposer, opened=opened, vocab_size=self._context.vocab_size)
         chosen = ChosenDrafts(proposer, self._choose)
         self._guard = GuardedProposer(chosen, self._context, settings.plain_on_draft_error)
         self._engine = Engine(self._context, self._guard, tokenizer)
+        self._prefix_queue = _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
         backends = [*(draft.context.backend for draft in self._drafts), backend]
         self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))
         # Dropped without `close`, or still running as the process exits: no step may outlive what it computes with.
@@ -634,17 +634,20 @@ def _capacity(config: ModelConfig, settings: EngineConfig) -> int:
     return wanted
 
 
+_SHARED_TOKENS = 1024  # of a prefix by whose size in each model the models share the memory
+
+
 def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> PrefixQueue | None:
     """Share the memory of the prefix cache among the models, so that each keeps the same number of tokens; returns their disk."""
     queue = None
     if settings.prefix_cache_dir is not None:
         queue = PrefixQueue(PrefixDirectory(Path(settings.prefix_cache_dir), int(settings.prefix_disk_gb * 1e9)))
-    per_token = max(1, sum(context.cache.bytes_per_token for context in contexts))  # none where nothing attends
-    for context in contexts:
+    sizes = [context.cache.bytes_of(_SHARED_TOKENS) for context in contexts]
+    for context, size in zip(contexts, sizes, strict=True):
         gb = settings.prefix_cache_gb
         if gb is None:
             gb = default_prefix_cache_bytes() / 1e9 if context.backend.row_invariant else 0
-        context.keep_prefixes(int(gb * 1e9 * context.cache.bytes_per_token / per_token), queue)
+        context.keep_prefixes(int(gb * 1e9 * size / max(1, sum(sizes))), queue)
     return queue
 
 

@@ -2,8 +2,8 @@
 
 The backend owns the storage of a slot; this file owns lengths and limits. Keys and values can be truncated anywhere. A recurrent
 layer's state covers some first tokens of the slot, and the inputs of later ones are kept as rows: it can be truncated among these.
-Below, nothing is left but the empty slot. `truncate`, `keep_path` and `copy` therefore return the length that the slot really
-holds, and the caller feeds the rest again.
+Below, the lengths are left that a snapshot of the states was taken at, and the empty slot. `truncate`, `keep_path` and `copy`
+therefore return the length that the slot really holds, and the caller feeds the rest again.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,14 @@ from cpuspec.model.batch import I32, ForwardBatch
 # draft model that drafts token by token takes back. Each costs every later forward a replay of its row (`model.recurrence`).
 KEPT_ROWS = 8
 
+_NOTHING = np.empty(0, np.uint8)
+
 
 @dataclass(frozen=True)
 class BlockAccess:
     """How blocks of `size` cache indices leave a storage and come back, bit for bit, for a backend whose rows are invariant.
 
-    step: a part of a block is its first n indices, n a multiple of `step`, which divides `size`.
+    step: a part of a block is its first n indices; it is copied with those that fill its last `step`, which divides `size`.
     shape: (arrays, parts) that a block lies in.
     views(storage, number): block `number`, a writable U8 [parts, size * k] for each array; its indices 0..n-1 are the first n * k
     bytes of each part, with one k for all arrays. The last block may be cut off at the capacity.
@@ -38,6 +40,22 @@ class BlockAccess:
     views: Callable[[Any, int], tuple[U8, ...]]
 
 
+@dataclass(frozen=True)
+class StateAccess:
+    """How the states of recurrent layers leave a storage and come back, bit for bit.
+
+    reach(storage, length): the longest length, up to `length`, that the storage has all states of. A forward forgets those beyond
+    its slot's length.
+    take(storage, length, states): write those after `length` tokens, which the storage reaches, to U8 [num_bytes]. They depend on
+    the tokens alone, wherever the storage has them folded. put(storage, states, length): the storage has these and no others.
+    """
+
+    num_bytes: int
+    reach: Callable[[Any, int], int]
+    take: Callable[[Any, int, U8], None]
+    put: Callable[[Any, U8, int], None]
+
+
 class KVCache:
     """Keys and values of up to `num_slots` sequences of at most `capacity` tokens each.
 
@@ -45,9 +63,8 @@ class KVCache:
     memory only where it is filled. The backend gives the functions that touch storages:
 
     copy_rows(storage, rows, first): copy what the rising cache indices `rows` hold, bit for bit, to `first` and following.
-    copy_prefix(source, storage, length): copy what the first `length` indices of another storage hold, bit for bit.
-    reach(storage, length): the longest length, up to `length`, that the storage has all states of. A forward forgets those beyond
-    its slot's length. None where nothing but keys and values is stored, which cover any length.
+    copy_prefix(source, storage, length): copy the keys and values of the first `length` indices of another storage, bit for bit.
+    states: None where nothing but keys and values is stored, which cover any length.
     blocks: for a cache whose contents may be kept outside of its slots; None where they may not.
     identity: of weights, arithmetic and layout: where it is the same, in whatever process, the same tokens give the same bytes.
     bytes_per_slot: of a slot that holds a token, besides those of its tokens.
@@ -63,7 +80,7 @@ class KVCache:
         bytes_per_token: int,
         blocks: BlockAccess | None = None,
         identity: str = "",
-        reach: Callable[[Any, int], int] | None = None,
+        states: StateAccess | None = None,
         bytes_per_slot: int = 0,
     ) -> None:
         if num_slots < 1 or capacity < 1:
@@ -73,13 +90,14 @@ class KVCache:
         self.bytes_per_token = bytes_per_token
         self.lengths = [0] * num_slots  # tokens that each slot holds
         self._longest = [0] * num_slots  # the most tokens that each slot held when it was shortened
+        self._snapshots: list[dict[int, U8]] = [{} for _ in range(num_slots)]  # of each slot, by length, rising
         self.blocks = blocks
         self.identity = identity
         self.bytes_per_slot = bytes_per_slot
         self._new_storage = new_storage
         self._copy_rows = copy_rows
         self._copy_prefix = copy_prefix
-        self._reach = reach
+        self.states = states
         self._storage: list[Any] = [None] * num_slots
 
     def storage(self, slot: int) -> Any:
@@ -107,15 +125,48 @@ class KVCache:
         """Bytes of a slot that holds so many tokens."""
         return length * self.bytes_per_token + (self.bytes_per_slot if length else 0)
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether a slot can be truncated to some lengths only."""
-        return self._reach is not None
-
     def reachable(self, slot: int, length: int) -> int:
         """The longest length, up to `length`, that the slot can be truncated or copied to."""
         storage = self._storage[slot]
-        return length if self._reach is None or storage is None else self._reach(storage, length)
+        if self.states is None or storage is None:
+            return length
+        reached = self.states.reach(storage, length)
+        return max([reached, *(taken for taken in self._snapshots[slot] if taken <= length)])
+
+    def snapshots(self, slot: int) -> dict[int, U8]:
+        """The snapshots of a slot's first tokens, by their number, rising. Nobody writes to them."""
+        return self._snapshots[slot]
+
+    def take_snapshot(self, slot: int, length: int, beside: U8 = _NOTHING) -> bool:
+        """Keep the states after the first `length` tokens, if the slot can still be truncated to them; returns whether it is there.
+
+        beside: bytes to keep behind them. It stays until the slot is truncated below or dropped, or something forgets it.
+        """
+        assert self.states, "asked of caches with states only"
+        if length in self._snapshots[slot]:
+            return True
+        if not 0 < length <= self.lengths[slot] or self.states.reach(self.storage(slot), length) < length:
+            return False
+        taken = np.empty(self.states.num_bytes + len(beside), np.uint8)
+        self.states.take(self.storage(slot), length, taken[: self.states.num_bytes])
+        taken[self.states.num_bytes :] = beside
+        self._snapshots[slot] = dict(sorted([*self._snapshots[slot].items(), (length, taken)]))
+        return True
+
+    def forget_snapshot(self, slot: int, length: int) -> None:
+        """Forget a snapshot of a slot."""
+        del self._snapshots[slot][length]
+
+    def restore_snapshot(self, slot: int, length: int, taken: U8) -> None:
+        """Put a snapshot of `length` tokens into a slot that holds their keys and values. Raises CacheError if it does not fit."""
+        assert self.states, "asked of caches with states only"
+        if taken.dtype != np.uint8 or taken.ndim != 1 or len(taken) < self.states.num_bytes or length != self.lengths[slot]:
+            raise CacheError(
+                f"slot {slot} holds {self.lengths[slot]} tokens and takes uint8 [{self.states.num_bytes}] or more, "
+                f"got {taken.dtype} {taken.shape} of {length} tokens"
+            )
+        self.states.put(self.storage(slot), taken[: self.states.num_bytes], length)
+        self._snapshots[slot] = {length: taken}
 
     def truncate(self, slot: int, length: int) -> int:
         """Forget every token of `slot` from `length` on. O(1): rows stay and are overwritten later.
@@ -164,18 +215,22 @@ class KVCache:
         if length:
             self._copy_prefix(self.storage(source), self.storage(slot), length)
         self.lengths[slot] = length
+        if length and self.states:
+            self.take_snapshot(source, length)
+            self._snapshots[slot] = {taken: one for taken, one in self._snapshots[source].items() if taken <= length}
+            self.states.put(self.storage(slot), self._snapshots[slot][length][: self.states.num_bytes], length)
         return length
 
     def block_shape(self, length: int) -> tuple[int, int, int]:
-        """The shape of the first `length` indices of a block, U8 [arrays, parts, length * k]."""
+        """The shape of the first `length` indices of a block, U8 [arrays, parts, n * k]; n is `length`, rounded up to a step."""
         assert self.blocks, "asked of caches that have blocks only"
         arrays, parts = self.blocks.shape
-        return arrays, parts, length * self.bytes_per_token // (arrays * parts)
+        whole = -(-length // self.blocks.step) * self.blocks.step
+        return arrays, parts, whole * self.bytes_per_token // max(arrays * parts, 1)
 
     def read_block(self, slot: int, number: int, length: int) -> U8:
-        """A copy of the first `length` indices of a block, in `block_shape`. `length` is a multiple of the step."""
+        """A copy of the first `length` indices of a block, in `block_shape`."""
         assert self.blocks, "asked of caches that have blocks only"
-        assert not length % self.blocks.step, "a part of a block"
         if number * self.blocks.size + length > self.lengths[slot]:
             raise CacheError(f"cannot read {length} tokens of block {number} of slot {slot}: it holds {self.lengths[slot]} tokens")
         *_, num_bytes = self.block_shape(length)
@@ -186,7 +241,7 @@ class KVCache:
         assert self.blocks, "asked of caches that have blocks only"
         number, begun = divmod(self.lengths[slot], self.blocks.size)
         assert not begun, "blocks follow whole blocks"
-        wanted = self.block_shape(-(-length // self.blocks.step) * self.blocks.step)
+        wanted = self.block_shape(length)
         if block.dtype != np.uint8 or block.shape[:2] != wanted[:2] or block.ndim != 3 or block.shape[2] < wanted[2]:
             raise CacheError(f"{length} tokens of a block are uint8 {wanted} or more, got {block.dtype} {block.shape}")
         if self.lengths[slot] + length > self.capacity:
@@ -199,11 +254,16 @@ class KVCache:
         """Forget everything that a slot holds, and give its memory back."""
         self._check_slot(slot)
         self.lengths[slot] = self._longest[slot] = 0
-        self._storage[slot] = None
+        self._storage[slot], self._snapshots[slot] = None, {}
 
     def _shorten(self, slot: int, length: int) -> int:
         self._longest[slot] = max(self._longest[slot], self.lengths[slot])
         self.lengths[slot] = length = self.reachable(slot, length)
+        if self.states and self._snapshots[slot]:
+            held = self._snapshots[slot]
+            if length in held and self.states.reach(self.storage(slot), length) < length:
+                self.states.put(self.storage(slot), held[length][: self.states.num_bytes], length)
+            self._snapshots[slot] = {taken: one for taken, one in held.items() if taken <= length}
         return length
 
     def _check_slot(self, slot: int) -> None:

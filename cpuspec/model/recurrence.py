@@ -7,12 +7,17 @@ very operations of decoding, in their order. So no bit depends on where the stat
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
 from cpuspec.config import ModelConfig, Recurrent, ShortConv
+from cpuspec.formats.tensor import U8
 from cpuspec.layers import layers_of
-from cpuspec.model.cache import KEPT_ROWS
+from cpuspec.model.cache import KEPT_ROWS, StateAccess
 
 Record = tuple[Any, ...]
 
@@ -51,16 +56,21 @@ class RecurrentState:
             self.state, self.inputs = self.step(self.state, self.records.pop(0)), self.inputs[1:]
             self.folded += 1
 
-    def last(self) -> Any:
-        """The state after the last record."""
+    def last(self, length: int | None = None) -> Any:
+        """The state after the last record, or after the first `length` tokens."""
         state = self.state
-        for record in self.records:
+        for record in self.records if length is None else self.records[: length - self.folded]:
             state = self.step(state, record)
         return state
 
-    def copy(self) -> "RecurrentState":
-        """The same memory, for another slot: no array of it is ever written to."""
-        return replace(self, records=self.records.copy())
+    def taken(self, length: int) -> tuple[Any, Any]:
+        """The state after `length` tokens, and the inputs that the next one's convolution reads."""
+        start = length - self.folded
+        return self.last(length), self.inputs[start : start + self.taps - 1]
+
+    def put(self, length: int, state: Any, inputs: Any) -> None:
+        """Have what `taken` returned, and nothing else."""
+        self.folded, self.records, self.state, self.inputs = length, [], state, inputs
 
 
 def recurrent_mixers(config: ModelConfig) -> list[Recurrent]:
@@ -71,7 +81,7 @@ def recurrent_mixers(config: ModelConfig) -> list[Recurrent]:
 def new_state(mixer: Recurrent, zeros: Callable[[tuple[int, ...]], Any]) -> RecurrentState:
     """An empty memory of a layer with this mixer."""
     if isinstance(mixer, ShortConv):
-        return RecurrentState(mixer.taps, mixer.channels, (), zeros, lambda state, record: state)
+        return RecurrentState(mixer.taps, mixer.channels, (0,), zeros, lambda state, record: state)
     return RecurrentState(mixer.taps, mixer.channels, (mixer.value_heads, mixer.key_dims, mixer.value_dims), zeros, delta_step)
 
 
@@ -87,14 +97,38 @@ def state_numbers(config: ModelConfig, rows: int) -> int:
     return found
 
 
-def recurrent_slots(config: ModelConfig, number_bytes: int) -> dict[str, Any]:
-    """Arguments of `KVCache` for storages with a list `states` of RecurrentState; none for a model without recurrent layers."""
+def recurrent_slots(
+    config: ModelConfig,
+    dtype: DTypeLike,
+    to_numpy: Callable[[Any], NDArray[Any]] = np.asarray,
+    from_numpy: Callable[[NDArray[Any]], Any] = np.asarray,
+) -> dict[str, Any]:
+    """Arguments of `KVCache` for storages with a list `states` of RecurrentState; none for a model without recurrent layers.
+
+    dtype: of the backend's numbers. to_numpy, from_numpy: turn its arrays into NumPy's and back.
+    """
     if not config.is_recurrent:
         return {}
-    return {
-        "reach": lambda storage, length: length if all(state.folded <= length for state in storage.states) else 0,
-        "bytes_per_slot": number_bytes * state_numbers(config, KEPT_ROWS),
-    }
+    size = np.dtype(dtype).itemsize
+
+    def reach(storage: Any, length: int) -> int:
+        return length if all(state.folded <= length for state in storage.states) else 0
+
+    def take(storage: Any, length: int, states: U8) -> None:
+        arrays = [to_numpy(array).reshape(-1) for state in storage.states for array in state.taken(length)]
+        np.concatenate(arrays, out=states.view(dtype))
+
+    def put(storage: Any, states: U8, length: int) -> None:
+        numbers, at = states.view(dtype), 0
+        for state in storage.states:
+            arrays = []
+            for shape in (state.state_shape, (state.taps - 1, state.channels)):
+                arrays.append(from_numpy(numbers[at : at + prod(shape)].reshape(shape).copy()))
+                at += prod(shape)
+            state.put(length, *arrays)
+
+    access = StateAccess(size * state_numbers(config, 0), reach, take, put)
+    return {"bytes_per_slot": size * state_numbers(config, KEPT_ROWS), "states": access}
 
 
 def delta_step(state: Any, record: Record) -> Any:

@@ -11,7 +11,7 @@ sequence alone decides which one. Tokens of prompts go in forwards of their own;
 them as tokens of their own prompts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 from cpuspec.backends import Backend, has_prompt_arithmetic
 from cpuspec.config import EngineConfig
 from cpuspec.errors import CacheError, ConfigError
+from cpuspec.formats.tensor import U8
 from cpuspec.metrics import PrefixStats
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
+from cpuspec.model.cache import KEPT_ROWS
 from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.prefix_files import PrefixPart
@@ -37,6 +39,9 @@ MIN_SHARED_PREFIX = 0.1
 
 # Computing fewer tokens than this is quicker than waiting a step for them, or than storing them.
 _MANY = 32
+
+# Snapshots of a long prompt's states are this far apart.
+_APART = 1024
 
 # One row of 32 goes to the prompt that has waited longest. So few rows delay a short prompt by no step.
 _OLDEST_PART = 32
@@ -54,13 +59,16 @@ class _Assignment:
     """The slot that a sequence has.
 
     seq: in its latest state. agreed: how many of the tokens that the slot holds are the sequence's for good.
-    hidden: the asked layers of the chunks that were fed since the last score.
+    hidden: the asked layers of the chunks that were fed since the last score, behind those of a prefix's last token where these
+    were kept. snapshots: the lengths at which snapshots of recurrent states are to be taken yet, rising.
     """
 
     seq: Sequence
     slot: int
     agreed: int
     hidden: list[tuple[F32, ...]] = field(default_factory=list)
+    num_hidden_kept: int = 0
+    snapshots: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -69,7 +77,7 @@ class _Feed:
 
     tokens: committed and drafted ones that the slot does not hold yet. num_unscored: how many of them come before the first whose
     logits are asked for. num_prompt: how many are tokens of the prompt; 0 where these are computed like others. num_straight: how
-    many follow one another: all, or those before a tree. tree: the draft if it is one.
+    many follow one another: all, or those before a tree. tree: the draft if it is one. snapshots: the assignment's.
     """
 
     slot: int
@@ -78,7 +86,8 @@ class _Feed:
     num_prompt: int
     num_straight: int
     tree: Draft | None
-    outputs: list[ForwardOutput]
+    snapshots: list[int]
+    outputs: list[ForwardOutput] = field(default_factory=list)
 
 
 class Context:
@@ -105,6 +114,7 @@ class Context:
         self.vocab_size = backend.config.vocab_size if vocab_size is None else vocab_size
         self.possible = possible
         self.prompt_rows = min(prompt_rows, backend.max_rows)
+        self.hidden_layers: tuple[int, ...] = ()  # that scores are asked for; the engine sets it, before any sequence
         self.num_forwards = self.num_rows = self.weight_bytes = 0  # of all forwards; bytes of weights that they read
         self.num_running = 0  # sequences of the engine, also those that a draft model has no slot for; the engine sets it
         self.num_stopped = 0  # forwards that ended early
@@ -130,7 +140,8 @@ class Context:
         self._shares = self.backend.row_invariant or max_bytes != 0
         self._max_kept_bytes = max_bytes
         if self.cache.blocks and max_bytes is not None and (max_bytes or queue):
-            self._store = PrefixStore(self.cache, self.backend.config.vocab_size, queue)
+            config = self.backend.config
+            self._store = PrefixStore(self.cache, config.vocab_size, queue, self.hidden_layers, config.hidden_size)
 
     @property
     def num_free_slots(self) -> int:
@@ -158,7 +169,7 @@ class Context:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
         assert seq.id not in self._assignments, "a sequence acquires one slot"
         self._clock += 1
-        shared, stored = self._shared(seq), self._loadable(seq)
+        shared, stored, branch = self._shared(seq), self._loadable(seq), self._num_known(seq)
         slot, source = max(self._free, key=shared.__getitem__), max(range(len(shared)), key=shared.__getitem__)
         longest, useful = max(shared[source], stored), _useful(seq)
         if shared[slot] < max(longest, useful) or self._num_lost(slot, shared[slot]) >= _MANY:
@@ -181,19 +192,30 @@ class Context:
             self._held[slot] = seq.tokens[:length]
         if self._store:
             self._store.forget(seq.id)
-        self._tidy()
         num_cached = len(self._align(seq))
+        if self.hidden_layers and num_cached:
+            num_cached = self._begin_hidden(seq, num_cached)
+        self._plan_snapshots(self._assignments[seq.id], branch)
+        self._tidy()
         self.num_acquired_tokens += len(seq.tokens)
         self.num_cached_tokens += num_cached
         return num_cached
 
+    def num_hidden_kept(self, seq: Sequence) -> int:
+        """Of how many of the tokens that `acquire` supplied the next score returns hidden states, too: the last one or none."""
+        return self._assignments[seq.id].num_hidden_kept
+
     def awaits_prefix(self, seq: Sequence) -> bool:
         """Whether a running sequence is computing a useful prefix of this one that is not there yet; acquire this one later."""
-        if len(seq.tokens) < _MANY or not self._shares or self.cache.is_recurrent:
+        if len(seq.tokens) < _MANY or not self._shares:
             return False
-        others = (one.seq for one in self._assignments.values() if one.seq.salt == seq.salt)
-        wanted = self._reusable(seq)
-        coming = max((shared_prefix(self._kept(other, other.tokens), wanted) for other in others), default=0)
+        wanted, coming = self._reusable(seq), 0
+        for one in self._assignments.values():
+            if one.seq.salt == seq.salt:
+                shared = shared_prefix(self._kept(one.seq, one.seq.tokens), wanted)
+                if self.cache.states:
+                    shared = max((length for length in one.snapshots if length <= shared), default=0)
+                coming = max(coming, shared)
         return coming >= _MANY and coming - max(*self._shared(seq), self._stored(seq)) >= _MANY
 
     def is_reading_prefix(self, seq: Sequence) -> bool:
@@ -318,8 +340,8 @@ class Context:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values in memory: of running sequences, and of finished ones."""
-        return self.cache.used_bytes + (self._store.num_bytes if self._store else 0)
+        """Bytes of keys, values and states in memory: of running sequences, and of finished ones."""
+        return self.cache.used_bytes + self._shared_bytes
 
     def prefix_stats(self, name: str) -> PrefixStats:
         """The figures of the prefix cache; `name` says which model it is."""
@@ -334,14 +356,29 @@ class Context:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of keys and values in memory that finished sequences have left."""
-        return sum(map(self.cache.slot_bytes, self._free)) + (self._store.num_bytes if self._store else 0)
+        """Bytes of keys, values and states in memory that finished sequences have left, and of every snapshot."""
+        return sum(map(self.cache.slot_bytes, self._free)) + self._shared_bytes
+
+    @property
+    def _shared_bytes(self) -> int:
+        """Bytes in the store and of snapshots of slots, which may be the same arrays."""
+        arrays = [*(self._store.arrays if self._store else ()), *self._snapshots()]
+        return sum({id(array): array.nbytes for array in arrays}.values())
+
+    def _snapshots(self) -> Iterator[U8]:
+        for slot in range(self.cache.num_slots):
+            yield from self.cache.snapshots(slot).values()
 
     def _shared(self, seq: Sequence) -> list[int]:
         """For each slot the number of the sequence's leading tokens that it holds and the sequence may use."""
         wanted, held = self._kept(seq, seq.tokens), zip(self._all_kept(), self._salts, strict=True)
         shared = [shared_prefix(one, wanted) if self._shares and salt == seq.salt else 0 for one, salt in held]
         return list(map(self.cache.reachable, range(len(shared)), shared))
+
+    def _num_known(self, seq: Sequence) -> int:
+        """How many of the sequence's leading tokens another one began with, whether or not their states are there."""
+        ours = zip(self._all_kept(), self._salts, strict=True)
+        return max(shared_prefix(held, self._reusable(seq)) if salt == seq.salt else 0 for held, salt in ours)
 
     def _stored(self, seq: Sequence) -> int:
         """The number of the sequence's tokens, all but the last at most, that the store holds."""
@@ -382,9 +419,14 @@ class Context:
         """Copy what a slot holds to the store, or its first `length` tokens. Where there is no memory for it, it is lost."""
         if self._store and self._max_kept_bytes is not None:
             # Tokens that would not stay in memory are worth a copy only if they can go to the disk.
-            fits = len(self._held[slot]) if self._store.queue else self._max_kept_bytes // self.cache.bytes_per_token
+            fits = len(self._held[slot])
+            if not self._store.queue and self.cache.bytes_per_token:
+                fits = self._max_kept_bytes // self.cache.bytes_per_token
+            tokens = self._held[slot][: fits if length is None else length]
             with suppress(MemoryError):
-                self._store.save(slot, self._held[slot][: fits if length is None else length], used, self._salts[slot])
+                if self.cache.states:
+                    self.cache.take_snapshot(slot, len(tokens))
+                self._store.save(slot, tokens, used, self._salts[slot])
 
     def _give_up(self, slot: int) -> None:
         """Move what a free slot holds to the store, and give its memory back."""
@@ -404,8 +446,55 @@ class Context:
                 self._give_up(slot)
             elif self._store and oldest is not None:
                 self._store.evict()
+            elif snapshots := [(length, slot) for slot in range(self.cache.num_slots) for length in self.cache.snapshots(slot)]:
+                length, slot = min(snapshots)
+                self.cache.forget_snapshot(slot, length)
             else:
                 return
+
+    def _begin_hidden(self, seq: Sequence, num_cached: int) -> int:
+        """Have the hidden state of the last token that a slot supplies: it was kept, or the token is fed again.
+
+        Returns how many tokens the slot supplies now. Where neither can be, drafts are made without that row.
+        """
+        assigned = self._assignments[seq.id]
+        slot = assigned.slot
+        if self.cache.states:
+            taken = self.cache.snapshots(slot).get(num_cached)
+            if taken is not None and len(taken) > self.cache.states.num_bytes:
+                rows = taken[self.cache.states.num_bytes :].view(np.float32).reshape(len(self.hidden_layers), 1, -1)
+                assigned.hidden, assigned.num_hidden_kept = [tuple(rows)], 1
+                return num_cached
+        if self.cache.reachable(slot, num_cached - 1) == num_cached - 1:
+            del self._held[slot][self.cache.truncate(slot, num_cached - 1) :]
+            assigned.agreed = min(assigned.agreed, num_cached - 1)
+            return num_cached - 1
+        return num_cached
+
+    def _plan_snapshots(self, assigned: _Assignment, branch: int) -> None:
+        """Decide at which lengths of a prompt snapshots of recurrent states are taken. branch: where it leaves what is known.
+
+        In this order, each unless another one is near: where its turns begin, its end, the branch, and every so many tokens.
+        """
+        states, seq = self.cache.states, assigned.seq
+        if states is None or not self._shares or (self._max_kept_bytes is not None and self._max_kept_bytes < states.num_bytes):
+            return
+        last, held = seq.num_prompt_tokens - 1, len(self._held[assigned.slot])  # the last token of a prompt is always fed
+        for length in (*reversed(seq.turns), last, branch, *range(_APART, last, _APART)):
+            others = (*self.cache.snapshots(assigned.slot), *assigned.snapshots)
+            if held < length <= last and all(abs(length - other) >= _MANY for other in others):
+                assigned.snapshots.append(length)
+        assigned.snapshots.sort()
+
+    def _take_snapshots(self, feed: _Feed, output: ForwardOutput, first: int, num_before: int) -> None:
+        """Take those that the feed's slot has reached. first: row of the output that token `num_before` of the slot is."""
+        while feed.snapshots and feed.snapshots[0] <= self.cache.lengths[feed.slot]:
+            length = feed.snapshots.pop(0)
+            rows = [layer[first + length - 1 - num_before] for layer in output.hidden]
+            beside = np.concatenate(rows).view(np.uint8) if rows else np.empty(0, np.uint8)
+            with suppress(MemoryError):
+                self.cache.take_snapshot(feed.slot, length, beside)
+            self._tidy()
 
     def _align(self, seq: Sequence, but: int = 1) -> list[int]:
         """Truncate a sequence's slot to what it shares with its tokens, all `but` the last of them; returns what it then holds.
@@ -441,7 +530,8 @@ class Context:
         num_held = len(self._align(seq))
         tokens = seq.tokens[num_held:] + draft.tokens.tolist()
         num_straight = len(tokens) - num_drafted if tree else len(tokens)
-        return _Feed(assigned.slot, tokens, num_committed - 1 - num_held, self._num_prompt(seq, num_held), num_straight, tree, [])
+        num_prompt = self._num_prompt(seq, num_held)
+        return _Feed(assigned.slot, tokens, num_committed - 1 - num_held, num_prompt, num_straight, tree, assigned.snapshots)
 
     def _read(self, chunk: PromptChunk) -> _Feed:
         """The rows of a chunk that come before the sequence's last token."""
@@ -449,7 +539,8 @@ class Context:
         num_held = len(self._align(chunk.seq))
         tokens = chunk.seq.tokens[num_held:-1][: chunk.num_tokens]
         assert tokens, "a chunk has tokens"
-        return _Feed(assigned.slot, tokens, len(tokens), self._num_prompt(chunk.seq, num_held), len(tokens), None, [])
+        num_prompt = self._num_prompt(chunk.seq, num_held)
+        return _Feed(assigned.slot, tokens, len(tokens), num_prompt, len(tokens), None, assigned.snapshots)
 
     def _num_prompt(self, seq: Sequence, num_held: int) -> int:
         """`_Feed.num_prompt` of a sequence whose slot holds that many tokens."""
@@ -480,6 +571,8 @@ class Context:
             first, start, size = len(tokens), len(self._held[feed.slot]), len(feed.tokens)
             if of_prompts:
                 size = min(size, feed.num_prompt)
+            if feed.snapshots and size > (until := feed.snapshots[0] - start) + KEPT_ROWS:
+                size = max(until, 1)
             if first + size > self.backend.max_rows:
                 size = min(self.backend.max_rows - first, size, feed.num_straight)  # a tree goes as a whole
                 if not size:
@@ -501,8 +594,9 @@ class Context:
         left = []
         for i, feed in enumerate(feeds[: len(slots)]):
             start, end = q_start[i], q_start[i + 1]
-            size = end - start
+            size, num_before = end - start, len(self._held[feed.slot])
             self._held[feed.slot] += feed.tokens[: min(size, feed.num_straight)]
+            self._take_snapshots(feed, output, start, num_before)
             if len(slots) > 1:
                 feed.outputs.append(_part(output, slice(start, end), slice(num_scored[i], num_scored[i + 1])))
             else:

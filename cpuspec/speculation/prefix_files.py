@@ -1,7 +1,7 @@
-"""Keys and values of prefixes in files: one line of JSON, then the bytes of their blocks. Files are trusted in nothing.
+"""Prefixes in files: one line of JSON, then keys and values in blocks, then states of recurrent layers. Trusted in nothing.
 
 The line names the model, its arithmetic and the layout (`KVCache.identity`), the tokens, and a checksum. A file that does not
-fit is refused: other keys and values than those that the model would compute are wrong answers.
+fit is refused: other keys, values and states than those that the model would compute are wrong answers.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -26,7 +27,7 @@ from cpuspec.model.cache import KVCache
 
 ROOT = b""  # the key of no tokens
 
-_FORMAT = 1  # version of the files
+_FORMAT = 2  # version of the files
 _SUFFIX = ".prefix"
 _MAX_TOKEN_BYTES = 12  # of the text of an id, with what separates it from the next
 _MAX_OTHER_BYTES = 1000  # of the rest of the line
@@ -36,11 +37,25 @@ _log = logging.getLogger(__name__)
 
 
 class PrefixPart(NamedTuple):
-    """Tokens in a row with their keys and values. parent: the key of the tokens before them."""
+    """Tokens in a row with their keys and values. parent: the key of the tokens before them.
+
+    states: of recurrent layers after the tokens (`Snapshot`); None without them. A file of a directory has either blocks or states.
+    """
 
     parent: bytes
     tokens: list[int]
     blocks: list[U8]
+    states: U8 | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and states."""
+        return sum(block.nbytes for block in self.arrays)
+
+    @property
+    def arrays(self) -> list[U8]:
+        """All that is in it, in the order of a file."""
+        return self.blocks if self.states is None else [*self.blocks, self.states]
 
 
 def prefix_key(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -49,12 +64,26 @@ def prefix_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PrefixFiles:
-    """Writes and reads parts of prefixes of one cache. vocab_size: token ids are below it."""
+    """Writes and reads parts of prefixes of one cache. vocab_size: token ids are below it.
 
-    def __init__(self, cache: KVCache, vocab_size: int) -> None:
+    hidden_layers: whose outputs follow the states in a file of states; hidden_size: numbers of each.
+    """
+
+    def __init__(self, cache: KVCache, vocab_size: int, hidden_layers: tuple[int, ...] = (), hidden_size: int = 0) -> None:
         assert cache.blocks, "asked of caches that have blocks only"
         self._cache, self._blocks, self._vocab_size = cache, cache.blocks, vocab_size
         self._identity = hashlib.sha256(repr((cache.identity, cache.blocks.size)).encode()).hexdigest()[:32]
+        self._of_states = repr(hidden_layers).encode()
+        self._state_bytes = [cache.states.num_bytes] if cache.states else []
+        self._state_bytes += [num_bytes + 4 * hidden_size * len(hidden_layers) for num_bytes in self._state_bytes]
+
+    def key(self, part: PrefixPart) -> bytes:
+        """The key of a part: a hash of all tokens up to its end, and of what it has of these."""
+        return self.state_key(part.parent, part.tokens) if not part.blocks else prefix_key(part.parent, part.tokens)
+
+    def state_key(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """The key of the states after these tokens."""
+        return prefix_key(parent + self._of_states, tokens)
 
     def name(self, key: bytes) -> str:
         """The name of the file of a block: files of other models and layouts have other names."""
@@ -70,8 +99,8 @@ class PrefixFiles:
 
     def write(self, path: Path, part: PrefixPart) -> None:
         """Put a part in the place of `path`. Raises OSError."""
-        checksum = hashlib.blake2b(prefix_key(part.parent, part.tokens), digest_size=16)
-        for block in part.blocks:
+        checksum = hashlib.blake2b(self.key(part), digest_size=16)
+        for block in part.arrays:
             checksum.update(block.data)
         head = {
             "cpuspec": "prefix",
@@ -79,12 +108,14 @@ class PrefixFiles:
             "identity": self._identity,
             "parent": part.parent.hex(),
             "tokens": part.tokens,
-            "bytes": sum(block.nbytes for block in part.blocks),
+            "blocks": len(part.blocks),
+            "states": 0 if part.states is None else part.states.nbytes,
+            "bytes": part.nbytes,
             "blake2b": checksum.hexdigest(),
         }
         with replacing(path, mode=0o600) as file:  # it holds a prompt
             file.write(json.dumps(head).encode() + b"\n")
-            for block in part.blocks:
+            for block in part.arrays:
                 file.write(block.data)
 
     def read(self, path: Path) -> PrefixPart:
@@ -92,7 +123,7 @@ class PrefixFiles:
         return self._open(path, with_blocks=True)
 
     def read_tokens(self, path: Path) -> PrefixPart:
-        """The part in a file without its blocks, whose bytes are not looked at. Raises CacheError as `read` does."""
+        """The part in a file with blocks and states of its shape, but not of its bytes. Raises CacheError as `read` does."""
         return self._open(path, with_blocks=False)
 
     def _open(self, path: Path, with_blocks: bool) -> PrefixPart:
@@ -109,7 +140,7 @@ class PrefixFiles:
             raise CacheError(f"{str(path)!r} cannot be read: {error}") from error
 
     def _read(self, file: BinaryIO, path: Path, with_blocks: bool) -> PrefixPart:
-        capacity, per_token = self._cache.capacity, self._cache.bytes_per_token
+        capacity, size = self._cache.capacity, self._blocks.size
         line = file.readline(_line_bytes(capacity))
         head = Fields(str(path), parse_json_object(line, str(path)))
         if head.text("cpuspec", "") != "prefix" or head.integer("format", 0) != _FORMAT:
@@ -120,27 +151,33 @@ class PrefixFiles:
                 "prefill the prompt again and save it"
             )
         tokens, parent = head.items("tokens"), head.text("parent")
-        if not 1 <= len(tokens) <= capacity or len(tokens) % self._blocks.step:
-            wanted = f"1 to {capacity}, in steps of {self._blocks.step}"
-            raise CacheError(f"{path} has {len(tokens)} tokens; wanted {wanted}: raise context_length, or the file is damaged")
+        if not 1 <= len(tokens) <= capacity:
+            raise CacheError(
+                f"{path} has {len(tokens)} tokens; wanted 1 to {capacity}: raise context_length, or the file is damaged"
+            )
         ids = [token for token in tokens if type(token) is int and 0 <= token < self._vocab_size]
         if len(ids) != len(tokens):
             raise CacheError(f"{path} has tokens that are no ids in [0, {self._vocab_size}); it is damaged")
-        wanted_bytes, got_bytes = len(ids) * per_token, os.fstat(file.fileno()).st_size - len(line)
+        num_blocks, of_states = head.integer("blocks"), head.integer("states")
+        if num_blocks not in (0, -(-len(ids) // size)) or of_states not in (0, *self._state_bytes) or not num_blocks + of_states:
+            raise CacheError(f"{path} has {num_blocks} blocks and {of_states} bytes of states, which {len(ids)} tokens do not have")
+        starts = range(0, len(ids), size) if num_blocks else ()
+        shapes: list[tuple[int, ...]] = [self._cache.block_shape(min(size, len(ids) - start)) for start in starts]
+        shapes += [(of_states,)] if of_states else []
+        wanted_bytes, got_bytes = sum(map(prod, shapes)), os.fstat(file.fileno()).st_size - len(line)
         if not head.integer("bytes") == wanted_bytes == got_bytes:
             raise CacheError(f"{path} has {got_bytes} bytes of keys and values; wanted {wanted_bytes} for {len(ids)} tokens")
-        blocks: list[U8] = []
+        rooms = [np.empty(shape if with_blocks else 0, np.uint8) for shape in shapes]
+        part = PrefixPart(bytes.fromhex(parent), ids, rooms[:num_blocks], rooms[-1] if of_states else None)
         if with_blocks:
-            checksum, size = hashlib.blake2b(prefix_key(bytes.fromhex(parent), ids), digest_size=16), self._blocks.size
-            for start in range(0, len(ids), size):
-                block = np.empty(self._cache.block_shape(min(size, len(ids) - start)), np.uint8)
+            checksum = hashlib.blake2b(self.key(part), digest_size=16)
+            for block in part.arrays:
                 if file.readinto(block.data) != block.nbytes:  # type: ignore[attr-defined]
                     raise CacheError(f"{path} became shorter while it was read")
                 checksum.update(block.data)
-                blocks.append(block)
             if checksum.hexdigest() != head.text("blake2b"):
                 raise CacheError(f"{path} is damaged: its tokens, keys and values do not agree with their checksum")
-        return PrefixPart(bytes.fromhex(parent), ids, blocks)
+        return part
 
 
 class PrefixDirectory:
@@ -173,7 +210,7 @@ class PrefixDirectory:
             if key := files.key_of(path.name):
                 with suppress(CacheError):
                     part = files.read_tokens(path)
-                    if prefix_key(part.parent, part.tokens) == key:
+                    if files.key(part) == key and len(part.arrays) == 1:
                         found[key] = part
         return found
 
@@ -182,7 +219,7 @@ class PrefixDirectory:
         path = self.path / files.name(key)
         try:
             part = files.read(path)
-            if prefix_key(part.parent, part.tokens) != key or len(part.blocks) != 1:
+            if files.key(part) != key or len(part.arrays) != 1:
                 raise CacheError(f"{path} holds other tokens than its name says")
         except CacheError as error:
             if path.exists():
@@ -192,15 +229,15 @@ class PrefixDirectory:
             return None
         self.num_read += 1
         self.touch(path.name)
-        return part.blocks[0]
+        return part.arrays[0]
 
     def write(self, files: PrefixFiles, part: PrefixPart, used_ns: int) -> bool:
         """Write a block that was used at a time, in ns; returns whether it is there.
 
         If the directory would be too large, files that were used before leave first.
         """
-        name = files.name(prefix_key(part.parent, part.tokens))
-        num_bytes = sum(block.nbytes for block in part.blocks) + _line_bytes(len(part.tokens))
+        name = files.name(files.key(part))
+        num_bytes = part.nbytes + _line_bytes(len(part.tokens))
         try:
             if self._room < num_bytes:
                 self._make_room(num_bytes, used_ns)

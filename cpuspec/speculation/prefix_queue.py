@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from cpuspec.environment import start_thread
 from cpuspec.formats.tensor import U8
-from cpuspec.speculation.prefix_files import PrefixDirectory, PrefixFiles, PrefixPart, prefix_key
+from cpuspec.speculation.prefix_files import PrefixDirectory, PrefixFiles, PrefixPart
 
 _MOST_BYTES = 1 << 29  # of blocks that wait to be written; one block of a large model may have an eighth of that
 _MOST_BLOCKS = 256
@@ -78,7 +78,7 @@ class PrefixQueue:
     @property
     def waiting_bytes(self) -> int:
         """Bytes of blocks that wait to be written."""
-        return sum(sum(block.nbytes for block in job.part.blocks) for job in list(self._writes.values()))
+        return sum(job.part.nbytes for job in list(self._writes.values()))
 
     def read(self, files: PrefixFiles, keys: Sequence[bytes]) -> PrefixRead | None:
         """Begin to read blocks, parents first; None where the disk does not answer."""
@@ -110,7 +110,7 @@ class PrefixQueue:
 
         is_bounded: whether others, or this one, are given up where it is one too many.
         """
-        num_bytes, name = sum(block.nbytes for block in part.blocks), files.name(prefix_key(part.parent, part.tokens))
+        num_bytes, name = part.nbytes, files.name(files.key(part))
         if earlier := self._writes.pop(name, None):  # of another context of the same model
             earlier.report(False)
         self._writes[name] = _Write(files, part, used_ns, report)

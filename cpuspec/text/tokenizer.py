@@ -114,6 +114,19 @@ class Tokenizer:
         """Whether the token carries control, not text. Raises TokenizerError for an id out of range."""
         return self._text(token_id) is None or token_id in self._special_ids
 
+    def turns(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Where the last message of a user and the answer begin in a chat's prompt, each as the number of tokens before it.
+
+        A later prompt of the chat may go another way there: the message is edited, or the answer comes without its thinking.
+        """
+        special = [at for at, token_id in enumerate(ids) if token_id in self._special_ids]
+
+        def begun_by(*roles: bytes) -> list[int]:
+            return [at for at in special if at + 1 < len(ids) and self.token_bytes(ids[at + 1]).strip().lower() in roles]
+
+        answers, users = begun_by(b"assistant", b"model") or special, begun_by(b"user")
+        return tuple(sorted({starts[-1] for starts in (users, answers) if starts}))
+
     def token_id(self, text: str) -> int | None:
         """The token that stands for exactly this text, a control token or one that is never split; None without one."""
         if control := self._control.get(text):

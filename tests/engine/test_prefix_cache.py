@@ -91,16 +91,16 @@ def test_a_prefix_is_saved_and_restored(opened: Callable[..., LLM], models: Path
     first, *_, last = conversations()
     llm = opened(kv_format=kv_format)
     expected = llm.generate([first], PARAMS["greedy"])
-    assert llm.save_prefix(first, tmp_path / "saved") == 336  # of 340, in steps of 16
+    assert llm.save_prefix(first, tmp_path / "saved") == 340
     with pytest.raises(CacheError, match="nothing to save; run the prompt first"):
         llm.save_prefix(last, tmp_path / "other")
     with pytest.raises(CacheError, match=r"gone.* cannot be written: No such file or directory"):
         llm.save_prefix(first, tmp_path / "gone" / "saved")
     other = opened(kv_format=kv_format)
-    assert other.restore_prefix(tmp_path / "saved") == 336
+    assert other.restore_prefix(tmp_path / "saved") == 340
     answers = other.generate([first], PARAMS["greedy"])
     assert shown(answers) == shown(expected)
-    assert answers[0].stats.num_cached_tokens == 336
+    assert answers[0].stats.num_cached_tokens == 339  # the last one is fed
     for wrong in ({"kv_format": "int8"}, {"model": "windows"}, {"spec": "none", "context_length": 300}):
         with pytest.raises(CacheError, match=r"another model, KV format, processor or version|raise context_length"):
             opened(**wrong).restore_prefix(tmp_path / "saved")

@@ -178,7 +178,7 @@ def test_closing_writes_what_is_in_memory_the_latest_first_and_only_for_a_time(
     disk.answers.set()
     queue.close()
     assert (len(list(tmp_path.iterdir())), queue.num_dropped) == (15, 0)
-    again = keeping(PrefixQueue(PrefixDirectory(tmp_path, 2500)), 100)
+    again = keeping(PrefixQueue(PrefixDirectory(tmp_path, 3000)), 100)
     Requests(again).run(*counting(6, 20))
     again.spill()
     assert again._store is not None
