@@ -24,18 +24,22 @@ _STACK_BYTES = 8 << 20  # as glibc gives; it becomes memory as it is written
 def cache_dir() -> Path:
     """Directory for downloads and caches, absolute; not created here.
 
-    CPUSPEC_CACHE if set, else `cpuspec` under XDG_CACHE_HOME, else in the system's own place.
-    Raises ConfigError if none of them is set and the user has no home directory.
+    CPUSPEC_CACHE if set, else `cpuspec` under XDG_CACHE_HOME, else in the system's own place. A user without a home directory, as
+    CPUSPEC_CACHE if set, else `cpuspec` under XDG_CACHE_HOME, else in the system's place. A user without a home directory, as in
+    containers, has none: then it lies below a file, where nothing can be made, and everything that is kept there stays in memory.
     """
-    try:
-        if chosen := os.environ.get("CPUSPEC_CACHE"):
+    if chosen := os.environ.get("CPUSPEC_CACHE"):
+        try:
             return Path(chosen).expanduser().absolute()
+        except RuntimeError as error:
+            raise ConfigError(f"CPUSPEC_CACHE is {chosen!r}: {error}; name the directory in full") from error
+    try:
         # The XDG specification has relative values ignored.
         if (xdg := os.environ.get("XDG_CACHE_HOME")) and Path(xdg).is_absolute():
             return Path(xdg) / "cpuspec"
         return SYSTEM.cache_home(os.environ)
-    except RuntimeError as error:
-        raise ConfigError(f"no place for a cache: {error}; set CPUSPEC_CACHE to a directory") from error
+    except RuntimeError:
+        return Path(os.devnull).absolute() / "no home directory" / "cpuspec"
 
 
 def packed_limit_bytes() -> int:
@@ -100,7 +104,8 @@ def hub_cache_dir() -> Path:
     """Where huggingface_hub keeps repositories (huggingface_hub/constants.py), without importing it: that takes 0.4 s."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     chosen = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
-    return Path(os.path.expandvars(os.path.expanduser(chosen))).absolute()
+    there = os.path.expandvars(os.path.expanduser(chosen))
+    return Path(there).absolute() if not there.startswith("~") else cache_dir() / "hub"  # of a user without a home directory
 
 
 def has_proxy() -> bool:

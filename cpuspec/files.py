@@ -36,6 +36,18 @@ def read_file(path: Path, max_bytes: int, error: type[CpuspecError], what: str =
     return content
 
 
+def why_unwritable(directory: Path, mode: int = 0o777) -> str:
+    """The system's words why no file can be made in a directory; "" if one can. The directory is made with `mode` if need be."""
+    from tempfile import TemporaryFile
+
+    try:
+        directory.mkdir(mode, parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 @contextmanager
 def replacing(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """A file to write and read, which takes the place of `path` when the block ends: nobody ever sees half of it.

@@ -1,5 +1,6 @@
 """Counters, latencies and rates, each defined once. With `evaluate.speed` and the benchmarks the only place that reads a clock."""
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,9 @@ from typing import Any
 import numpy as np
 
 from cpuspec.backends.disk import DiskReads
+from cpuspec.platform import SYSTEM
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -255,8 +259,15 @@ def elapsed_s(function: Callable[[], object]) -> float:
 def read_bandwidth(threads: int, num_bytes: int = 512 << 20) -> float:
     """Bytes per second that `threads` threads read from memory together: an estimate, the best of some passes in about a second.
 
-    Allocates `num_bytes`; they must exceed the processor's caches by far, or it is those that are measured.
+    Allocates `num_bytes`, or a quarter of the available memory if that is less; they must exceed the processor's caches by far, or
+    it is those that are measured.
     """
+    available = SYSTEM.memory().available
+    if available is not None and available // 4 < num_bytes:
+        num_bytes = max(available // 4, 1 << 20)
+        _log.info(
+            "little memory is available: its speed is measured over %d MB, and caches may answer some of that", num_bytes >> 20
+        )
     values = np.ones(num_bytes // 4, np.float32)
     # Small pieces: numpy's maximum then keeps pace with memory, and threads end together.
     pieces = np.array_split(values, 16 * threads)

@@ -35,7 +35,7 @@ def nodes_to_use(topology: Topology) -> tuple[int, ...]:
 @contextmanager
 def spread_new_pages(nodes: Sequence[int]) -> Iterator[None]:
     """Take memory from the nodes in turns, in this thread and those that it starts, where the user gave no policy of their own."""
-    changed = bool(nodes) and SYSTEM.may_place_pages() and SYSTEM.place_new_pages(nodes)
+    changed = bool(nodes) and not SYSTEM.why_pages_stay() and SYSTEM.place_new_pages(nodes)
     try:
         yield
     finally:
@@ -46,10 +46,10 @@ def spread_new_pages(nodes: Sequence[int]) -> Iterator[None]:
 def interleave_pages(arrays: Iterable[U8], nodes: Sequence[int]) -> Mapping[int, int]:
     """Move the whole pages of these bytes to the nodes in turns, unless each node has about its share of them.
 
-    Returns how many pages lie on each node afterwards, as the system tells; nothing where it does not, or where the user gave the
-    process a memory policy, as with numactl, which stands.
+    Returns how many pages lie on each node afterwards, as the system tells; nothing where it does not, or where none may be moved:
+    the user gave the process a memory policy, as with numactl, which stands, or the system denies the calls.
     """
-    if not nodes or not SYSTEM.may_place_pages():
+    if not nodes or SYSTEM.why_pages_stay():
         return {}
     pages = _pages_of(arrays)
     before = _places(pages)

@@ -139,7 +139,8 @@ class NumbaBackend:
                 packed = packed_matrices(checkpoint.name, matrices, self.threads, engine.keep_packed, engine.mmap)
             if nodes:
                 pages = interleave_pages((matrix.data for matrix in packed.values()), nodes)
-                _log.info("pages of weights on memory nodes: %s", dict(pages) or "unknown; none was moved")
+                why = SYSTEM.why_pages_stay() or "the system does not tell where they are"
+                _log.info("pages of weights on memory nodes: %s", dict(pages) or f"none was moved: {why}")
             return packed
 
         self._matrices = LoadedWeights(matrices, load, share._matrices if share else None)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import DTypeLike, NDArray
 
-from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
@@ -83,6 +83,7 @@ class NumpyBackend:
         made = np.dtype(dtype)
 
         def load(tensors: Mapping[str, WeightTensor]) -> dict[str, Array]:
+            check_room(made.itemsize * sum(math.prod(tensor.shape) for tensor in tensors.values()))
             return {name: tensor.dequantize().astype(made, copy=False) for name, tensor in tensors.items()}
 
         weights = LoadedWeights(tensors, load, share._weights if share and share._model.dtype == made else None)

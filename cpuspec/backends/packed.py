@@ -27,7 +27,7 @@ import numpy as np
 
 from cpuspec import formats
 from cpuspec.backends.disk import DiskFile
-from cpuspec.backends.weights import WeightTensor
+from cpuspec.backends.weights import WeightTensor, check_room
 from cpuspec.checkpoints.fields import Fields, parse_json_object
 from cpuspec.checkpoints.mapped import give_back_pages, map_all_pages, place_in_file
 from cpuspec.environment import cache_dir, packed_limit_bytes, sources_digest, who_else_writes
@@ -69,8 +69,10 @@ def packed_matrices(
     with ThreadPoolExecutor(threads) as pool:
         if keep and sum(tensor.num_bytes for tensor in tensors.values()) >= _SMALLEST_BYTES and packed_limit_bytes():
             file = _PackedFile(name, tensors, pool, mmap)
+            check_room(file.num_bytes, from_disk=mmap)
             with suppress(OSError, ValueError):
                 return file.read() or file.write()
+        check_room(sum(num_tiles(tensor.shape) * tile_bytes(tensor.format, tensor.shape[-1]) for tensor in tensors.values()))
         return dict(zip(tensors, pool.map(_pack, tensors.values()), strict=True))
 
 

@@ -6,7 +6,7 @@ leave those without where two tokens are nearly as likely.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,15 +23,14 @@ from torch.nn import functional
 from cpuspec.backends.torch_cache import KV_LAYOUTS, Storage
 from cpuspec.backends.torch_graphs import Outputs, Recorder, record_cuda_graph
 from cpuspec.backends.torch_weights import Codes, Matrix, OfExperts, Values, few_rows_kernel
-from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_matrix
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
-from cpuspec.formats import Cast, Format
+from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, hadamard, hadamard_size
-from cpuspec.kernels.encode import recode
 from cpuspec.layers import Layer, attention_layers
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
@@ -135,7 +134,12 @@ class TorchBackend:
         ropes = {rope for layer in layers for rope in (layer.attention.rope, layer.attention.query_rope)}
         self._ropes = [rope for rope in ropes if rope is not None]
         self._windows = {layer.attention.window for layer in layers}
-        tensors = weight_tensors(checkpoint, casts, lambda tensor, format: Cast(tensor, format, recode))
+        cast: Callable[[QuantTensor, Format], Cast] = Cast
+        if casts:
+            from cpuspec.kernels.encode import recode  # imports numba
+
+            cast = partial(Cast, recode=recode)
+        tensors = weight_tensors(checkpoint, casts, cast)
         del tensors["embed"]
         size, dims = hadamard_size(kv_format, self.config.head_dim), self.config.head_dim
         self._heads = _HeadChanges(
@@ -217,6 +221,9 @@ class TorchBackend:
         """Nothing to release: torch keeps memory that nobody holds for its own reuse."""
 
     def _load(self, tensors: Mapping[str, WeightTensor]) -> dict[str, Matrix | Tensor]:
+        if self.device.type == "cpu":
+            as_values = 0 if self._kind.as_codes else self._kind.dtype.itemsize
+            check_room(sum(max(tensor.num_bytes, as_values * math.prod(tensor.shape)) for tensor in tensors.values()))
         return {name: self._loaded(name, tensor) for name, tensor in tensors.items()}
 
     def _loaded(self, name: str, tensor: WeightTensor) -> Matrix | Tensor:

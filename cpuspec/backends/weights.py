@@ -8,6 +8,7 @@ It knows names and tensor objects. The backend decides how it keeps a weight: pa
     weights["layers.0.q"], weights.num_bytes, weights.shared_bytes, weights.read_bytes(num_logits)
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -16,10 +17,14 @@ import numpy as np
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import ModelConfig
+from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor, get_format
 from cpuspec.layers import attention_layers
 from cpuspec.model.batch import F32
 from cpuspec.model.rope import mean_over_positions
+from cpuspec.platform import SYSTEM
+
+_log = logging.getLogger(__name__)
 
 WeightTensor = QuantTensor | Cast
 
@@ -75,6 +80,29 @@ def key_centres(config: ModelConfig, kv_format: Format, tensors: Mapping[str, We
         if (bias := tensors.get(layer.weight("k_bias"))) is not None
         and not (layer.attention.softcap or layer.attention.norm or layer.attention.sinks)
     }
+
+
+def check_room(num_bytes: int, from_disk: bool = False) -> None:
+    """Tell of weights that take more memory than there is, before they are loaded. from_disk: whether they are a mapped file, of
+    which pages can stay on the disk: then a warning must do.
+
+    Raises BackendError if they do not fit the memory that this process may use.
+    """
+    memory = SYSTEM.memory()
+    usable, available = memory.usable, memory.available
+    if usable is None or num_bytes <= min(usable, usable if available is None else available):
+        return
+    if available is not None and num_bytes <= usable:
+        there = f"{available / 1e9:.2f} GB are available"
+    else:
+        there = f"{'this group of processes may use' if memory.limit == usable else 'this machine has'} {usable / 1e9:.2f} GB"
+    said = f"the weights take {num_bytes / 1e9:.2f} GB of memory, and {there}"
+    remedy = "use a model of fewer bytes, or allow more memory; of a mixture of experts --memory leaves some on the disk"
+    if num_bytes > usable and not from_disk:
+        raise BackendError(f"{said}; {remedy}")
+    _log.warning(
+        "%s: %s, which is slow; %s", said, "each token reads the rest from the disk" if from_disk else "some may be swapped", remedy
+    )
 
 
 class LoadedWeights(Mapping[str, W]):

@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from numba import cfunc, types
 
 from cpuspec import formats, platform
 from cpuspec.environment import cache_dir, sources_digest, who_else_writes
+from cpuspec.files import why_unwritable
 from cpuspec.kernels import isa
 from cpuspec.kernels.options import OPTIONS
 
@@ -65,7 +65,8 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
 
     name: tells it from every other kernel. make: gives the Python function that Numba compiles; it allocates and raises nothing,
     because Numba's runtime is not there when it comes from the disk.
-    A directory that this user cannot write, or another user can, costs a compilation at every start and nothing else.
+    A directory that this user cannot write, or another user can, costs a compilation at every start, which is told, and nothing
+    else.
     """
     directory = kernel_directory()
     path = directory / f"{name}.o"
@@ -73,14 +74,16 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
         others = _who_else_fills(directory)
         found = None if others else _load(path)
         if found is None:
-            _tell_of_compiling()
+            _tell_of_compiling(directory, is_ours=not others)
             if directory.name != _FINGERPRINT:
                 _warn_of(directory.with_name(_FINGERPRINT), directory if not others else None)
             compiled = _compile(make(), num_arguments, returns)
             found = int(compiled.address)
             if not others:
-                with suppress(OSError):
+                try:
                     _keep(compiled, path)
+                except OSError as error:  # told already, unless the disk was filled by this very file
+                    _log.debug("%s was not kept: %s", path, error)
     return found
 
 
@@ -104,8 +107,11 @@ def _warn_of(directory: Path, instead: Path | None) -> None:
 
 
 @cache
-def _tell_of_compiling() -> None:
-    _log.info("compiling kernels for this processor: some seconds, on the first run only")
+def _tell_of_compiling(directory: Path, is_ours: bool) -> None:
+    why = why_unwritable(directory, 0o755) if is_ours else ""
+    reason = f", because {directory} cannot be written ({why}); set CPUSPEC_CACHE to a directory that can" if why else ""
+    when = "on the first run only" if is_ours and not why else f"at every start{reason}"
+    _log.info("compiling kernels for this processor: some seconds, %s", when)
 
 
 def _compile(python: Callable[..., Any], num_arguments: int, returns: bool) -> Any:
@@ -135,7 +141,6 @@ def _keep(compiled: Any, path: Path) -> None:
     assert not allocators, f"{path.stem} calls {allocators}: kernels get memory from their callers"
     head = json.dumps([compiled.native_name, calls]).encode() + b"\n"
     body = head + _target_machine().emit_object(module)
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with open(unfinished, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:

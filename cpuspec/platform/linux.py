@@ -71,17 +71,28 @@ def _speed(cpu: Path) -> int:
 
 
 def read_memory(root: Path = _ROOT) -> Memory:
-    """The machine's memory and the least limit of this process's control groups, in the files under `root`."""
-    fields = dict(line.partition(":")[::2] for line in _read(root / "proc/meminfo").splitlines())
+    """The machine's memory, and the least that this process's control groups leave of it, in the files under `root`."""
+    fields, limit = _fields(root / "proc/meminfo", ":"), None
 
     def field(name: str) -> int | None:
         kilobytes = _whole(fields.get(name, "").strip().removesuffix(" kB"))
         return 1024 * kilobytes if kilobytes else None
 
-    names = {1: "memory.limit_in_bytes", 2: "memory.max"}
-    limits = [_whole(_read(group / names[version])) for version, group in _groups(root, "memory")]
-    # Version 1 writes "no limit" as the largest number of pages.
-    return Memory(field("MemTotal"), field("MemAvailable"), min((limit for limit in limits if 0 < limit < 1 << 62), default=None))
+    available = field("MemAvailable")
+    for version, group in _groups(root, "memory"):
+        # A group above `memory.high` is held back until it hardly moves, so that is a limit, too.
+        limits = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
+        used, prefix = ("memory.current", "") if version == 2 else ("memory.usage_in_bytes", "total_")
+        # Version 1 writes "no limit" as the largest number of pages.
+        own = min((number for name in limits if 0 < (number := _whole(_read(group / name))) < 1 << 62), default=None)
+        if own is not None:
+            limit = min(own, own if limit is None else limit)
+            # A group takes pages of files back when it needs their room.
+            statistics = _fields(group / "memory.stat")
+            files = sum(_whole(statistics.get(f"{prefix}{kind}_file", "")) for kind in ("active", "inactive"))
+            left = max(own - max(_whole(_read(group / used)) - files, 0), 0)
+            available = left if available is None else min(left, available)
+    return Memory(field("MemTotal"), available, limit)
 
 
 def _quota(root: Path) -> float | None:
@@ -100,14 +111,34 @@ def _quota(root: Path) -> float | None:
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
     """The control groups of this process that a controller may limit, from its own up to the root: their version and directory."""
+    mounts = list(_mounts(root))
     for line in _read(root / "proc/self/cgroup").splitlines() or ["0::/"]:
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         own = PurePosixPath("/" + path.lstrip("/"))
         if ".." in own.parts or (controllers and controller not in controllers.split(",")):
             continue
-        for mount in (controller, controllers) if controllers else ("",):
-            for group in (own, *own.parents)[:64]:
-                yield 1 if controllers else 2, root / "sys/fs/cgroup" / mount / str(group).lstrip("/")
+        # Where the system does not say where the hierarchy is mounted, at the usual places.
+        usual = [("/", f"sys/fs/cgroup/{name}") for name in ((controller, controllers) if controllers else ("",))]
+        told = [(top, point) for top, point, names in mounts if (controller if controllers else "") in names]
+        for top, point in told or usual:
+            # A container may see a part of the hierarchy; the names of its groups begin above it.
+            below = own.relative_to(top) if own.is_relative_to(top) else own.relative_to("/")
+            for group in (below, *below.parents)[:64]:
+                yield 1 if controllers else 2, root / point / group
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """Each mounted hierarchy of control groups (proc(5)): its top, where it is mounted, its controllers; of version 2 "" alone."""
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        fields, _, source = line.partition(" - ")
+        names, kind = fields.split(" "), source.split(" ")
+        if kind[0] in ("cgroup", "cgroup2") and len(names) > 4 and len(kind) > 2:
+            yield names[3], names[4].lstrip("/"), kind[2].split(",") if kind[0] == "cgroup" else [""]
+
+
+def _fields(path: Path, separator: str = " ") -> dict[str, str]:
+    """A file of lines that each have a name and a value."""
+    return dict(line.partition(separator)[::2] for line in _read(path).splitlines())
 
 
 def _numbers(path: Path) -> set[int]:
@@ -190,9 +221,23 @@ def keep_freed_memory() -> None:
         set_option(_TRIM_THRESHOLD, _NEVER)
 
 
-def may_place_pages() -> bool:
+def may_execute_memory() -> bool:
+    """Linux's PR_SET_MDWE, seccomp filters as systemd's, and SELinux refuse the second call."""
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
+        first = ctypes.c_char.from_buffer(page)
+        protect = ctypes.CDLL(None).mprotect
+        allowed = not protect(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(page)), mmap.PROT_READ | mmap.PROT_EXEC)
+        del first  # a page with views cannot be closed
+    return allowed
+
+
+def why_pages_stay() -> str:
     mode = ctypes.c_int()
-    return _knows_calls() and not _call(_GET_MEMPOLICY, ctypes.byref(mode), None, 0, None, 0) and mode.value == _DEFAULT
+    if not _knows_calls():
+        return generic.SYSTEM.why_pages_stay()
+    if _call(_GET_MEMPOLICY, ctypes.byref(mode), None, 0, None, 0):
+        return "the system denies it; a container needs the capability SYS_NICE"
+    return "" if mode.value == _DEFAULT else "the process has a memory policy of the user's"
 
 
 def place_new_pages(nodes: Sequence[int]) -> bool:
@@ -257,7 +302,8 @@ SYSTEM = replace(
     lock_pages=lock_pages,
     keep_freed_memory=keep_freed_memory,
     open_pages=open_pages,
-    may_place_pages=may_place_pages,
+    may_execute_memory=may_execute_memory,
+    why_pages_stay=why_pages_stay,
     place_new_pages=place_new_pages,
     move_pages=move_pages,
     limit_child=limit_child,

@@ -28,6 +28,8 @@ class System:
     zeroed_pages: Callable[[int], mmap]
     # The first bytes of an open file (its descriptor), read-only, with all pages there at once. Others: as they are read.
     populated_file: Callable[[int, int], mmap]
+    # Whether memory that was written can be made executable, as a compiler in this process needs. Others: True.
+    may_execute_memory: Callable[[], bool]
     # Stop counting pages of a mapped file (first byte, bytes) as this process's memory, until they are read again. Others: nothing.
     release_pages: Callable[[mmap, int, int], None]
     # Keep pages (their address, bytes) in memory from now on; returns whether the system does. Others: False.
@@ -35,8 +37,8 @@ class System:
     # Keep freed memory for this process instead of giving it back to the system. Others: nothing.
     keep_freed_memory: Callable[[], None]
 
-    # Memory nodes. Whether new pages and pages that are there can be placed, and the user gave no policy. Others: False.
-    may_place_pages: Callable[[], bool]
+    # Memory nodes. Why pages cannot be placed on them; "" where new ones and those that are there can, and the user gave no policy.
+    why_pages_stay: Callable[[], str]
     # Take new pages of this thread, and of those that it starts, from these nodes in turns; from any if there are none. Returns
     # whether that was possible. Others: False.
     place_new_pages: Callable[[Sequence[int]], bool]

@@ -71,7 +71,7 @@ class _TwoNodes:
             status[n] = -errno.EACCES if wanted is not None and page in self.shared else self.node[page]
 
     def table(self) -> System:
-        return replace(SYSTEM, may_place_pages=lambda: True, move_pages=self.move_pages)
+        return replace(SYSTEM, why_pages_stay=lambda: "", move_pages=self.move_pages)
 
 
 def test_pages_that_are_there_move_in_runs_once_and_what_cannot_move_is_told(monkeypatch) -> None:

@@ -1,8 +1,11 @@
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cpuspec import environment
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.hub import HubModel
 from cpuspec.checkpoints.recipes import (
@@ -23,6 +26,8 @@ from cpuspec.config import LevelSpec, SpecConfig
 from cpuspec.engine.assemble import check_spec, draft_models, model_and_spec
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
+from cpuspec.files import why_unwritable
+from cpuspec.platform import SYSTEM
 
 GOOD = f"""
 name = "tiny"
@@ -408,3 +413,16 @@ def test_the_cache_follows_its_variables_in_order(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache_dir().is_absolute()
     assert "relative" not in str(cache_dir())
+
+
+def test_a_user_without_a_home_directory_has_no_cache_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(variables: Mapping[str, str]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(environment, "SYSTEM", replace(SYSTEM, cache_home=no_home))
+    for name in ("CPUSPEC_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert why_unwritable(cache_dir())
+    monkeypatch.setenv("CPUSPEC_CACHE", "~nobody-of-this-name/cache")
+    with pytest.raises(ConfigError, match="name the directory in full"):
+        cache_dir()

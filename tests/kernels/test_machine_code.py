@@ -160,6 +160,15 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     machine_code._warn_of.cache_clear()
 
 
+def test_a_cache_that_cannot_be_written_is_told_with_its_remedy(cache: Path, monkeypatch, logged) -> None:
+    (cache / "file").touch()
+    monkeypatch.setenv("CPUSPEC_CACHE", str(cache / "file" / "below"))
+    assert value() == value() == 12
+    [record] = logged.records
+    assert "at every start, because" in record.getMessage()
+    assert "set CPUSPEC_CACHE" in record.getMessage()
+
+
 def make_foreign(path: Path, monkeypatch) -> None:
     """Let a path seem to be another user's."""
     status = os.stat_result

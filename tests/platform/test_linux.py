@@ -102,6 +102,9 @@ def test_a_quota_limits_the_threads(tmp_path: Path, files: dict[str, str | bytes
 
 
 MEMINFO = "MemTotal:       1024 kB\nMemFree: 5 kB\nMemAvailable:    512 kB\n"
+OLD, NESTED = f"{GROUP}/memory", {"proc/self/cgroup": "0::/a/b\n"}
+# A container's view: the hierarchy's part below /docker/1, where the names of groups still begin above it.
+MOUNTED = "35 31 0:32 {top} {point} rw,relatime shared:9 - {kind} none rw,{options}\n"
 
 
 @pytest.mark.parametrize(
@@ -110,16 +113,56 @@ MEMINFO = "MemTotal:       1024 kB\nMemFree: 5 kB\nMemAvailable:    512 kB\n"
         ({}, None),
         ({f"{GROUP}/memory.max": "700000\n"}, 700_000),
         ({f"{GROUP}/memory.max": "max\n"}, None),
-        ({"proc/self/cgroup": "0::/a/b\n", f"{GROUP}/a/b/memory.max": "max", f"{GROUP}/a/memory.max": "500000"}, 500_000),
-        ({"proc/self/cgroup": "0::/a/b\n", f"{GROUP}/a/b/memory.max": "400000", f"{GROUP}/a/memory.max": "500000"}, 400_000),
-        ({"proc/self/cgroup": "4:cpu:/x\n3:memory:/docker/1\n", f"{GROUP}/memory/memory.limit_in_bytes": "600000"}, 600_000),
-        ({"proc/self/cgroup": "3:memory:/a\n", f"{GROUP}/memory/a/memory.limit_in_bytes": str((1 << 63) - 4096)}, None),
+        ({f"{GROUP}/memory.max": "700000\n", f"{GROUP}/memory.high": "600000\n"}, 600_000),
+        (NESTED | {f"{GROUP}/a/b/memory.max": "max", f"{GROUP}/a/memory.max": "500000"}, 500_000),
+        (NESTED | {f"{GROUP}/a/b/memory.max": "400000", f"{GROUP}/a/memory.max": "500000"}, 400_000),
+        (NESTED | {f"{GROUP}/a/b/memory.high": "900000", f"{GROUP}/a/memory.high": "300000"}, 300_000),
+        ({"proc/self/cgroup": "4:cpu:/x\n3:memory:/docker/1\n", f"{OLD}/memory.limit_in_bytes": "600000"}, 600_000),
+        ({"proc/self/cgroup": "3:memory:/a/b\n", f"{OLD}/a/memory.limit_in_bytes": "500000"}, 500_000),
+        ({"proc/self/cgroup": "3:memory:/a\n", f"{OLD}/a/memory.limit_in_bytes": str((1 << 63) - 4096)}, None),
+        (
+            {
+                "proc/self/cgroup": "3:memory:/docker/1/child\n0::/\n",
+                "proc/self/mountinfo": MOUNTED.format(top="/docker/1", point="/limits", kind="cgroup", options="memory"),
+                "limits/child/memory.limit_in_bytes": "450000",
+                "limits/memory.limit_in_bytes": "600000",
+            },
+            450_000,
+        ),
+        (
+            {
+                "proc/self/cgroup": "3:cpu:/\n0::/a\n",
+                "proc/self/mountinfo": MOUNTED.format(top="/", point=f"/{GROUP}/unified", kind="cgroup2", options="nsdelegate"),
+                f"{GROUP}/unified/a/memory.max": "350000",
+            },
+            350_000,
+        ),
     ],
 )
 def test_the_least_limit_of_nested_groups_counts(tmp_path: Path, files: dict[str, str | bytes], limit: int | None) -> None:
     found = read_memory(tree(tmp_path, {"proc/meminfo": MEMINFO} | files))
-    assert found == Memory(1 << 20, 1 << 19, limit)
+    assert found == Memory(1 << 20, min(limit or 1 << 19, 1 << 19), limit)
     assert found.usable == (limit or 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("group", "files"),
+    [
+        ("0::/a", {"memory.max": "400000", "memory.current": "300000", "memory.stat": "active_file 50000\ninactive_file 25000\n"}),
+        (
+            "3:memory:/a",
+            {
+                "memory.limit_in_bytes": "400000",
+                "memory.usage_in_bytes": "300000",
+                "memory.stat": "active_file 7\ninactive_file 7\ntotal_active_file 50000\ntotal_inactive_file 25000\n",
+            },
+        ),
+    ],
+)
+def test_what_a_group_has_taken_is_not_available(tmp_path: Path, group: str, files: dict[str, str | bytes]) -> None:
+    place = f"{GROUP}/a" if group.startswith("0") else f"{GROUP}/memory/a"
+    tree(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": group} | {f"{place}/{name}": text for name, text in files.items()})
+    assert read_memory(tmp_path) == Memory(1 << 20, 400_000 - (300_000 - 75_000), 400_000)
 
 
 GARBAGE = ["", "x", "5-", "9-3", "0-99999999999", "1,,x", "-1", "0 0", "9" * 100, b"\xff\xfe\x00", "0\n" * 5000]
@@ -127,7 +170,9 @@ GARBAGE = ["", "x", "5-", "9-3", "0-99999999999", "1,,x", "-1", "0 0", "9" * 100
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_files_of_nonsense_count_as_missing(tmp_path: Path, garbage: str | bytes) -> None:
-    files = dict.fromkeys([*laptop(), *server(), f"{GROUP}/cpu.max", f"{GROUP}/memory.max", "proc/self/cgroup"], garbage)
+    files = dict.fromkeys(
+        [*laptop(), *server(), f"{GROUP}/cpu.max", f"{GROUP}/memory.max", "proc/self/cgroup", "proc/self/mountinfo"], garbage
+    )
     found = read_topology(tree(tmp_path, files), set(range(6)))
     assert found.usable_cores == 6
     assert all(core.speed == 1.0 for core in found.cores)
