@@ -81,6 +81,9 @@ def show_certificate(report: Report) -> None:
             "a lie is seen" if report["control_rejected"] else "A LIE IS NOT SEEN: too weak, use more --samples",
         ),
     ]
+    if states := report.get("states"):
+        ways = sum(way["differs"] is None for way in states["ways"])
+        facts[-1:-1] = [("states", f"rows are those of one forward in {ways} of {len(states['ways'])} ways of reading")]
     print_facts(facts)
 
 

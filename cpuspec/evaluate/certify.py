@@ -3,11 +3,13 @@
 The greedy part compares ids with plain decoding. The sampled part compares frequencies of the first tokens of many answers with the
 probabilities that the plain model's own rows give to every such beginning. What it could not see, it cannot certify: the same test
 is run on answers of a verifier that believes its drafts, and must reject them.
+
+A wrong state of a recurrent layer may change no token of these answers, and is looked for apart (`replays.py`).
 """
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.prompts import Prompt, prompt_ids
 from cpuspec.evaluate.quality import logits_of
+from cpuspec.evaluate.replays import Replays, check_replays
 from cpuspec.evaluate.statistics import chi_square
 from cpuspec.metrics import RequestStats
 from cpuspec.model.batch import F32
@@ -120,13 +123,17 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The result of all tests. control: the sampled part for a verifier that believes its drafts."""
+    """The result of all tests. control: the sampled part for a verifier that believes its drafts.
+
+    states: of the target's recurrent layers; None for a model without.
+    """
 
     spec: str
     threads: int
     greedy: Greedy
     sampled: Sampled
     control: Sampled
+    states: Replays | None = None
 
     @property
     def control_rejected(self) -> bool:
@@ -136,7 +143,8 @@ class Certificate:
     @property
     def passed(self) -> bool:
         """Whether the tests found no change by drafts, and did find the mistake."""
-        return self.greedy.passed and self.sampled.passed and self.control_rejected
+        states = self.states is None or self.states.passed
+        return self.greedy.passed and self.sampled.passed and self.control_rejected and states
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure and every verdict under its name."""
@@ -144,6 +152,8 @@ class Certificate:
         parts = {
             name: {"passed": part.passed} | asdict(part) for name, part in (("greedy", self.greedy), ("sampled", self.sampled))
         }
+        if self.states:
+            parts["states"] = {"passed": self.states.passed} | asdict(self.states)
         return verdicts | {"spec": self.spec, "threads": self.threads} | parts | {"control": asdict(self.control)}
 
 
@@ -154,7 +164,7 @@ Answering = Callable[[list[SamplingParams]], list[SampledAnswer]]  # one answer 
 def certify(
     checkpoint: Checkpoint,
     spec: SpecConfig,
-    prompts: Iterable[Prompt] = PROMPTS,
+    prompts: Sequence[Prompt] = PROMPTS,
     max_tokens: int = 128,
     num_samples: int = NUM_SAMPLES,
     *,
@@ -183,6 +193,7 @@ def certify(
     try:
         rows = plain_rows(plain, prompt)
         control = check_sampled(partial(believed, rows), rows, num_samples)
+        states = check_states(plain, [prompt_ids(tokenizer, one) for one in prompts], on_progress)
     finally:
         plain.close()
     verdict = "is seen" if control.rejected_at() == set(TEMPERATURES) else "IS NOT SEEN: the test is too weak"
@@ -193,7 +204,7 @@ def certify(
             return [(one.token_ids, one.stats) for one in llm.generate([prompt] * len(each), each)]
 
         sampled = check_sampled(answering, rows, num_samples, on_progress)
-    return Certificate(str(spec), threads, greedy, sampled, control)
+    return Certificate(str(spec), threads, greedy, sampled, control, states)
 
 
 def check_greedy(
@@ -237,6 +248,16 @@ def check_greedy(
                 how = f"{num_threads} thread{'s' * (num_threads > 1)}, {'one' if at_once == 1 else at_once} at a time"
                 on_progress(f"greedy, {spec}, {how}: {arms[-1].num_identical} of {len(plain)} prompts identical")
     return Greedy(len(plain), num_tokens, tuple(arms))
+
+
+def check_states(backend: Backend, prompts: list[list[int]], on_progress: OnProgress = lambda text: None) -> Replays | None:
+    """Replays of the prompts, one after another, forwards and backwards; None for a model without recurrent layers."""
+    if not backend.config.is_recurrent:
+        return None
+    joined = [token for prompt in prompts for token in prompt][: backend.config.context_length]
+    found = check_replays(backend, [joined, joined[::-1]])
+    on_progress(f"states of recurrent layers: {'right' if found.passed else 'NOT RIGHT'} in {len(found.ways)} ways of reading")
+    return found
 
 
 def plain_rows(backend: Backend, prompt: list[int]) -> dict[Beginning, F32]:
