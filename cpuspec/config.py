@@ -320,6 +320,59 @@ class Mamba2:
 Recurrent = DeltaNet | ShortConv | Mamba2
 
 
+@dataclass(frozen=True)
+class Latent:
+    """Latent attention (arXiv 2405.04434, section 2.1): keys and values of all heads are made of one vector of `rank` numbers.
+
+    Only that vector is cached, and beside it a key of `turned` numbers with rotary positions, which all heads share. A query of
+    `plain` numbers without positions is multiplied by its head's matrix `k_b` instead, and what attention makes of the cached
+    vectors by `v_b`, to `value_dims` numbers. So a cached head has rank + turned numbers, and its values are among them.
+    q_rank: of a vector that queries are made of, 0 where they are made of the row itself.
+    """
+
+    rank: int
+    turned: int
+    plain: int
+    value_dims: int
+    q_rank: int = 0
+
+    def __post_init__(self) -> None:
+        limits = dict.fromkeys(("rank", "turned", "plain", "value_dims"), (1, 1 << 12))
+        _check_integers("latent attention", self, {**limits, "q_rank": (0, 1 << 16)})
+        if self.rank % 2 or self.turned % 2:
+            raise ConfigError(f"latent attention: rank {self.rank} and {self.turned} rotated numbers; wanted even ones")
+
+    @property
+    def dims(self) -> int:
+        """Numbers of a cached key: half of the rotated ones, half of the vector, and the other halves, so that what turns together
+        is half a key apart, as in every head.
+        """
+        return self.rank + self.turned
+
+    @property
+    def value_places(self) -> list[int]:
+        """The places of the vector's numbers in a key."""
+        first, half = self.turned // 2, self.rank // 2
+        return [*range(first, first + half), *range(2 * first + half, self.dims)]
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Parts that the layer's normed rows are multiplied with."""
+        return *(("q_a",) if self.q_rank else ("q_plain", "q_turned")), "latent", "k_turned"
+
+    def tensors(self, heads: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each of its tensors, by part."""
+        found: dict[str, tuple[int, ...]] = {}
+        if self.q_rank:
+            found |= {"q_a": (self.q_rank, hidden), "q_a_norm": (self.q_rank,)}
+        inputs = self.q_rank or hidden
+        return found | {
+            "q_plain": (heads * self.plain, inputs), "q_turned": (heads * self.turned, inputs), "latent": (self.rank, hidden),
+            "latent_norm": (self.rank,), "k_turned": (self.turned, hidden), "k_b": (heads, self.rank, self.plain),
+            "v_b": (heads, self.value_dims, self.rank), "o": (hidden, heads * self.value_dims),
+        }  # fmt: skip
+
+
 # min(gate, LIMIT) * sigmoid(ALPHA * min(gate, LIMIT)) * (up clamped to +-LIMIT, + 1): the activation "swiglu_oai" of gpt-oss.
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
@@ -395,6 +448,8 @@ class ModelConfig:
     beside: every layer has it beside attention; both read one norm and are added to its input.
     layer_feeds: of a model whose layers are one branch each, for each layer whether it is the feed-forward part, else it is its
     mixer; empty for layers of both.
+    latent: of attention whose keys and values are made of one vector; head_dim is then `Latent.dims`, rope_dims `Latent.turned`,
+    and there is one key head. None for other models.
     """
 
     architecture: str
@@ -445,6 +500,7 @@ class ModelConfig:
     layer_recurrent: tuple[bool, ...] = ()
     beside: bool = False
     layer_feeds: tuple[bool, ...] = ()
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         choices = {
@@ -507,6 +563,18 @@ class ModelConfig:
         self._check_mixers()
 
     def _check_mixers(self) -> None:
+        if latent := self.latent:
+            if (self.num_kv_heads, self.head_dim, self.rope_dims) != (1, latent.dims, latent.turned):
+                raise ConfigError(
+                    f"latent attention has one key head of {latent.dims} numbers, {latent.turned} of which turn; got "
+                    f"{self.num_kv_heads} of {self.head_dim}, and {self.rope_dims}"
+                )
+            if self.qkv_bias or self.o_bias or self.qk_norm or self.gated_attention or self.parallel or self.sinks:
+                raise ConfigError(
+                    "latent attention is supported without biases, norms of heads, gates, sinks and parallel branches"
+                )
+            if self.head and (self.head.fuses != "matrix" or self.head.injects):
+                raise ConfigError('a head with latent attention joins states by a matrix; wanted fuses "matrix"')
         if (self.beside or self.layer_feeds) and (self.parallel or self.head or self.norms != "before"):
             raise ConfigError('beside and layer_feeds are supported with norms "before", in models that are no heads')
         if self.beside and (not isinstance(self.recurrent, Mamba2) or self.layer_recurrent or self.layer_feeds):

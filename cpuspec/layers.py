@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.config import Experts, Mamba2, ModelConfig, Recurrent, Rope
+from cpuspec.config import Experts, Latent, Mamba2, ModelConfig, Recurrent, Rope
 
 I32 = NDArray[np.int32]
 
@@ -24,7 +24,8 @@ class Attention:
     rotated. query_rope: of queries.
     scale: factor of scores. softcap: c in c * tanh(x / c) for scores, 0 for none. norm: what RMS norms of queries and keys are
     over, each "head" or the "row" of all heads; "" for none. rotates_first: they follow the rotation. sinks: whether softmax counts
-    a score of each head besides, which no value belongs to. gated: whether `q_gate` weighs the results.
+    a score of each head besides, which no value belongs to. gated: whether `q_gate` weighs the results. latent: what keys and
+    values are made of, where values are numbers of the cached keys.
     """
 
     heads: int
@@ -41,16 +42,21 @@ class Attention:
     rotates_first: bool
     sinks: bool
     gated: bool
+    latent: Latent | None = None
 
     output = "o"
 
     @property
     def projections(self) -> tuple[str, ...]:
         """Parts that the layer's normed rows are multiplied with."""
+        if self.latent:
+            return self.latent.projections
         return ("q", "k", "v", "q_gate") if self.gated else ("q", "k", "v")
 
     def tensors(self, hidden: int) -> dict[str, Shape]:
         """The shape of each of its tensors, by part."""
+        if self.latent:
+            return self.latent.tensors(self.heads, hidden)
         q, kv = self.heads * self.dims, self.kv_heads * self.dims
         found: dict[str, Shape] = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
         if self.gated:
@@ -196,6 +202,7 @@ def layers_of(config: ModelConfig) -> list[Layer]:
         return Attention(
             c.num_heads, c.num_kv_heads, c.head_dim, windows[i] or None, rope, scale, c.attention_softcap, norm,
             c.qkv_bias, c.o_bias, of_queries, c.rotates_first, c.sinks, c.gated_attention,
+            c.latent,
         )  # fmt: skip
 
     def feed(i: int) -> FeedForward | None:

@@ -49,6 +49,10 @@ ROWS = {
     "granitemoe": Row("Granite 3 MoE, with and without a shared part", BOTH, "2026-11-25"),
     "ernie4_5_moe": Row("ERNIE 4.5 21B-A3B", BOTH, "2026-11-25"),
     "glm4moe": Row("GLM-4.5, 4.6, Air", BOTH, "2026-11-25"),
+    "deepseek2": Row("DeepSeek-V3, R1, Kimi K2", BOTH, "2026-11-25"),
+    "deepseek_v2": Row("DeepSeek-V2-Lite", f"{BOTH} (which wants 26 or 27 layers)", "2026-11-25"),
+    "glm4_moe_lite": Row("GLM-4.7-Flash", BOTH, "2026-11-25"),
+    "mistral4": Row("Mistral 4 (text)", BOTH, "2026-11-25"),
     "bailingmoe2": Row(
         "Ling 2, Ring 2", "transformers (GLM-4.5's class on the same weights; it has none of its own), llama.cpp", "2026-11-25"
     ),

@@ -27,8 +27,9 @@ from cpuspec.checkpoints.canonical import GGUF, HF, file_names, file_shape
 from cpuspec.checkpoints.checkpoint import is_matrix, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, Family, layer_flags
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
+from cpuspec.checkpoints.latent import gguf_entries as latent_entries
 from cpuspec.checkpoints.recurrent import gguf_entries
-from cpuspec.config import DeltaNet, Experts, Mamba2, ModelConfig, RopeScaling, ShortConv
+from cpuspec.config import DeltaNet, Experts, Latent, Mamba2, ModelConfig, RopeScaling, ShortConv
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32, U8
 
@@ -123,6 +124,21 @@ SHAPES: Mapping[str, ModelConfig] = {
         experts=Experts(32, 4, 2880, "chosen", normalised=False, bias=True),
     ),
 }
+
+LATENT_SHAPES: Mapping[str, ModelConfig] = {
+    "deepseek-v2-lite": ModelConfig(
+        "deepseek2", 102400, 2048, 10944, 27, 16, 1, 576, 163840, 1e-6, 1e4,
+        RopeScaling("yarn", 40.0, original_context_length=4096, attention_factor=1.0), rope_dims=64,
+        query_scale=(1 + 0.0707 * math.log(40)) ** 2 / math.sqrt(192), latent=Latent(512, 64, 128, 128),
+        experts=Experts(64, 6, 1408, normalised=False), layer_experts=(False, *[True] * 26), shared_size=2816,
+    ),
+    "glm-4.7-flash": ModelConfig(
+        "deepseek2", 154880, 2048, 10240, 47, 20, 1, 576, 202752, 1e-5, 1e6, rope_dims=64, query_scale=1 / 16,
+        latent=Latent(512, 64, 192, 256, q_rank=768), experts=Experts(64, 4, 1536, "sigmoid", scale=1.8, shifted=True),
+        layer_experts=(False, *[True] * 46), shared_size=1536,
+    ),
+}  # fmt: skip
+SHAPES = {**SHAPES, **LATENT_SHAPES}
 
 # What llama-quantize takes where the rows do not fill superblocks.
 _FALLBACK = {
@@ -248,12 +264,15 @@ def tiny_config(
     delta: DeltaNet | None = None,
     mixers: tuple[str, ...] = (),
     mamba2: Mamba2 | None = None,
+    latent: Latent | None = None,
+    mscale: float = 0.0,
 ) -> ModelConfig:
     """A small ModelConfig; biases default to what the architecture has, and the default sizes suit every format.
 
     num_experts to router: of families with experts; dense_layers: those that have none; shared_size: of the part beside them;
     router: fields of `Experts`.
     A Granite has factors that matter. delta: of families with gated delta nets, in all layers but each fourth (or the last).
+    latent: of families with latent attention; mscale: the slope of their scores' factor under YaRN.
     mixers: of layers in families that have others than attention, by default one of each kind in turns; mamba2: their settings.
     window: of all layers, or in a Gemma of each layer but every second; it defaults to 8 in a Gemma and else to none. Gemma 2's
     softcaps are small enough to matter.
@@ -306,6 +325,17 @@ def tiny_config(
             "layer_recurrent": tuple((i + 1) % interval != 0 for i in range(num_layers)),
         }
         rope_dims = rope_dims or head_dim // 4
+    if family.latent:
+        latent = latent or Latent(64, 32, 48, 40, q_rank=96)
+        rope_dims, num_kv_heads, head_dim = latent.turned, 1, latent.dims
+        if architecture == "mistral4":  # which its class has by default
+            rope_scaling = rope_scaling or RopeScaling(
+                "yarn", 4.0, original_context_length=context_length // 8, attention_factor=1.0
+            )
+            query_growth, mscale = query_growth or 0.125, mscale or 1.0
+        grows = 0.1 * math.log(rope_scaling.factor) if rope_scaling else 0.0
+        scales["query_scale"] = (1 + mscale * grows) ** 2 / math.sqrt(latent.plain + latent.turned)
+        mixture["latent"] = latent
     every_bias = family.hf_defaults.get("use_bias") is True
     size = (8 if has_windows else 0) if window is None else window
     slides = [not (has_windows or family.turns_in_windows) or i % 2 == 0 for i in range(num_layers)]
@@ -726,8 +756,10 @@ def _joined_by_head(config: ModelConfig, parts: Mapping[str, F32], in_gguf: bool
     """Parts of one tensor by name: head by head where files of the family have them so, else one after another."""
     rows, delta = list(parts.values()), config.recurrent
     match list(parts):
-        case ["q", "q_gate"]:
+        case ["q", "q_gate"] | ["q_plain", "q_turned"]:
             heads = config.num_heads
+        case ["k_b", "v_b"]:
+            return np.concatenate([rows[0].swapaxes(1, 2), rows[1]], axis=1).reshape(-1, rows[1].shape[2])
         case ["q" | "q_bias", _, _] if FAMILIES[config.architecture].hf_groups_heads and not in_gguf:
             heads = config.num_kv_heads  # of InternLM2: for each key head its queries, itself, its value
         case ["delta_qkv", "delta_gate"] if isinstance(delta, DeltaNet):
@@ -745,7 +777,7 @@ def _gguf_parts(config: ModelConfig, names: list[str]) -> dict[str, tuple[str, .
     """Tensors as llama.cpp's converter writes them, with what each holds: named by the gguf package's own table."""
     family = FAMILIES[config.architecture]
     # The converter takes them apart, or renames them.
-    if family.hf_groups_heads or family.recurrent or config.architecture in ("gpt-oss", "granitemoe", "qwen3next"):
+    if family.hf_groups_heads or family.recurrent or family.latent or config.architecture in ("gpt-oss", "granitemoe", "qwen3next"):
         return file_names(family, GGUF, names)
     return {_gguf_name(theirs, config): ours for theirs, ours in file_names(family, HF, names).items()}
 
@@ -778,6 +810,9 @@ def _file_rows(name: str, values: F32, config: ModelConfig, pairs_neighbours: bo
     that turn come first.
     """
     part, dims = name.rpartition(".")[2], config.head_dim
+    if part in ("q_turned", "k_turned"):
+        assert config.latent, "the layer has it"
+        return values.reshape(-1, 2, config.latent.turned // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
     turned = config.rope_dims or dims
     if part not in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm") or (turned == dims and not pairs_neighbours):
         return values
@@ -823,10 +858,10 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
         writer.add_expert_count(config.experts.count)
         writer.add_expert_used_count(config.experts.used)
         writer.add_expert_feed_forward_length(config.experts.size)
-        if config.shared_size:
+        if config.shared_size and not family.latent:
             writer.add_expert_shared_feed_forward_length(config.shared_size)
         writer.add_expert_shared_count(config.shared_size // config.experts.size)
-        if config.architecture in ("glm4moe", "bailingmoe2", "lfm2moe", "nemotron_h_moe"):
+        if config.architecture in ("glm4moe", "bailingmoe2", "lfm2moe", "nemotron_h_moe") or family.latent:
             writer.add_expert_weights_norm(config.experts.normalised)
             writer.add_expert_weights_scale(config.experts.scale)
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType[config.experts.score.upper()])
@@ -860,7 +895,7 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
     if config.logit_softcap:
         writer.add_final_logit_softcapping(config.logit_softcap)
 
-    for key, value in gguf_entries(config).items():
+    for key, value in (gguf_entries(config) | latent_entries(config)).items():
         name = f"{_gguf_architecture(config)}.{key}"
         writer.kv_data[0].pop(name, None)
         if isinstance(value, np.ndarray):
@@ -909,7 +944,7 @@ def _add_gguf_rope_scaling(writer: "gguf.GGUFWriter", config: ModelConfig) -> No
         writer.add_rope_scaling_orig_ctx_len(scaling.original_context_length)
         writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
         writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
-        if scaling.attention_factor == 1:
+        if scaling.attention_factor == 1 and not config.latent:
             writer.add_rope_scaling_yarn_log_mul(1.0)
 
 
@@ -988,6 +1023,15 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
             **fields.pop("rope_scaling"),  # type: ignore[dict-item]
             **{"rope_theta": config.rope_base, "llama_4_scaling_beta": config.query_growth},
         }
+    if latent := config.latent:
+        del fields["head_dim"], fields["num_key_value_heads"], fields["partial_rotary_factor"]
+        fields |= {"kv_lora_rank": latent.rank, "q_lora_rank": latent.q_rank or None, "v_head_dim": latent.value_dims}
+        fields |= {"qk_rope_head_dim": latent.turned, "qk_nope_head_dim": latent.plain, "rope_interleave": True}
+        if isinstance(rope := fields.get("rope_scaling", fields.get("rope_parameters")), dict):
+            del rope["attention_factor"]
+            grows = 0.1 * math.log(rope["factor"])
+            slope = (math.sqrt((config.query_scale or 0) * math.sqrt(latent.plain + latent.turned)) - 1) / grows
+            rope |= {"mscale": slope, "mscale_all_dim": slope}
     if config.architecture.startswith("gemma"):
         fields["hidden_activation"] = "gelu_pytorch_tanh"
         fields["query_pre_attn_scalar"] = config.head_dim if config.query_scale is None else round(config.query_scale**-2)
@@ -1100,10 +1144,10 @@ def _hf_experts(config: ModelConfig, experts: Experts) -> dict[str, object]:
                 **{"norm_topk_prob": experts.normalised, "routed_scaling_factor": experts.scale, "topk_group": experts.groups_used},
                 "moe_shared_expert_intermediate_size": config.shared_size,
             }
-        case "glm4moe" | "bailingmoe2":
+        case "glm4moe" | "bailingmoe2" | "deepseek2" | "deepseek_v2" | "glm4_moe_lite" | "mistral4":
             counts = (
                 ("n_routed_experts", "n_shared_experts")
-                if config.architecture == "glm4moe"
+                if config.architecture != "bailingmoe2"
                 else ("num_experts", "num_shared_experts")
             )
             return used | {
@@ -1113,7 +1157,11 @@ def _hf_experts(config: ModelConfig, experts: Experts) -> dict[str, object]:
                 "routed_scaling_factor": experts.scale,
                 "n_group": experts.groups,
                 "topk_group": experts.groups_used,
-                "first_k_dense_replace": first_dense,
+                **(
+                    {"mlp_layer_types": ["dense"] * first_dense + ["sparse"] * (config.num_layers - first_dense)}
+                    if config.architecture == "glm4_moe_lite"
+                    else {"first_k_dense_replace": first_dense}
+                ),
             }
     return used | {
         "num_experts": experts.count,

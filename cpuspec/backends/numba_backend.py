@@ -674,7 +674,16 @@ class _Writer:
             self.ropes.append(rope)
         return self.ropes.index(rope)
 
-    def attention(self, layer: Layer, q: _Rows, k: _Rows, v: _Rows) -> _Rows:
+    def absorb(self, layer: Layer, plain: _Rows, turned: _Rows, latent: _Rows, k_turned: _Rows) -> tuple[_Rows, _Rows]:
+        raise BackendError(
+            f"layer {layer.index} has latent attention, which numba does not compute yet; use --backend torch or numpy"
+        )
+
+    def expand(self, layer: Layer, mixed: _Rows) -> _Rows:
+        raise AssertionError("`absorb` has refused the layer")
+
+    def attention(self, layer: Layer, q: _Rows, k: _Rows, v: _Rows | None) -> _Rows:
+        assert v, "`absorb` has refused layers without"
         mixer = layer.attention
         self._rotate(layer, q, k, v)
         out = self._rows("attention", mixer.heads * mixer.dims)

@@ -34,7 +34,7 @@ class Storage:
     """Decoded keys and values of a slot, by layers with attention, and the states of recurrent ones."""
 
     keys: Array  # [L, S, G, D]
-    values: Array  # [L, S, G, D]
+    values: Array | None  # [L, S, G, D]; None where they are numbers of the keys
     states: list[RecurrentState]
 
 
@@ -103,12 +103,13 @@ class NumpyBackend:
         """An empty cache for this model: decoded keys and values, rounded as the KV format rounds them."""
         c, dtype = self.config, self._model.dtype
         shape = (c.num_attention_layers, capacity, c.num_kv_heads, c.head_dim)
-        per_token = 2 * c.num_attention_layers * c.num_kv_heads * c.head_dim * dtype.itemsize
+        parts = 1 if c.latent else 2
+        per_token = parts * c.num_attention_layers * c.num_kv_heads * c.head_dim * dtype.itemsize
         zeros, mixers = partial(np.zeros, dtype=dtype), recurrent_mixers(c)
 
         def new_storage() -> Storage:
             states = [new_state(mixer, zeros) for mixer in mixers]
-            return Storage(np.zeros(shape, dtype), np.zeros(shape, dtype), states)
+            return Storage(np.zeros(shape, dtype), None if c.latent else np.zeros(shape, dtype), states)
 
         return KVCache(num_slots, capacity, new_storage, _copy_rows, _copy_prefix, per_token, **recurrent_slots(c, dtype))
 
@@ -135,6 +136,10 @@ class NumpyBackend:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _told(x: Array, names: tuple[str, ...], expert: int) -> None:
+    """What rows are multiplied with, where nobody wants to know."""
 
 
 class Forward:
@@ -181,16 +186,39 @@ class Forward:
             heads = _turned(heads, *self._rotations[rope])
         return self.norm(heads, layer.weight(norm)) if mixer.rotates_first else heads
 
-    def attention(self, layer: Layer, q: Array, k: Array, v: Array) -> Array:
+    def absorb(
+        self, layer: Layer, plain: Array, turned: Array, latent: Array, k_turned: Array, on_inputs: Callable[..., None] = _told
+    ) -> tuple[Array, Array]:
+        """on_inputs: as of `experts`, for each head."""
+        of_heads = self._by_head(layer, "k_b", plain, on_inputs)
+        queries = _latent_row(of_heads, turned.reshape(*of_heads.shape[:2], -1))
+        return queries.reshape(len(plain), -1), _latent_row(self.norm(latent, layer.weight("latent_norm")), k_turned)
+
+    def expand(self, layer: Layer, mixed: Array, on_inputs: Callable[..., None] = _told) -> Array:
+        return self._by_head(layer, "v_b", mixed, on_inputs).reshape(len(mixed), -1)
+
+    def _by_head(self, layer: Layer, part: str, x: Array, on_inputs: Callable[..., None]) -> Array:
+        """The product of each head's numbers with its matrix, [T, H, rows]."""
+        name, products = layer.weight(part), []
+        for head, given in enumerate(np.split(x, layer.attention.heads, axis=1)):
+            on_inputs(given, (name,), head)
+            rounded = _in_int8(given) if name in self._model.rounded_inputs else given
+            products.append(rounded @ self._model.weights[name][head].T)
+        return np.stack(products, axis=1)
+
+    def attention(self, layer: Layer, q: Array, k: Array, v: Array | None) -> Array:
         """Scores are q k^T times the query scale, under the softcap if the model has one, and the sinks beside them."""
         mixer, batch = layer.attention, self._batch
         self._append(layer, k, v)
-        out = np.empty((len(q), mixer.heads * mixer.dims), self._model.dtype)
+        places = slice(None) if mixer.latent is None else mixer.latent.value_places
+        width = mixer.dims if mixer.latent is None else mixer.latent.rank
+        out = np.empty((len(q), mixer.heads * width), self._model.dtype)
         for b, slot in enumerate(batch.slots):
             rows, prefix = slice(batch.q_start[b], batch.q_start[b + 1]), self._cache.lengths[slot]
             storage, end = self._cache.storage(slot), prefix + rows.stop - rows.start
             keys = storage.keys[layer.state_index, :end].repeat(mixer.heads // mixer.kv_heads, axis=1)  # [S, H, D]
-            values = storage.values[layer.state_index, :end].repeat(mixer.heads // mixer.kv_heads, axis=1)
+            held = storage.keys if storage.values is None else storage.values
+            values = held[layer.state_index, :end][..., places].repeat(mixer.heads // mixer.kv_heads, axis=1)
             scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) * self._number(mixer.scale)  # [H, T, S]
             scores = self._softcapped(scores, mixer.softcap)
             scores[:, ~visible(batch, b, prefix, mixer.window)] = -np.inf
@@ -278,14 +306,16 @@ class Forward:
     def append(self, layer: Layer, k: Array, v: Array) -> None:
         self._append(layer, self._rotated(layer, k, "k_norm", layer.attention.rope), v)
 
-    def _append(self, layer: Layer, k: Array, v: Array) -> None:
-        v, batch = v.reshape(len(v), -1, layer.attention.dims), self._batch
+    def _append(self, layer: Layer, k: Array, v: Array | None) -> None:
+        batch = self._batch
         if layer.index in self._model.centres:
             k = k - self._model.centres[layer.index]
         for slot, start, end in zip(batch.slots, batch.q_start, batch.q_start[1:], strict=False):
             storage, prefix = self._cache.storage(slot), self._cache.lengths[slot]
             for held, new in ((storage.keys, k), (storage.values, v)):
-                given = new[start:end].astype(np.float32, copy=False)
+                if held is None or new is None:
+                    continue
+                given = new.reshape(len(k), -1, layer.attention.dims)[start:end].astype(np.float32, copy=False)
                 held[layer.state_index, prefix : prefix + end - start] = remembered(self._model.kv_format, given)
 
     def gate(self, gate: Array, up: Array | None, activation: str) -> Array:
@@ -312,7 +342,7 @@ class Forward:
         x: Array,
         norm: str | None,
         shared: tuple[Array, Array | None] | None,
-        on_inputs: Callable[..., None] = lambda x, names, expert: None,
+        on_inputs: Callable[..., None] = _told,
     ) -> Array:
         """Expert by expert, each with the rows that go through it. on_inputs: told (rows, names of its matrices, the expert)."""
         feed, weight, normed = layer.feed, layer.weight, self.norm(x, norm)
@@ -406,17 +436,25 @@ def _softmax(x: Array) -> Array:
 
 def _copy_rows(storage: Storage, rows: I32, first: int) -> None:
     for kind in (storage.keys, storage.values):
-        kind[:, first : first + len(rows)] = kind[:, rows]
+        if kind is not None:
+            kind[:, first : first + len(rows)] = kind[:, rows]
 
 
 def _copy_prefix(source: Storage, storage: Storage, length: int) -> None:
     storage.keys[:, :length] = source.keys[:, :length]
-    storage.values[:, :length] = source.values[:, :length]
+    if storage.values is not None and source.values is not None:
+        storage.values[:, :length] = source.values[:, :length]
 
 
 def _turned(x: Array, cos: Array, sin: Array) -> Array:
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _latent_row(vector: Array, turned: Array) -> Array:
+    """Both in the order of `Latent.dims`, over the last axis."""
+    halves = zip(np.split(turned, 2, axis=-1), np.split(vector, 2, axis=-1), strict=True)
+    return np.concatenate([part for pair in halves for part in pair], axis=-1)
 
 
 def _in_int8(x: Array) -> Array:

@@ -209,8 +209,17 @@ class _Writer:
             self._node("Add", self._node("Mul", x, cos), turned), self._integers(mixer.heads, mixer.kv_heads), axis=1
         )
 
-    def attention(self, layer: Layer, q: str, k: str, v: str) -> str:
+    def absorb(self, layer: Layer, plain: str, turned: str, latent: str, k_turned: str) -> tuple[str, str]:
+        raise BackendError(
+            f"layer {layer.index} has latent attention, which this graph cannot compute; use the numba, numpy or torch backend"
+        )
+
+    def expand(self, layer: Layer, mixed: str) -> str:
+        raise AssertionError("`absorb` has refused the layer")
+
+    def attention(self, layer: Layer, q: str, k: str, v: str | None) -> str:
         """Attention over the past and the rows, which are not copied together."""
+        assert v, "`absorb` has refused layers without"
         c = self._config
         if layer.attention.sinks:
             raise BackendError(

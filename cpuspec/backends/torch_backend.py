@@ -93,10 +93,11 @@ class _HeadChanges:
         """Heads [..., D] times the matrix, if there is one."""
         return heads if self.hadamard is None else heads @ self.hadamard
 
-    def kept(self, layer: Layer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values F32 [t, G, D] as they go to the cache."""
+    def kept(self, layer: Layer, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Keys F32 [t, G, D] and values [t, G * D], if there are any, as they go to the cache: both [t, G, D]."""
         centre = self.centres.get(layer.index)
-        return self.turned(k if centre is None else k - centre), self.turned(v)
+        v = None if v is None else self.turned(v.unflatten(1, (-1, layer.attention.dims)))
+        return self.turned(k if centre is None else k - centre), v
 
 
 class TorchBackend:
@@ -166,7 +167,9 @@ class TorchBackend:
         zeros, mixers = partial(torch.zeros, device=self.device), recurrent_mixers(c)
 
         def new_storage() -> Storage:
-            storage = Storage(layout, c.num_attention_layers, c.num_kv_heads, c.head_dim, capacity, self.device)
+            storage = Storage(
+                layout, c.num_attention_layers, c.num_kv_heads, c.head_dim, capacity, self.device, has_values=not c.latent
+            )
             storage.states = [new_state(mixer, zeros) for mixer in mixers]
             if recorder:
                 finalize(storage, recorder.clear)  # recordings know its memory, and do not hold it
@@ -177,7 +180,7 @@ class TorchBackend:
                 recorder.clear()
             source.copy_prefix(storage, length)
 
-        per_token = 2 * c.num_attention_layers * c.num_kv_heads * layout.row_bytes(c.head_dim)
+        per_token = (1 if c.latent else 2) * c.num_attention_layers * c.num_kv_heads * layout.row_bytes(c.head_dim)
         states = recurrent_slots(
             c, np.float32, lambda tensor: tensor.cpu().numpy(), lambda array: torch.from_numpy(array).to(self.device)
         )
@@ -324,10 +327,29 @@ class _Forward:
             heads = _rotate(heads, self._tensors["cos", rope], self._tensors["sin", rope])
         return self._norm(heads, layer.weight(norm)) if mixer.rotates_first else heads
 
-    def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, v = self._heads.turned(q * layer.attention.scale), v.unflatten(1, (-1, layer.attention.dims))
+    def absorb(self, layer: Layer, plain: Tensor, turned: Tensor, latent: Tensor, k_turned: Tensor) -> tuple[Tensor, Tensor]:
+        of_heads = self._by_head(layer, "k_b", plain)
+        keys = _latent_row(self._norm(latent, layer.weight("latent_norm")), k_turned)
+        return _latent_row(of_heads, turned.unflatten(1, (of_heads.shape[1], -1))).flatten(1), keys
+
+    def expand(self, layer: Layer, mixed: Tensor) -> Tensor:
+        return self._by_head(layer, "v_b", mixed).flatten(1)
+
+    def _by_head(self, layer: Layer, part: str, x: Tensor) -> Tensor:
+        """The product of each head's numbers with its matrix, [T, H, rows]."""
+        matrix = self._matrices[layer.weight(part)]
+        assert isinstance(matrix, OfExperts), "there is one for each head"
+        heads = x.unflatten(1, (len(matrix.matrices), -1)).unbind(1)
+        return torch.stack([own.times(some) for own, some in zip(matrix.matrices, heads, strict=True)], dim=1)
+
+    def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+        latent = layer.attention.latent
+        q = self._heads.turned(q * layer.attention.scale)
         k, v = self._heads.kept(layer, k, v)
-        return torch.cat([self._attend(layer, b, q[p.rows], k[p.rows], v[p.rows]) for b, p in enumerate(self._step.parts)])
+        parts = [
+            self._attend(layer, b, q[p.rows], k[p.rows], None if v is None else v[p.rows]) for b, p in enumerate(self._step.parts)
+        ]
+        return (torch.cat(parts) if latent is None else torch.cat(parts)[..., latent.value_places]).flatten(1)
 
     def convolve(self, layer: Layer, x: Tensor) -> Tensor:
         return functional.silu(self._convolved(layer, x))
@@ -398,11 +420,10 @@ class _Forward:
         return self._norm(out, weight("delta_norm")).flatten(1)
 
     def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
-        k, v = self._heads.kept(
-            layer, self._rotated(layer, k, "k_norm", layer.attention.rope), v.unflatten(1, (-1, layer.attention.dims))
-        )
+        keys, values = self._heads.kept(layer, self._rotated(layer, k, "k_norm", layer.attention.rope), v)
+        assert values is not None, "of a head whose rows are states: it has no latent attention"
         for b, part in enumerate(self._step.parts):
-            part.storage.append(layer.state_index, self._tensors["at", b], k[part.rows], v[part.rows])
+            part.storage.append(layer.state_index, self._tensors["at", b], keys[part.rows], values[part.rows])
 
     def gate(self, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
         if activation == "sigmoid":
@@ -467,8 +488,8 @@ class _Forward:
         y = matrix.times(x)
         return y if bias is None else y + bias
 
-    def _attend(self, layer: Layer, b: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One sequence's attention, F32 [t, H * D]. q: scaled queries [t, H, D]."""
+    def _attend(self, layer: Layer, b: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+        """One sequence's attention, F32 [t, H, D]. q: scaled queries [t, H, D]."""
         part, mask = self._step.parts[b], self._tensors["mask", b, layer.attention.window]
         part.storage.append(layer.state_index, self._tensors["at", b], k, v)
         keys, values = part.storage.read(layer.state_index, part.span)  # [G, span, D]
@@ -489,7 +510,7 @@ class _Forward:
                 scores = torch.cat([scores, sinks], -1)
             weights = scores.softmax(-1)[..., : part.span]
             out[rows] = (weights.flatten(1, 2) @ values).view(some.shape).permute(2, 0, 1, 3)
-        return self._heads.turned(out).flatten(1)
+        return self._heads.turned(out.flatten(1, 2))
 
 
 def find_device(name: str) -> torch.device:
@@ -555,6 +576,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn pairs (i, i + D/2) of every head by the row's position (arXiv 2104.09864, rotate-half layout)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _latent_row(vector: Tensor, turned: Tensor) -> Tensor:
+    """Both in the order of `Latent.dims`, over the last axis."""
+    halves = zip(turned.chunk(2, -1), vector.chunk(2, -1), strict=True)
+    return torch.cat([part for pair in halves for part in pair], dim=-1)
 
 
 def _softcapped(x: Tensor, cap: float) -> Tensor:

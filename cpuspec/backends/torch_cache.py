@@ -94,16 +94,19 @@ KV_LAYOUTS: Mapping[str, KVLayout] = MappingProxyType(
 
 
 class Storage:
-    """The keys and values of one cache slot, in planes [2, L, G, size, width] that grow by doubling as tokens come.
+    """The keys and values of one cache slot, in planes [2, L, G, size, width] that grow by doubling as tokens come; or keys alone,
+    [1, ...], where values are numbers of the keys.
 
     A device has no pages that are handed out when they are written, so a slot takes what it holds and not its whole capacity.
     """
 
-    def __init__(self, layout: KVLayout, layers: int, heads: int, dims: int, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KVLayout, layers: int, heads: int, dims: int, capacity: int, device: torch.device, has_values: bool = True
+    ) -> None:
         self.layout, self.capacity, self.size = layout, capacity, 0
         self.states: list[RecurrentState] = []  # of layers without keys and values
         self._dims = dims
-        shape = (2, layers, heads, 0)
+        shape = (1 + has_values, layers, heads, 0)
         self._planes = tuple(torch.zeros((*shape, width), dtype=dtype, device=device) for width, dtype in layout.widths(dims))
 
     def provide(self, length: int) -> bool:
@@ -115,8 +118,8 @@ class Storage:
             # Zeros, and not what was there: nothing that is not finite may meet a weight of zero.
             grown = tuple(plane.new_zeros((*plane.shape[:3], size, plane.shape[4])) for plane in self._planes)
         except (RuntimeError, MemoryError):  # torch raises its own RuntimeErrors for memory, one kind for each device
-            _, layers, heads, *_ = self._planes[0].shape
-            wanted = 2 * layers * heads * size * self.layout.row_bytes(self._dims)
+            parts, layers, heads, *_ = self._planes[0].shape
+            wanted = parts * layers * heads * size * self.layout.row_bytes(self._dims)
             raise CacheError(
                 f"no memory for a cache slot of {size} tokens ({wanted} bytes); "
                 "ask for a smaller context_length, fewer sequences or a KV format of fewer bits"
@@ -126,16 +129,16 @@ class Storage:
         self._planes, self.size = grown, size
         return True
 
-    def append(self, layer: int, at: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values F32 [t, G, D] of a layer at the cache indices `at`, I64 [t]."""
-        rows = torch.stack((keys, values)).transpose(1, 2)  # [2, G, t, D]
+    def append(self, layer: int, at: Tensor, keys: Tensor, values: Tensor | None) -> None:
+        """Put keys and values, if there are any, F32 [t, G, D] of a layer at the cache indices `at`, I64 [t]."""
+        rows = torch.stack((keys,) if values is None else (keys, values)).transpose(1, 2)  # [2, G, t, D]
         for plane, part in zip(self._planes, self.layout.encode(rows), strict=True):
             plane[:, layer].index_copy_(2, at, part)
 
     def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
-        """The first `span` keys and values of a layer, each F32 [G, span, D]."""
-        keys, values = self.layout.decode(tuple(plane[:, layer, :, :span] for plane in self._planes), self._dims)
-        return keys, values
+        """The first `span` keys and values of a layer, each F32 [G, span, D]; the keys as both where there are no values."""
+        rows = self.layout.decode(tuple(plane[:, layer, :, :span] for plane in self._planes), self._dims)
+        return rows[0], rows[-1]
 
     @torch.inference_mode()
     def copy_rows(self, rows: I32, first: int) -> None:

@@ -126,7 +126,7 @@ class LoadedWeights(Mapping[str, W]):
         self._by_tensor.update({tensor: self._by_name[name] for name, tensor in tensors.items()})
         self.num_bytes = sum(weight.nbytes for weight in self._by_name.values())
         self.shared_bytes = self.num_bytes - sum(weight.nbytes for weight in new.values())
-        of_experts = sum(self._by_name[name].nbytes for name, tensor in tensors.items() if len(tensor.shape) == 3)
+        of_experts = sum(self._by_name[name].nbytes for name in tensors if ".expert_" in name)
         self._dense_bytes = self.num_bytes - of_experts
         self._output_bytes = self._by_name["output"].nbytes if "output" in self._by_name else 0
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.checkpoints.families import FUSED, GLOBAL_NAMES, Family
+from cpuspec.checkpoints.families import FUSED, GLOBAL_NAMES, WITHOUT_Q_RANK, Family
 from cpuspec.config import DeltaNet, Mamba2, ModelConfig
 from cpuspec.errors import CheckpointError, FormatError
 from cpuspec.formats import QuantTensor, get_format
@@ -58,8 +58,11 @@ def file_names(family: Family, kind: int, names: Iterable[str]) -> dict[str, tup
 
     names: of all tensors, canonical.
     """
-    whole = {**GLOBAL_NAMES, **family.global_names}
-    joined = {part: (ours, theirs[kind]) for ours, theirs in family.layer_names.items() if theirs[kind] for part in ours.split("+")}
+    whole, names = {**GLOBAL_NAMES, **family.global_names}, list(names)
+    parts = ((ours, theirs[kind], re.split("[+|]", ours)) for ours, theirs in family.layer_names.items() if theirs[kind])
+    joined = {part: (ours, theirs) for ours, theirs, split in parts for part in split}
+    if family.latent and not any(name.endswith(".q_a") for name in names):
+        joined = {part: (ours, WITHOUT_Q_RANK.get(theirs, theirs)) for part, (ours, theirs) in joined.items()}
     found: dict[str, list[str]] = {}
     for name in names:
         if name in whole:
@@ -67,7 +70,7 @@ def file_names(family: Family, kind: int, names: Iterable[str]) -> dict[str, tup
             continue
         _, layer, part = name.split(".")
         ours, theirs = joined[part]
-        found[f"{_layers_in(family, kind)}.{layer}.{theirs}"] = [f"layers.{layer}.{one}" for one in ours.split("+")]
+        found[f"{_layers_in(family, kind)}.{layer}.{theirs}"] = [f"layers.{layer}.{one}" for one in re.split("[+|]", ours)]
     return {theirs: tuple(ours) for theirs, ours in found.items()}
 
 
@@ -79,6 +82,8 @@ def joined(config: ModelConfig, family: Family, kind: int, tensors: Mapping[str,
     parts = [in_file_order(config, family, kind, name, tensor) for name, tensor in tensors.items()]
     if len(parts) == 1:
         return parts[0]
+    if next(iter(tensors)).endswith(".k_b"):
+        return _key_by_value(*parts)
     first = parts[0]
     if other := next((part.format.name for part in parts if part.format is not first.format), ""):
         raise FormatError(
@@ -94,13 +99,17 @@ def joined(config: ModelConfig, family: Family, kind: int, tensors: Mapping[str,
 def joined_shape(shapes: Sequence[Shape]) -> Shape:
     """The shape of `joined` tensors of these."""
     first, axis = shapes[0], int(len(shapes[0]) == 3)
+    if axis and shapes[0][0] == shapes[1][0] and shapes[0][1] == shapes[1][2]:  # heads' matrices of keys, transposed, and of values
+        return first[0] * (first[2] + shapes[1][1]), first[1]
     return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
 
 
 def _by_group(config: ModelConfig, family: Family, kind: int, parts: str) -> I32 | None:
     """For each row of parts that are joined, one after another, its place in a file that has them head by head; None for others."""
     c, delta = config, config.recurrent
-    if parts == "q+q_gate":
+    if parts == "q_plain+q_turned" and c.latent:
+        heads, sizes = c.num_heads, [c.latent.plain, c.latent.turned]
+    elif parts == "q+q_gate":
         heads, sizes = c.num_heads, [c.head_dim, c.head_dim]
     elif parts in ("q+k+v", "q_bias+k_bias+v_bias") and family.hf_groups_heads and kind == HF:
         heads, sizes = c.num_kv_heads, [c.num_heads // c.num_kv_heads * c.head_dim, c.head_dim, c.head_dim]
@@ -183,6 +192,8 @@ def _shaped(tensor: QuantTensor, shape: Shape) -> QuantTensor:
 def _split(what: str, name: str, tensor: QuantTensor, wanted: Mapping[str, Shape]) -> dict[str, QuantTensor]:
     """The parts of a tensor whose name joins theirs, as `Family.other_names` has it, along its rows."""
     start, _, last = name.rpartition(".")
+    if last == "k_b|v_b":
+        return _by_head(what, name, tensor, wanted)
     last, transposed, _ = last.partition("^T")
     if transposed:
         tensor = _transposed(what, name, tensor)
@@ -200,6 +211,39 @@ def _split(what: str, name: str, tensor: QuantTensor, wanted: Mapping[str, Shape
         found[part] = _some(tensor, axis, first, first + size)
         first += size
     return found
+
+
+def _by_head(what: str, name: str, tensor: QuantTensor, wanted: Mapping[str, Shape]) -> dict[str, QuantTensor]:
+    """The matrices of each head, those of keys transposed, from one that has the rows of both head by head: copies.
+
+    Keys in blocks, whose inputs would lie across them, become f32.
+    """
+    of_keys, of_values = (name.rpartition(".")[0] + part for part in (".k_b", ".v_b"))
+    if of_keys not in wanted:
+        raise CheckpointError(f"{what}: {name} is there, and this model has no place for it")
+    (heads, rank, plain), (_, value_dims, _) = wanted[of_keys], wanted[of_values]
+    if tensor.shape != (heads * (plain + value_dims), rank):
+        raise CheckpointError(f"{what}: {name} has the shape {list(tensor.shape)}, wanted {[heads * (plain + value_dims), rank]}")
+    if tensor.order is not None:
+        tensor = QuantTensor.encode(get_format("f32"), tensor.dequantize())
+    rows, f32 = tensor.data.reshape(heads, plain + value_dims, -1), get_format("f32")
+    keys, values = np.ascontiguousarray(rows[:, :plain]), np.ascontiguousarray(rows[:, plain:])
+    matrices = QuantTensor(tensor.format, (heads, plain, rank), keys)
+    if tensor.format.block_size != 1:
+        matrices = QuantTensor.encode(f32, matrices.dequantize())
+    return {
+        of_keys: _transposed(what, of_keys, matrices),
+        of_values: QuantTensor(tensor.format, (heads, value_dims, rank), values),
+    }
+
+
+def _key_by_value(of_keys: QuantTensor, of_values: QuantTensor) -> QuantTensor:
+    """The inverse of `_by_head`. In f32 where the matrices are not of one kind of plain numbers."""
+    if of_keys.format is not of_values.format or of_keys.format.block_size != 1:
+        of_keys, of_values = (QuantTensor.encode(get_format("f32"), one.dequantize()) for one in (of_keys, of_values))
+    of_keys, (heads, _, rank) = _transposed("", "k_b", of_keys), of_values.shape
+    rows = np.concatenate([one.data.reshape(heads, -1, one.format.row_bytes(rank)) for one in (of_keys, of_values)], axis=1)
+    return QuantTensor(of_values.format, (rows.shape[0] * rows.shape[1], rank), rows.reshape(-1, rows.shape[2]))
 
 
 def _some(tensor: QuantTensor, axis: int, first: int, last: int) -> QuantTensor:
@@ -274,6 +318,11 @@ def _order(config: ModelConfig, family: Family, kind: int, name: str) -> I32 | N
         size = delta.value_dims if part in ("delta_qkv", "delta_conv", "delta_gate") else 1
         rows = keys + np.arange(delta.value_heads * size, dtype=np.int32).reshape(delta.key_heads, -1, size)
         return np.concatenate([np.arange(keys, dtype=np.int32), rows.swapaxes(0, 1).reshape(-1)])
+    if part in ("q_turned", "k_turned"):
+        assert config.latent, "the layer has it"
+        of_head = rotary_order(config.latent.turned, config.latent.turned, neighbours=True)
+        heads = config.num_heads if part == "q_turned" else 1
+        return (np.arange(heads, dtype=np.int32)[:, None] * len(of_head) + of_head).reshape(-1)
     if part not in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm"):
         return None
     turned = config.rope_dims or config.head_dim

@@ -61,6 +61,29 @@ _SHARED_NAMES = {
     "shared_up": ("ffn_up_shexp.weight", "mlp.shared_experts.up_proj.weight"),
     "shared_down": ("ffn_down_shexp.weight", "mlp.shared_experts.down_proj.weight"),
 }
+# Keys and values made of one vector. "k_b|v_b" is one matrix with the rows of each head's key, then of its value.
+_LATENT_NAMES = {
+    **{part: theirs for part, theirs in _SHARED_NAMES.items() if part[:2] not in ("q", "k", "v", "q_", "k_", "v_")},
+    "q_a": ("attn_q_a.weight", "self_attn.q_a_proj.weight"),
+    "q_a_norm": ("attn_q_a_norm.weight", "self_attn.q_a_layernorm.weight"),
+    "q_plain+q_turned": ("attn_q_b.weight", "self_attn.q_b_proj.weight"),
+    "latent+k_turned": ("attn_kv_a_mqa.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    "latent_norm": ("attn_kv_a_norm.weight", "self_attn.kv_a_layernorm.weight"),
+    "k_b|v_b": ("", "self_attn.kv_b_proj.weight"),
+    "k_b": ("attn_k_b.weight", ""),
+    "v_b": ("attn_v_b.weight", ""),
+}
+_MISTRAL4_NAMES = {
+    **_LATENT_NAMES,
+    "expert_gate+expert_up": ("", "mlp.experts.gate_up_proj"),
+    **{f"expert_{part}": (f"ffn_{part}_exps.weight", "") for part in ("gate", "up")},
+    "expert_down": ("ffn_down_exps.weight", "mlp.experts.down_proj"),
+}
+# Of queries that are made of the row itself; and of GGUF files from before the vector was cached.
+WITHOUT_Q_RANK: Mapping[str, str] = MappingProxyType(
+    {"attn_q_b.weight": "attn_q.weight", "self_attn.q_b_proj.weight": "self_attn.q_proj.weight"}
+)
+_LATENT_OTHERS = {**dict.fromkeys(WITHOUT_Q_RANK.values(), "q_plain+q_turned"), "attn_kv_b.weight": "k_b|v_b"}
 # Tensors that hold several parts, one after another along the rows, of any family that has these parts.
 FUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -262,6 +285,7 @@ class Family:
     attention; "" for other families. single: a layer is one branch. steps_at_least: Hugging Face configurations have a least step
     of Mamba-2, which GGUF files do not know. hf_root: the name under which Hugging Face files have the layers.
     folds_multipliers: Hugging Face configurations have factors of matrices that GGUF files have in the matrices.
+    latent: keys and values are made of one vector (`config.Latent`).
     """
 
     architecture: str
@@ -300,6 +324,7 @@ class Family:
     steps_at_least: bool = False
     hf_root: str = "model"
     folds_multipliers: bool = False
+    latent: bool = False
     gguf_mark: str = ""  # a key of GGUF files that others of the same `gguf_architecture` have not, or at 0
     gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
 
@@ -346,6 +371,37 @@ _GLM_DEFAULTS: dict[str, object] = {
 _MINISTRAL_ROPE: dict[str, object] = {
     **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384},
     **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+}
+# transformers' DeepseekV3Config, DeepseekV2Config, Glm4MoeLiteConfig and Mistral4Config.
+_DEEPSEEK_DEFAULTS: dict[str, object] = {
+    **{"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "q_lora_rank": 1536, "kv_lora_rank": 512},
+    **{"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1},
+    **{"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5},
+    **{"moe_intermediate_size": 2048, "partial_rotary_factor": 1.0},
+}
+_DEEPSEEK_V2_DEFAULTS: dict[str, object] = {
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    **{"n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "topk_method": "greedy"},
+    **{"moe_intermediate_size": 1407, "partial_rotary_factor": 1.0},
+}
+_GLM_LITE_DEFAULTS: dict[str, object] = {
+    **{"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "q_lora_rank": 768, "kv_lora_rank": 512},
+    **{"qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64, "n_shared_experts": 1},
+    **{"num_experts_per_tok": 4, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "moe_intermediate_size": 1536},
+    **{"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+}
+_MISTRAL4_DEFAULTS: dict[str, object] = {
+    **{"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 128},
+    **{"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 2048},
+    **{"max_position_embeddings": 1 << 20, "partial_rotary_factor": 1.0},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
+        **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    },
+}
+_LATENT: dict[str, Any] = {
+    **{"latent": True, "layer_names": _LATENT_NAMES, "other_names": _LATENT_OTHERS},
+    **{"pairs_neighbours": True, "hf_pairs_neighbours": True, "gguf_defaults": {"expert_weights_norm": False}},
 }
 _GEMMA_FLAGS = {"norms": "both", "activation": "gelu_tanh"}
 # transformers' Gemma2Config and Gemma3TextConfig: files of large models name only what differs from these.
@@ -553,6 +609,27 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 },
                 gguf_defaults={"expert_gating_func": 2, "expert_weights_norm": False},
                 layer_names={**_SHARED_NAMES, "mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight")},
+            ),
+            # First the one that stands for all in GGUF files.
+            Family(
+                "deepseek2",
+                "DeepseekV3ForCausalLM",
+                hf_types=("deepseek_v3", ""),
+                experts={},
+                hf_defaults=_DEEPSEEK_DEFAULTS,
+                **_LATENT,
+            ),
+            Family("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek2", experts={}, hf_defaults=_DEEPSEEK_V2_DEFAULTS, **_LATENT),
+            Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "deepseek2", experts={}, hf_defaults=_GLM_LITE_DEFAULTS, **_LATENT),
+            Family(
+                "mistral4",
+                "Mistral4ForCausalLM",
+                hf_wrapper="Mistral3ForConditionalGeneration",
+                hf_types=("", "mistral3"),
+                experts={},
+                hf_defaults=_MISTRAL4_DEFAULTS,
+                grows=True,
+                **{**_LATENT, "layer_names": _MISTRAL4_NAMES},
             ),
             Family(
                 "bailingmoe2",  # Ling 2 and Ring 2
@@ -973,7 +1050,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
 NOT_COMPUTED: Mapping[str, str] = MappingProxyType(
     {
         "mamba": "state spaces of the first Mamba",
-        **dict.fromkeys(("deepseek2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "keys and values made of a common vector"),
+        **dict.fromkeys(("kimi-linear", "kimi_linear"), "delta nets whose decays differ within a head"),
+        **dict.fromkeys(("deepseek32", "deepseek_v32", "glm-dsa", "glm_moe_dsa"), "attention to tokens that an indexer chooses"),
     }
 )
 

@@ -14,6 +14,7 @@ from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary, tensor_sh
 from cpuspec.checkpoints.families import FAMILIES, LEAST_SUM, NOT_COMPUTED, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.gguf_file import GgufFile
+from cpuspec.checkpoints.latent import read_gguf as read_latent
 from cpuspec.checkpoints.recurrent import read_gguf
 from cpuspec.config import DeltaNet, Experts, ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
@@ -243,7 +244,8 @@ def _read_config(
         # llama.cpp's converter writes true for StableLMs that are not: their norm before the MLP decides.
         *(("use_parallel_residual",) if family.architecture == "stablelm" else ()),
         *(("rope.dimension_sections",) if family.has_sections else ()),
-        *(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier") if family.grows else ()),
+        *(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier") if family.grows or family.latent else ()),
+        *(("attention.temperature_length",) if family.latent else ()),
     }
     for key, neutral, feature in _UNSUPPORTED:
         value = fields.value(key)
@@ -265,7 +267,7 @@ def _read_config(
     if attends and "attention.key_length" not in fields and hidden_size % num_heads:
         fields.fail("attention.head_count", f"a divisor of embedding_length {hidden_size}, or attention.key_length")
     for key in ("value_length", "key_length_swa", "value_length_swa", "head_dim"):
-        if fields.integer(f"attention.{key}", head_dim) != head_dim:
+        if not (family.latent and key == "value_length") and fields.integer(f"attention.{key}", head_dim) != head_dim:
             fields.fail(f"attention.{key}", f"the length of keys, {head_dim}")
     turned = fields.integer("rope.dimension_count", head_dim)
     if family.unrotated_every == 1 or not attends:
@@ -274,7 +276,10 @@ def _read_config(
         fields.fail("rope.dimension_count", f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
     if fields.integer("rope.dimension_count_swa", turned) != turned:
         fields.fail("rope.dimension_count_swa", f"that of other layers, {turned}")
-    growth = fields.number("attention.temperature_scale", 0.0) if family.grows else 0.0
+    growth = fields.number("attention.temperature_scale", 0.0) if family.grows or family.latent else 0.0
+    growth_length = fields.integer("rope.scaling.original_context_length", context_length) if growth else 0
+    if growth and family.latent:
+        growth_length = fields.integer("attention.temperature_length", growth_length)
     slides = _slides(fields, num_layers, context_length)
     rotated = each_layer(num_layers, lambda i: family.unrotated_every == 0 or (i + 1) % family.unrotated_every != 0)
     if family.turns_in_windows and any(slides):
@@ -291,7 +296,8 @@ def _read_config(
     embed = tensors.get("embed")
     if embed is None or len(embed.shape) != 2:
         raise CheckpointError(f"{fields.what}: token_embd.weight is {'missing' if embed is None else 'a vector'}, wanted a matrix")
-    return ModelConfig(
+    scaling = rope_scaling(fields, context_length, turned, factors, family.latent)
+    config = ModelConfig(
         architecture=family.architecture,
         vocab_size=embed.shape[0],
         hidden_size=hidden_size,
@@ -305,10 +311,10 @@ def _read_config(
         context_length=context_length,
         norm_eps=fields.number(eps),
         rope_base=fields.number("rope.freq_base", 10000.0),
-        rope_scaling=rope_scaling(fields, context_length, turned, factors),
+        rope_scaling=scaling,
         rope_dims=0 if turned == head_dim else turned,
         query_growth=growth,
-        query_growth_length=fields.integer("rope.scaling.original_context_length", context_length) if growth else 0,
+        query_growth_length=growth_length,
         mlp_bias="layers.0.up_bias" in tensors,
         qkv_bias=bool({f"{first}q_bias", f"{first}q_bias+k_bias+v_bias"} & tensors.keys()),
         o_bias=f"{first}o_bias" in tensors,
@@ -323,6 +329,7 @@ def _read_config(
         **_read_delta_net(fields, family, num_layers),
         **{"qk_norm": "use_qk_norm" in family.hf_defaults and "layers.0.q_norm" in tensors, **family.flags},
     )
+    return replace(config, **read_latent(fields, scaling, tensors)) if family.latent else config
 
 
 def _scales(fields: Fields, family: Family, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
@@ -378,6 +385,9 @@ def _read_experts(
         "groups_used": max(fields.integer("expert_group_used_count", 1), 1),
         "bias": some + "router_bias" in tensors,
     }
+    if family.latent and not gating:  # files from before the key; GLM-4.7-Flash is known by its size
+        is_glm = num_layers in (47, 48) and tensors["embed"].shape[0] == 154880
+        facts["score"] = "sigmoid" if is_glm else "softmax"
     if gating:
         facts["score"] = GGUF_SCORES[gating]
     if "expert_weights_norm" in fields:
@@ -430,10 +440,13 @@ def _slides(fields: Fields, num_layers: int, context_length: int) -> tuple[bool,
 ROPE_TENSORS = (_ROPE_FACTORS, _LONG, _SHORT)
 
 
-def rope_scaling(fields: Fields, context_length: int, turned: int, factors: Mapping[str, QuantTensor]) -> RopeScaling | None:
+def rope_scaling(
+    fields: Fields, context_length: int, turned: int, factors: Mapping[str, QuantTensor], latent: bool = False
+) -> RopeScaling | None:
     """The file's stretching of rotary frequencies, or None. Raises CheckpointError on a kind that is not supported.
 
-    turned: dimensions of a head that turn. factors: of ROPE_TENSORS those that the file has.
+    turned: dimensions of a head that turn. factors: of ROPE_TENSORS those that the file has. latent: whether a slope of YaRN's
+    factor is of the scores of latent attention, as `latent.read_gguf` reads it, and leaves none for cosines and sines.
     """
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))
     # Files older than the type key mean linear scaling.
@@ -477,7 +490,9 @@ def rope_scaling(fields: Fields, context_length: int, turned: int, factors: Mapp
             # The second is Ollama's name for it.
             beta_fast=fields.number("rope.scaling.yarn_beta_fast", fields.number("rope.scaling.beta_fast", 32.0)),
             beta_slow=fields.number("rope.scaling.yarn_beta_slow", fields.number("rope.scaling.beta_slow", 1.0)),
-            attention_factor=_yarn_attention(fields, factor, attention_factor),
+            attention_factor=attention_factor
+            if latent and fields.number("rope.scaling.yarn_log_multiplier", 0.0)
+            else _yarn_attention(fields, factor, attention_factor),
             # Our own key: llama.cpp goes by whole pairs in every model, also in gpt-oss, which was trained without.
             truncate=fields.boolean("rope.scaling.yarn_truncate", True),
         )

@@ -17,6 +17,7 @@ from cpuspec.checkpoints.canonical import HF, Names, arranged
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, MODEL_TYPES, NOT_COMPUTED, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields, read_json_object
+from cpuspec.checkpoints.latent import read_hf as read_latent
 from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
 from cpuspec.checkpoints.recurrent import dense_size, has_experts, kinds_of, multiplied, num_layers_of, read_hf
 from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
@@ -279,7 +280,9 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
     head_dim = fields.integer("head_dim", fields.integer("attention_head_dim", hidden_size // num_heads))
     if not attends:
         num_heads, head_dim = 1, 2
-    if attends and "head_dim" not in fields and hidden_size % num_heads:
+    if family.latent:
+        head_dim = fields.integer("qk_rope_head_dim")
+    elif attends and "head_dim" not in fields and hidden_size % num_heads:
         fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden_size}, or head_dim")
     context_length = fields.integer("max_position_embeddings")
     every_bias = fields.boolean("use_bias", False) or fields.boolean("bias", False)
@@ -321,7 +324,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         rotated = slides
     eps_keys = ("rms_norm_eps", "norm_epsilon", "layer_norm_eps", "norm_eps", "layer_norm_epsilon")
     eps = next((key for key in eps_keys if key in fields), "rms_norm_eps")
-    return ModelConfig(
+    config = ModelConfig(
         architecture=family.architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -355,6 +358,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
             "activation": _clamped(fields, family) or _ACTIVATIONS[activation],
         },
     )
+    return replace(config, **read_latent(fields, rope, scaling)) if family.latent else config
 
 
 def _clamped(fields: Fields, family: Family) -> str:
@@ -390,7 +394,7 @@ _EXPERTS_USED = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 _EXPERT_SIZES = ("moe_intermediate_size", "expert_hidden_dim", "intermediate_size")
 _SHARED_SIZES = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
 _SHARED_COUNTS = ("num_shared_experts", "n_shared_experts", "moe_num_shared_experts", "num_shared_expert")  # of an expert's size
-_STEPS = ("decoder_sparse_step", "moe_layer_interval")
+_STEPS = ("decoder_sparse_step", "moe_layer_interval", "moe_layer_freq")
 _FIRSTS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
 
@@ -407,17 +411,23 @@ def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, 
     if step < 1:
         fields.fail(next(key for key in _STEPS if key in fields), "at least 1")
     layers = each_layer(num_layers, lambda i: i not in dense and (i + 1) % step == 0 and i >= first and (last < 0 or i <= last))
+    if kinds := fields.items("mlp_layer_types"):
+        if len(kinds) != num_layers or set(map(str, kinds)) - {"dense", "sparse"}:
+            fields.fail("mlp_layer_types", f"dense or sparse for each of {num_layers} layers")
+        layers = tuple(kind == "sparse" for kind in kinds)
     if family.single:
         layers = tuple(kind != "none" for kind in kinds_of(fields, family, num_layers))
         fields.integer("n_shared_experts", 0)  # whose size is that of all
         if fields.value("moe_latent_size") is not None:
             fields.fail("moe_latent_size", "null; experts of another width than the model's are not supported")
+    if fields.text("topk_method", "greedy") == "group_limited_greedy" and fields.integer("n_group", 1) > 1:
+        fields.fail("topk_method", "greedy or noaux_tc; groups by their best expert alone are not supported")
     size = number(_EXPERT_SIZES)
     facts: dict[str, Any] = {
         "count": number(_EXPERT_COUNTS),
         "used": number(_EXPERTS_USED),
         "size": size,
-        "score": fields.text("score_function", "softmax"),
+        "score": fields.text("scoring_func", fields.text("score_function", "softmax")),
         "shifted": fields.boolean("moe_router_enable_expert_bias", fields.boolean("use_expert_bias", False)),
         "normalised": fields.boolean("norm_topk_prob", True),
         "scale": fields.number("routed_scaling_factor", 1.0),

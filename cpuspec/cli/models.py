@@ -205,7 +205,7 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
     config, tensors, kv_format = checkpoint.config, checkpoint.tensors, get_kv_format(EngineConfig.kv_format)
     share = config.experts.used / config.experts.count if config.experts else 1.0
     read_bytes = sum(
-        t.num_bytes * (share if len(t.shape) == 3 else 1)
+        t.num_bytes * (share if ".expert_" in name else 1)
         for name, t in tensors.items()
         if name != "embed" or config.tied_embeddings
     )
@@ -227,7 +227,10 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
         else None,
         "kv_format": kv_format.name,
         "state_bytes_per_sequence": 4 * state_numbers(config, 32),  # with the rows that `kernels.recurrent` keeps
-        "kv_bytes_per_token": 2 * config.num_attention_layers * config.num_kv_heads * stored_bytes(kv_format, config.head_dim),
+        "kv_bytes_per_token": (1 if config.latent else 2)
+        * config.num_attention_layers
+        * config.num_kv_heads
+        * stored_bytes(kv_format, config.head_dim),
         "read_bytes_per_token": read_bytes,
         "processor": isa.describe(),
         "threads": threads,
@@ -300,6 +303,13 @@ def totals(tensors: Iterable[QuantTensor]) -> Report:
     }
 
 
+def _heads(config: Report) -> str:
+    if latent := config["latent"]:
+        made = f"keys and values made of {latent['rank']} and {latent['turned']} numbers"
+        return f"{config['num_heads']} of {latent['plain'] + latent['turned']}, {made}"
+    return f"{config['num_heads']} of {config['head_dim']}, {config['num_kv_heads']} for keys and values"
+
+
 def _prediction(found: Report | None) -> list[tuple[str, str]]:
     """A line about a layer for multi-token prediction, if there is one."""
     if not found:
@@ -325,7 +335,7 @@ def show_model(report: Report) -> None:
         ("architecture", config["architecture"]),
         ("layers", config["num_layers"]),
         ("hidden size", f"{config['hidden_size']}, MLP {config['intermediate_size']}"),
-        ("heads", f"{config['num_heads']} of {config['head_dim']}, {config['num_kv_heads']} for keys and values"),
+        ("heads", _heads(config)),
         *([("experts", f"{experts['count']} of {experts['size']}, {experts['used']} for a token")] if experts else []),
         *([("windows", f"{max(windows)} tokens in {len(windows) - windows.count(0)} layers")] if windows else []),
         ("vocabulary", f"{config['vocab_size']}, {output}"),

@@ -6,7 +6,7 @@ as data (`cpuspec.layers`) and a name map in its reader; a new operation is a li
 
 from typing import Protocol, TypeVar
 
-from cpuspec.config import DeltaNet, HeadConfig, Mamba2, ModelConfig, ShortConv
+from cpuspec.config import DeltaNet, HeadConfig, Latent, Mamba2, ModelConfig, ShortConv
 from cpuspec.layers import Attention, FeedForward, Layer, Mixer, layers_of
 
 V = TypeVar("V")  # a backend's rows of numbers: an array, a tensor, the name of a node, or a buffer
@@ -35,8 +35,21 @@ class Operations(Protocol[V]):
         """Queries and keys: RMS norm of each head, or of all, if there is one, then rotary positions; or these first."""
         ...
 
-    def attention(self, layer: Layer, q: V, k: V, v: V) -> V:
-        """Append keys and values to the cache, then softmax(scores) v over the tokens that each row sees, [T, H * D]."""
+    def attention(self, layer: Layer, q: V, k: V, v: V | None) -> V:
+        """Append keys and values to the cache, then softmax(scores) v over the tokens that each row sees, [T, H * D].
+
+        v: None for latent attention, whose values are the `rank` numbers in the cached keys: [T, H * rank].
+        """
+        ...
+
+    def absorb(self, layer: Layer, plain: V, turned: V, latent: V, k_turned: V) -> tuple[V, V]:
+        """Queries [T, H * D] and keys [T, D] of latent attention, before rotary positions, in the order of `Latent.dims`: the
+        product of each head's `plain` with its `k_b` beside `turned`, and the RMS norm of `latent` beside `k_turned`.
+        """
+        ...
+
+    def expand(self, layer: Layer, mixed: V) -> V:
+        """The product of each head's `rank` numbers with its `v_b`, [T, H * value_dims]."""
         ...
 
     def convolve(self, layer: Layer, x: V) -> V:
@@ -134,6 +147,12 @@ def _mixed(ops: Operations[V], layer: Layer, x: V, read: V | None) -> V:
 def _mix(ops: Operations[V], layer: Layer, mixer: Mixer, rows: tuple[V, ...]) -> V:
     """A mixer of a layer, up to its output matrix. rows: of its projections. A kind of mixer is a case here."""
     match mixer:
+        case Attention(latent=Latent() as latent):
+            *queries, vector, k_turned = rows
+            if latent.q_rank:
+                queries = list(ops.linears(queries[0], tuple(map(layer.weight, ("q_plain", "q_turned"))), layer.weight("q_a_norm")))
+            q, k = ops.rotate(layer, *ops.absorb(layer, queries[0], queries[1], vector, k_turned))
+            return ops.expand(layer, ops.attention(layer, q, k, None))
         case Attention():
             q, k, v, *gates = rows
             q, k = ops.rotate(layer, q, k)

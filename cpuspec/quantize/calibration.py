@@ -52,7 +52,7 @@ def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, Q
         shape, strides = (config.num_attention_layers, *one[1:]), (0, *arrays[0].strides[1:])
         keys, values = (np.lib.stride_tricks.as_strided(array, shape, strides) for array in arrays)
         zeros = partial(np.zeros, dtype=np.float32)
-        return Storage(keys, values, [new_state(mixer, zeros) for mixer in recurrent_mixers(config)])
+        return Storage(keys, None if config.latent else values, [new_state(mixer, zeros) for mixer in recurrent_mixers(config)])
 
     cache = KVCache(count, length, new_storage, _never, _never, 0)
     batch = ForwardBatch(
@@ -120,6 +120,12 @@ class _Watched:
         normed = self._forward.norm(x, norm)
         self._on_inputs(normed, names)
         return tuple(self._forward.linear(normed, name) for name in names)
+
+    def absorb(self, layer: Layer, plain: Array, turned: Array, latent: Array, k_turned: Array) -> tuple[Array, Array]:
+        return self._forward.absorb(layer, plain, turned, latent, k_turned, self._on_inputs)
+
+    def expand(self, layer: Layer, mixed: Array) -> Array:
+        return self._forward.expand(layer, mixed, self._on_inputs)
 
     def add(self, x: Array, branch: Array, name: str, norm: str | None) -> Array:
         self._on_inputs(branch, (name,))

@@ -19,6 +19,7 @@ from cpuspec.checkpoints.gguf import GGUF_POOLINGS, GGUF_SAMPLING_KEYS, GGUF_SCO
 from cpuspec.checkpoints.gguf_file import Value, read_gguf
 from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.checkpoints.gguf_writer import TensorInfo, entry, write_gguf
+from cpuspec.checkpoints.latent import gguf_entries as latent_entries
 from cpuspec.checkpoints.recurrent import gguf_entries
 from cpuspec.config import DeltaNet, Mamba2, ModelConfig, Rope
 from cpuspec.errors import ConfigError
@@ -253,7 +254,7 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
             }
             if not scaling.truncate:
                 found["rope.scaling.yarn_truncate"] = False
-    found = {key: value for key, value in (found | gguf_entries(c)).items() if value is not None}
+    found = {key: value for key, value in (found | gguf_entries(c) | latent_entries(c)).items() if value is not None}
     if FAMILIES[c.architecture].has_scales and c.is_recurrent:
         found["rope.scaling.finetuned"] = "none" not in c.layer_ropes
     general: dict[str, Value] = {"general.architecture": architecture, "general.type": "model", "general.name": checkpoint.name}

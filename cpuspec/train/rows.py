@@ -85,7 +85,14 @@ class Rows:
         """Queries [T, H, D] and keys [T, G, D]."""
         return self._rotated(layer, q, "q_norm"), self._rotated(layer, k, "k_norm")
 
-    def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def absorb(self, layer: Layer, plain: Tensor, turned: Tensor, latent: Tensor, k_turned: Tensor) -> tuple[Tensor, Tensor]:
+        raise AssertionError("heads that are trained have keys and values of their own")
+
+    def expand(self, layer: Layer, mixed: Tensor) -> Tensor:
+        raise AssertionError("heads that are trained have keys and values of their own")
+
+    def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+        assert v is not None, "heads that are trained have values"
         v = v.unflatten(1, (-1, self._config.head_dim))
         return self._attention.attend(layer.index, q, k, v, layer.attention.scale).flatten(1)
 

@@ -142,6 +142,10 @@ def _arrays(
 ) -> dict[str, F32]:
     """What both kinds of heads have, but for the output matrix."""
     c, inside = target.config, shape.intermediate_size or target.config.intermediate_size
+    if c.latent:
+        raise ConfigError(
+            f"{target.name} has latent attention, whose shape no head that is trained here has; wanted another target"
+        )
     if not 1 <= inside <= c.intermediate_size or not 1 <= shape.num_layers <= c.num_layers - 1:
         raise ConfigError(
             f"the head is to have {shape.num_layers} layers and {inside} numbers inside; "

@@ -11,7 +11,7 @@ from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
-from cpuspec.config import EngineConfig, Mamba2
+from cpuspec.config import EngineConfig, Latent, Mamba2, RopeScaling
 from cpuspec.errors import BackendError
 from cpuspec.formats import Format, QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
@@ -73,6 +73,30 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "nemotron_h_moe": {"architecture": "nemotron_h_moe", "num_layers": 4, "shared_size": 96, "tied": False},
     "falcon-h1": {"architecture": "falcon-h1", "tied": False},
     "falcon-h1 with norms": {"architecture": "falcon-h1", "tied": False, "mamba2": Mamba2(2, 32, 16, 16, bias=False)},
+}
+
+
+# Of families whose keys and values are made of one vector.
+YARN = RopeScaling("yarn", factor=40.0, original_context_length=64, attention_factor=1.0)
+_SPARSE = {"num_layers": 2, "dense_layers": (0,), "tied": False}
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek2": {
+        **{"architecture": "deepseek2", **_SPARSE, "shared_size": 128, "rope_scaling": YARN, "mscale": 1.0},
+        "router": {"normalised": True, "scale": 2.5, "groups": 4, "groups_used": 2},
+    },
+    "deepseek2 without a rank of queries": {
+        **{"architecture": "deepseek2", "num_layers": 1, "shared_size": 128, "num_heads": 3},
+        **{"latent": Latent(32, 16, 24, 80), "router": {"normalised": True, "scale": 1.5}},
+    },
+    "deepseek_v2": {
+        **{"architecture": "deepseek_v2", **_SPARSE, "shared_size": 256, "rope_scaling": YARN, "mscale": 0.707},
+        "latent": Latent(64, 32, 48, 48),
+    },
+    "glm4_moe_lite": {
+        **{"architecture": "glm4_moe_lite", **_SPARSE, "shared_size": 128, "num_heads": 5},
+        "router": {"normalised": True, "scale": 1.8},
+    },
+    "mistral4": {"architecture": "mistral4", "shared_size": 128, "tied": False, "router": {"normalised": True}},
 }
 
 

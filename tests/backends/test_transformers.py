@@ -11,7 +11,7 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.config import DeltaNet, EngineConfig, RopeScaling
-from tests.backends.models import MIXTURES, RECURRENT, forward
+from tests.backends.models import LATENT, MIXTURES, RECURRENT, forward
 from tools.make_tiny_model import make_tiny_hf, write_huggingface
 
 LLAMA3 = RopeScaling("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=128)
@@ -45,6 +45,7 @@ MODELS = {
     "qwen3 with windows": {"architecture": "qwen3", "window": 30},
     **MIXTURES,
     **RECURRENT,
+    **LATENT,
     "qwen35": {"architecture": "qwen35", "num_layers": 4},
     "qwen35 with one layer of each kind": {"architecture": "qwen35", "tied": False},
     "qwen35moe": {"architecture": "qwen35moe", "num_layers": 4, "shared_size": 96, "tied": False},
@@ -90,6 +91,10 @@ def _values(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
 
 # Settings with which a model must compute something else: the comparison sees each of them.
 WRONG: dict[str, list[dict]] = {
+    "deepseek2": [{"query_scale": 0.112}, {"rope_base": 20000.0}, {"experts": {"groups_used": 4}}, {"experts": {"scale": 1.5}}],
+    "deepseek_v2": [{"query_scale": 0.112}, {"experts": {"normalised": True}}, {"shared_size": 0}],
+    "glm4_moe_lite": [{"experts": {"score": "softmax"}}, {"experts": {"shifted": False}}],
+    "mistral4": [{"query_growth": 0.0}, {"rope_scaling": None}],
     "lfm2": [{"qk_norm": False}, {"rope_base": 20000.0}],
     "lfm2moe": [{"experts": {"score": "softmax"}}, {"experts": {"normalised": False}}, {"experts": {"shifted": False}}],
     "granitehybrid": [{"layer_ropes": ()}, {"residual_scale": 1.0}],
@@ -154,12 +159,14 @@ WRONG: dict[str, list[dict]] = {
 def _meant(path: Path, name: str) -> tuple[Checkpoint, np.ndarray]:
     """A model, and transformers' logits of TOKENS."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Mistral4ForCausalLM
 
     directory = make_tiny_hf(path / "model", **MODELS[name])
     checkpoint = open_checkpoint(directory)
     family = FAMILIES[checkpoint.config.architecture]
     auto = AutoModelForImageTextToText if family.text_alike else AutoModelForCausalLM
+    if family.architecture == "mistral4":  # of which the table of causal models knows nothing
+        auto = Mistral4ForCausalLM
     oracle = make_tiny_hf(path / "twin", **{**MODELS[name], **TWINS[name]}) if name in TWINS else directory
     if checkpoint.config.architecture == "internlm2":  # whose code transformers does not have: a Llama of other names
         oracle = write_huggingface(

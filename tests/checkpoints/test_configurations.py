@@ -156,7 +156,7 @@ def test_a_scaling_added_by_hand_keeps_the_base_that_the_file_has(tmp_path: Path
         ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor is 4.0, wanted it absent; with rope type default"),
         ({"rope_interleaved": True}, "rope_interleaved is True, wanted false"),
         ({"is_causal": False}, "is_causal is False, wanted true"),
-        ({"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}, "wanted a family without keys and values made"),
+        ({"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}, "wanted a family without delta nets whose"),
         ({"architectures": None, "model_type": "gpt_neox"}, "architectures is absent, wanted one of LlamaForCausalLM"),
     ],
 )
