@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cpuspec.config import EngineConfig, LevelSpec, ModelConfig, SamplingParams, SpecConfig
+    from cpuspec.engine.async_llm import AsyncLLM
     from cpuspec.engine.engine import Output
     from cpuspec.engine.llm import LLM, Completion
     from cpuspec.errors import (
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BackendError",
     "CacheError",
     "CheckpointError",
@@ -48,6 +50,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "cpuspec.engine.llm",
+    "AsyncLLM": "cpuspec.engine.async_llm",
     "Completion": "cpuspec.engine.llm",
     "Output": "cpuspec.engine.engine",
     "EngineConfig": "cpuspec.config",

@@ -752,6 +752,10 @@ def _biases(value: object) -> _FrozenDict:
     )
 
 
+def _is_minus_one(value: object) -> bool:
+    return value == -1 and not isinstance(value, bool)
+
+
 def _or_none(read: Callable[[object], _T]) -> Callable[[object], _T | None]:
     return lambda value: None if value is None else read(value)
 
@@ -778,6 +782,9 @@ _SHIFT = _Kind(partial(number, low=-1e6, high=1e6), "a number from -1e6 to 1e6")
 _PENALTY = _Kind(partial(number, low=1e-3, high=1e3), "a number from 0.001 to 1000")
 _FACTOR = _Kind(partial(number, above=0), "a number > 0")
 _COUNT, _POSITIVE_COUNT = (_Kind(partial(whole, low=low), f"an integer >= {low}") for low in (0, 1))
+# vLLM and llama.cpp write -1 for "off" and "none".
+_TOP_K = _Kind(lambda value: 0 if _is_minus_one(value) else whole(value, low=0), "an integer >= 0, or -1 for off")
+_SEED = _Kind(lambda value: None if value is None or _is_minus_one(value) else whole(value, low=0), "None or an integer >= 0")
 _BOOLEAN, _TEXT = _Kind(_flag, "True or False"), _Kind(_text, "a text")
 _TEXTS, _IDS = _Kind(_texts, "a text or several, none of them empty, or None"), _Kind(_ids, "token ids, or None")
 _SCHEMA = _Kind(_or_none(_schema), "a JSON schema, as a dict or as JSON text, or None")
@@ -804,7 +811,7 @@ class SamplingParams:
         "by default what the model's files or its recipe recommend, else greedy.",
         "T",
     )
-    top_k: int = _setting(0, _COUNT, "Sample among the K likeliest tokens; 0 is off.", "K")
+    top_k: int = _setting(0, _TOP_K, "Sample among the K likeliest tokens; 0 is off.", "K")
     top_p: float = _setting(1.0, _SHARE, "Sample among the likeliest tokens that together have P; 1 is off.", "P")
     min_p: float = _setting(0.0, _SHARE_OR_0, "Drop tokens less likely than P times the likeliest; 0 is off.", "P")
     repetition_penalty: float = _setting(1.0, _PENALTY, "Above 1, tokens of prompt and answer become less likely; 1 is off.", "X")
@@ -813,9 +820,17 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = _setting(
         _FrozenDict(), _BIASES, "Added to a token's logit; -inf forbids it. Repeatable.", "ID=BIAS"
     )
-    seed: int | None = _setting(None, _optional(_COUNT), "Repeats a sampled answer; by default one is drawn, and shown.", "S")
+    seed: int | None = _setting(None, _SEED, "Repeats a sampled answer; by default one is drawn, and shown.", "S")
     stop: tuple[str, ...] = _setting((), _TEXTS, "End before this text, which is not shown. Taken literally. Repeatable.", "TEXT")
     stop_token_ids: tuple[int, ...] = _setting((), _IDS, "End with this token, too. Repeatable.", "ID")
+    include_stop_str_in_output: bool = _setting(False, _BOOLEAN, "The answer's text ends with the stop text that ended it.")
+    skip_special_tokens: bool = _setting(True, _BOOLEAN, "Leave special tokens out of the answer's text.")
+    allowed_token_ids: tuple[int, ...] = _setting(
+        (), _IDS, "Choose among these tokens alone; by default among all. Repeatable.", "ID"
+    )
+    bad_words: tuple[str, ...] = _setting(
+        (), _TEXTS, "The answer never has this text as the tokenizer writes it alone, or behind a space. Repeatable.", "TEXT"
+    )
     ignore_eos: bool = _setting(False, _BOOLEAN, "Go on when the model ends its answer, up to --max-tokens.")
     max_tokens: int = _setting(256, _POSITIVE_COUNT, "Tokens that an answer may have at most.", "N")
     min_tokens: int = _setting(0, _COUNT, "Tokens that an answer has at least: before, no end token is taken, and no --stop.", "N")
@@ -867,6 +882,8 @@ class SamplingParams:
             raise ConfigError(f"an answer keeps to one grammar; got {' and '.join(given)}")
         if self.ignore_eos:
             raise ConfigError(f"{given[0]} says where the answer ends; leave out ignore_eos")
+        if self.allowed_token_ids:
+            raise ConfigError(f"{given[0]} says which tokens the answer may have; leave out allowed_token_ids")
         if -math.inf in self.logit_bias.values():
             raise ConfigError(f"a logit_bias of -inf may forbid all that {given[0]} allows; take a finite one, as -100")
 

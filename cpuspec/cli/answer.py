@@ -1,7 +1,7 @@
 """One streamed answer: collected while it is shown, kept when it is interrupted, and its figures in a line."""
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from secrets import randbits
@@ -40,7 +40,7 @@ def keep_quiet(text: str) -> None:
 
 def collect(
     llm: LLM,
-    prompt: str | list[Message],
+    prompt: str | Sequence[Message],
     params: SamplingParams,
     show: Callable[[str], None],
     show_apart: Callable[[str], None] = keep_quiet,

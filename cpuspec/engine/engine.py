@@ -116,7 +116,8 @@ class Engine:
         seq = Sequence.new(next(self._ids), prompt, params, of_drafts, prediction, of_answer)
         seq.turns = self._tokenizer.turns(seq.tokens) if self._context.cache.states else ()
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
-        text = StopText(self._tokenizer.stream(shown=shown, after=prompt[-1]), params.stop, params.min_tokens)
+        decoder = self._tokenizer.stream(params.skip_special_tokens, shown, prompt[-1])
+        text = StopText(decoder, params.stop, params.min_tokens, params.include_stop_str_in_output)
         meter = RequestMeter(len(seq.tokens), [one.cache.bytes_per_token for one in self._contexts])
         # The context's end limits drafts anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
@@ -138,7 +139,8 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens and the context holds {self._context.capacity}, "
                 "at least one of them generated; shorten the prompt or raise context_length"
             )
-        for name, ids in (("logit_bias", list(params.logit_bias)), ("stop_token_ids", list(params.stop_token_ids))):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            ids = list(getattr(params, name))
             if not all(0 <= token < vocab_size for token in ids):
                 raise ConfigError(f"{name} ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}")
         if sum(bias == float("-inf") for bias in params.logit_bias.values()) == vocab_size:

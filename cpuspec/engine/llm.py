@@ -2,7 +2,7 @@
 
 import weakref
 from collections import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -48,7 +48,7 @@ from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.proposer import LevelContext
 from cpuspec.text import Tokenizer, make_tokenizer
 
-Message = dict[str, str]
+Message = Mapping[str, Any]
 Conversation = str | Seq[Message]
 Prompt = str | Seq[int]
 Params = SamplingParams | Seq[SamplingParams] | None
@@ -226,13 +226,24 @@ class LLM:
         messages: Conversation,
         params: SamplingParams | None = None,
         *,
+        tools: Seq[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Variables = None,
+        continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
         **settings: Any,
     ) -> Completion: ...
 
     @overload
     def chat(
-        self, messages: Seq[Seq[Message]], params: Params = None, *, chat_template_kwargs: Variables = None, **settings: Any
+        self,
+        messages: Seq[Seq[Message]],
+        params: Params = None,
+        *,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Variables = None,
+        continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
+        **settings: Any,
     ) -> list[Completion]: ...
 
     def chat(
@@ -240,18 +251,25 @@ class LLM:
         messages: Conversation | Seq[Seq[Message]],
         params: Params = None,
         *,
+        tools: Seq[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Variables = None,
+        continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
         **settings: Any,
     ) -> Completion | list[Completion]:
         """Answer a conversation (a list of messages, each with role and content) through the model's chat template.
 
-        A text is the message of a user. Returns a Completion, or a list of them for a list of conversations or for `n` above 1.
-        params, settings: as in `generate`. chat_template_kwargs: variables of the template, as {"enable_thinking": False}.
+        A text is the message of a user; a content may be a list of parts with texts. Returns a Completion, or a list of them for a
+        list of conversations or for `n` above 1. params, settings: as in `generate`. tools: functions in OpenAI's form, given to
+        the template; a call is part of the answer's text, as the model writes it. chat_template_kwargs: variables of the template,
+        as {"enable_thinking": False}. continue_final_message: the answer goes on with the last message's text.
         """
+        variables = dict(chat_template_kwargs or {}) | ({"tools": list(tools)} if tools else {})
+        how = {"add_generation_prompt": add_generation_prompt, "continues": continue_final_message}
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if _is_conversation(messages):
-            prompt = self._prompt_ids(messages, variables=chat_template_kwargs)
+            prompt = self._prompt_ids(messages, variables=variables, **how)
             answers = self._complete([prompt], _read_params(params, settings, 1))
             return answers if len(answers) > 1 else answers[0]
         if not isinstance(messages, list | tuple) or not all(map(_is_conversation, messages)):
@@ -259,7 +277,7 @@ class LLM:
                 f"messages are a text, a list of messages such as {{'role': 'user', 'content': 'hello'}}, or a list of such lists; "
                 f"got {repr(messages)[:80]}"
             )
-        prompts = [self._prompt_ids(conversation, variables=chat_template_kwargs) for conversation in messages]
+        prompts = [self._prompt_ids(conversation, variables=variables, **how) for conversation in messages]
         return self._complete(prompts, _read_params(params, settings, len(prompts)))
 
     def stream(
@@ -270,7 +288,7 @@ class LLM:
         shown: abc.Set[int] = frozenset(),
         chat_template_kwargs: Variables = None,
         **settings: Any,
-    ) -> Iterator[Output]:
+    ) -> Generator[Output]:
         """Yield one output a step; the last one carries finish_reason and stats.
 
         The request starts with the first `next`. Closing the generator, or leaving its loop, frees its slot; its figures are then
@@ -525,7 +543,7 @@ class LLM:
         indices = [index for one in params for index in range(one.n)]
         return [_completion(parts, index) for parts, index in zip(outputs, indices, strict=True)]
 
-    def _stream(self, prompt: list[int], params: SamplingParams, shown: abc.Set[int]) -> Iterator[Output]:
+    def _stream(self, prompt: list[int], params: SamplingParams, shown: abc.Set[int]) -> Generator[Output]:
         self.check(prompt, params)
         request_id = self._shared.submit(prompt, params, shown=shown)
         try:
@@ -536,13 +554,15 @@ class LLM:
         finally:
             self._shared.drop(request_id)
 
-    def _prompt_ids(self, prompt: Any, parse_special: bool = True, variables: Variables = None) -> list[int]:
-        """Token ids of a text, of ids, or of a conversation. variables: of the chat template."""
+    def _prompt_ids(self, prompt: Any, parse_special: bool = True, variables: Variables = None, **how: bool) -> list[int]:
+        """Token ids of a text, of ids, or of a conversation. variables, how: of `Tokenizer.encode_chat`."""
         self._shared.check_open()
+        if isinstance(prompt, Mapping):  # vLLM's spelling
+            prompt = next((prompt[name] for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None), prompt)
         if isinstance(prompt, str):
             ids = self.tokenizer.encode_prompt(prompt, parse_special)
         elif _is_conversation(prompt):
-            ids = self.tokenizer.encode_chat([dict(message) for message in prompt], variables=variables)
+            ids = self.tokenizer.encode_chat([_as_text(message) for message in prompt], variables=variables, **how)
         elif _is_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
             ids = [int(token) for token in prompt]
         else:
@@ -556,9 +576,21 @@ class LLM:
 
 def _listed(prompts: Prompt | Seq[Prompt]) -> list[Any]:
     """One prompt or several as a list of them. Raises ConfigError."""
-    if not isinstance(prompts, str | list | tuple | np.ndarray):
+    if not isinstance(prompts, str | list | tuple | np.ndarray | Mapping):
         raise ConfigError(f"prompts are texts or lists of token ids, one or a list of them; got {type(prompts).__name__}")
-    return [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+    return [prompts] if isinstance(prompts, str | Mapping) or _is_ids(prompts) else list(prompts)
+
+
+def _as_text(message: Message) -> dict[str, Any]:
+    """A message whose content is one text: of a list of parts, as OpenAI's protocol has it, their texts on lines of their own."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return dict(message)
+    if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in content):
+        raise ConfigError(
+            "a message's content is a text, or a list of parts {'type': 'text', 'text': ...}; this model reads no others"
+        )
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def _read_params(params: Params, settings: dict[str, Any], num_prompts: int) -> list[SamplingParams]:

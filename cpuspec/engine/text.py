@@ -18,11 +18,12 @@ class Decoder(Protocol):
 class StopText:
     """The text of one request. Holds back text that may begin a stop string, and cuts before a whole one.
 
-    least: the first tokens, of which no stop string is looked for.
+    least: the first tokens, of which no stop string is looked for. shows_stop: the stop string that ends the text is part of it.
     """
 
-    def __init__(self, decoder: Decoder, stop: tuple[str, ...], least: int = 0) -> None:
+    def __init__(self, decoder: Decoder, stop: tuple[str, ...], least: int = 0, shows_stop: bool = False) -> None:
         self.stopped = False
+        self._shows_stop = shows_stop
         self._num_free = least
         self._decoder = decoder
         self._stop = stop
@@ -42,10 +43,11 @@ class StopText:
 
     def _release(self, piece: str) -> str:
         text = self._pending + piece
-        found = [index for index in (text.find(stop) for stop in self._stop) if index >= 0]
+        found = [(index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
         if found:
             self.stopped, self._pending = True, ""
-            return text[: min(found)]
+            index, stop = min(found)
+            return text[: index + len(stop) * self._shows_stop]
         held = max((overlap(text, stop) for stop in self._stop), default=0)
         self._pending = text[len(text) - held :]
         return text[: len(text) - held]

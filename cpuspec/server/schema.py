@@ -91,6 +91,8 @@ class SamplingFields(_Scalars):
     """Fields that every request for an answer may have, in every protocol."""
 
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     logit_bias: dict[str, Any] | list[list[Any]] | None = None
     speculation: Speculation | None = None
     cache_salt: str | None = None  # vLLM's
@@ -216,7 +218,8 @@ def refuse(body: Body, reasons: Mapping[str, str]) -> None:
 def sampling_params(model: ServedModel, body: SamplingFields, **own: Any) -> SamplingParams:
     """The params that a body asks for. own: fields whose spelling is the endpoint's own; None is absent. Raises ConfigError."""
     given = {name: value for name, value in body.model_dump(include=set(_SCALARS)).items() if name not in _OWN_SPELLING}
-    given |= {"stop_token_ids": body.stop_token_ids, "logit_bias": _biases(model, body.logit_bias), **own}
+    given |= {name: getattr(body, name) for name in ("stop_token_ids", "allowed_token_ids", "bad_words")}
+    given |= {"logit_bias": _biases(model, body.logit_bias), **own}
     given["cache_salt"] = body.cache_salt
     given |= _drafts(model, body.speculation)
     if isinstance(given.get("stop"), list):

@@ -69,14 +69,22 @@ class Grammars:
         return _key(params) in self._compiled
 
     def constraint(self, params: SamplingParams, prompt: Sequence[int] = ()) -> Constraint | None:
-        """The constraint of a request's grammar and `min_tokens`; None if every token is allowed.
+        """The constraint of a request's grammar, `min_tokens`, `allowed_token_ids` and `bad_words`; None if every token is allowed.
 
         prompt: token ids, whose end may open reasoning.
         Raises ConfigError for a grammar that cannot be compiled, exceeds the limits, or allows no text, and without llguidance.
         """
         grammar = self._grammar(params, prompt)
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._tokenizer.eos_ids)} if params.min_tokens else set()
-        return AtLeast(grammar, params.min_tokens, ends, self._tokenizer.vocab_size) if ends else grammar
+        bad = self._bad_words(params.bad_words)
+        if not (ends or bad or params.allowed_token_ids):
+            return grammar
+        return Limited(grammar, self._tokenizer.vocab_size, params.min_tokens, ends, params.allowed_token_ids, bad)
+
+    def _bad_words(self, words: Sequence[str]) -> set[tuple[int, ...]]:
+        """The tokens of each text, as it stands at a text's beginning and behind a space."""
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        return {tuple(self._tokenizer.encode(text, add_special=False)) for text in texts} - {()}
 
     def _grammar(self, params: SamplingParams, prompt: Sequence[int]) -> Constraint | None:
         key = _key(params)
@@ -176,31 +184,53 @@ class GrammarConstraint:
         return len(self._path) == len(wanted) and not self._matcher.is_error()
 
 
-class AtLeast:
-    """A least number of tokens before an answer may end, unless its grammar allows only the end. ends: tokens that end it."""
+class Limited:
+    """Limits beside a grammar, or without one: a least number of tokens, tokens to choose among, and texts that never come.
 
-    def __init__(self, grammar: Constraint | None, least: int, ends: Set[int], vocab_size: int) -> None:
+    ends: tokens that end the answer, of which none is legal before it has `least` tokens, unless the grammar allows only the end.
+    allowed: tokens to choose among, empty for all. bad: token ids of texts; the last one of a text is illegal behind the others.
+    """
+
+    def __init__(
+        self,
+        grammar: Constraint | None,
+        vocab_size: int,
+        least: int = 0,
+        ends: Set[int] = frozenset(),
+        allowed: Sequence[int] = (),
+        bad: Set[tuple[int, ...]] = frozenset(),
+    ) -> None:
         self._grammar = grammar
         self._least = least
+        self._ends = [end for end in ends if end < vocab_size]
         self._free = np.ones(vocab_size, np.bool_)
-        self._no_end = self._free.copy()
-        self._no_end[[end for end in ends if end < vocab_size]] = False
+        if allowed:
+            self._free[:] = False
+            self._free[list(allowed)] = True
+        self._free[[text[0] for text in bad if len(text) == 1]] = False
+        self._bad = [(list(text[:-1]), text[-1]) for text in bad if len(text) > 1]
 
     def legal(self, path: Sequence[int]) -> Legal | None:
         """See `Constraint`."""
         legal = self._grammar.legal(path) if self._grammar else self._free
-        if legal is None or len(path) >= self._least:
-            return legal
-        others: Legal = legal & self._no_end
-        return others if others.any() else legal
+        if legal is None:
+            return None
+        others: Legal = legal & self._free
+        if len(path) < self._least:
+            others[self._ends] = False
+            others = others if others.any() else legal & self._free
+        for before, token in self._bad:
+            if list(path[-len(before) :]) == before:
+                others[token] = False
+        return others if others.any() else None
 
     def accepts(self, path: Sequence[int]) -> bool:
         """See `Constraint`."""
-        return self._grammar is None or self._grammar.accepts(path)
+        return self._grammar is not None and self._grammar.accepts(path)
 
     def forced(self, path: Sequence[int]) -> list[int]:
         """See `Constraint`."""
-        return self._grammar.forced(path) if self._grammar else []
+        return self._grammar.forced(path) if self._grammar and not self._bad else []
 
 
 class BehindReasoning:

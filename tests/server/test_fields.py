@@ -68,7 +68,8 @@ IGNORED = (
     SENT.keys()
     - HOLDERS
     - {
-        *("repeat_penalty", "n_predict", "num_predict", "min_tokens", "seed", "logit_bias", "stop", "grammar"),
+        *("repeat_penalty", "n_predict", "num_predict", "min_tokens", "seed", "logit_bias", "stop", "grammar", "bad_words"),
+        *("allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
         *("functions", "function_call", *REASONING),
     }
 )
