@@ -124,6 +124,7 @@ class Context:
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
         self._salts = [""] * num_slots  # of the sequences that they were computed for
         self._free = list(range(num_slots))  # least recently used first
+        self._latest: list[tuple[int, list[F32]]] = [(0, [])] * num_slots  # hidden states of each slot's last rows, and their first
         self._used = [0] * num_slots  # when each slot was released, by `_clock`
         self._clock = 0
         self._shares = True  # whether sequences may use what was computed for others
@@ -345,14 +346,8 @@ class Context:
 
     def prefix_stats(self, name: str) -> PrefixStats:
         """The figures of the prefix cache; `name` says which model it is."""
-        store, counts = self._store, (self.num_acquired_tokens, self.num_cached_tokens, self.kept_bytes, self._max_kept_bytes)
-        if store is None:
-            return PrefixStats(name, *counts)
-        if store.queue is None:
-            return PrefixStats(name, *counts, store.num_evictions)
-        disk = store.queue.directory
-        of_disk = (disk.num_bytes, disk.num_read, disk.num_written, disk.num_refused, store.queue.num_dropped)
-        return PrefixStats(name, *counts, store.num_evictions, *of_disk)
+        stats = PrefixStats(name, self.num_acquired_tokens, self.num_cached_tokens, self.kept_bytes, self._max_kept_bytes)
+        return self._store.told(stats) if self._store else stats
 
     @property
     def kept_bytes(self) -> int:
@@ -425,7 +420,7 @@ class Context:
             tokens = self._held[slot][: fits if length is None else length]
             with suppress(MemoryError):
                 if self.cache.states:
-                    self.cache.take_snapshot(slot, len(tokens))
+                    self.cache.take_snapshot(slot, len(tokens), self._hidden_at(slot, len(tokens)))
                 self._store.save(slot, tokens, used, self._salts[slot])
 
     def _give_up(self, slot: int) -> None:
@@ -486,14 +481,18 @@ class Context:
                 assigned.snapshots.append(length)
         assigned.snapshots.sort()
 
-    def _take_snapshots(self, feed: _Feed, output: ForwardOutput, first: int, num_before: int) -> None:
-        """Take those that the feed's slot has reached. first: row of the output that token `num_before` of the slot is."""
+    def _hidden_at(self, slot: int, length: int) -> U8:
+        """The asked layers' outputs for the last of the first `length` tokens, if they came from the slot's last forward."""
+        first, layers = self._latest[slot]
+        rows = [layer[length - 1 - first] for layer in layers if 0 <= length - 1 - first < len(layer)]
+        return np.concatenate(rows).view(np.uint8) if rows else np.empty(0, np.uint8)
+
+    def _take_snapshots(self, feed: _Feed) -> None:
+        """Take those that the feed's slot has reached."""
         while feed.snapshots and feed.snapshots[0] <= self.cache.lengths[feed.slot]:
             length = feed.snapshots.pop(0)
-            rows = [layer[first + length - 1 - num_before] for layer in output.hidden]
-            beside = np.concatenate(rows).view(np.uint8) if rows else np.empty(0, np.uint8)
             with suppress(MemoryError):
-                self.cache.take_snapshot(feed.slot, length, beside)
+                self.cache.take_snapshot(feed.slot, length, self._hidden_at(feed.slot, length))
             self._tidy()
 
     def _align(self, seq: Sequence, but: int = 1) -> list[int]:
@@ -596,7 +595,9 @@ class Context:
             start, end = q_start[i], q_start[i + 1]
             size, num_before = end - start, len(self._held[feed.slot])
             self._held[feed.slot] += feed.tokens[: min(size, feed.num_straight)]
-            self._take_snapshots(feed, output, start, num_before)
+            if self.cache.states:
+                self._latest[feed.slot] = num_before, [layer[start:end] for layer in output.hidden]
+                self._take_snapshots(feed)
             if len(slots) > 1:
                 feed.outputs.append(_part(output, slice(start, end), slice(num_scored[i], num_scored[i + 1])))
             else:

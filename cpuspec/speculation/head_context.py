@@ -2,10 +2,12 @@
 
 Row P of a slot is made of token P + 1 and of the verifier's hidden state of token P, and its logits are those of token P + 2. The
 hidden states come with the verdicts (`learn`). Tokens that have none yet get the head's own, and such rows are fed anew each time.
-A prefix that the verifier took from its cache has no hidden states: its rows are those that a finished sequence left, or none.
+A prefix that the verifier took from its cache has no hidden states: its rows are those that a finished sequence left, in a slot or
+in a `PrefixStore`, or none.
 """
 
 from bisect import bisect_right
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -21,9 +23,12 @@ from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
 from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.speculation.context import PromptChunk, shortest_first
 from cpuspec.speculation.prefix_queue import PrefixQueue
+from cpuspec.speculation.prefixes import PrefixStore
 
 # Rows of a prompt are encoded as they come: the outputs of several layers would take more memory until the first draft.
 _ENCODED_AT_ONCE = 64
+
+_MANY = 32  # rows that are worth a copy
 
 
 class DraftedRows(NamedTuple):
@@ -57,6 +62,7 @@ class _Slot:
     positions: list[int] = field(default_factory=list)
     num_rows: int = 0
     salt: str = ""  # of the sequence that they were computed for
+    used: int = 0  # when it ended, by `HeadContext._clock`
 
 
 @dataclass(slots=True)
@@ -129,7 +135,8 @@ class HeadContext:
         self._free = list(range(num_slots))  # least recently used first
         self._followed: dict[int, _Followed] = {}  # by sequence id
         self._max_kept_bytes: int | None = None
-        self._num_rows = self._num_shared_rows = self._num_evictions = 0
+        self._store: PrefixStore | None = None
+        self._num_rows = self._num_shared_rows = self._num_evictions = self._clock = 0
 
     @property
     def is_alone(self) -> bool:
@@ -140,6 +147,7 @@ class HeadContext:
         """Follow a sequence. num_cached: as in `Proposer.begin`."""
         nothing = np.empty((0, self.backend.config.hidden_size), np.float32)
         self._followed[seq.id] = _Followed(seq, num_cached, nothing)
+        self._is_reading(seq)
 
     def learn(self, seq: Sequence, layers: tuple[F32, ...]) -> None:
         """Take the verifier's hidden states up to the last accepted token's, as `Proposer.accept` has them."""
@@ -158,14 +166,23 @@ class HeadContext:
     def end(self, seq: Sequence) -> None:
         """Forget a sequence; its rows stay for later ones that begin alike. One that never began is ignored."""
         one = self._followed.pop(seq.id, None)
+        if self._store:
+            self._store.forget(seq.id)
         if one and one.slot >= 0:
+            self._clock += 1
+            self._slots[one.slot].used = self._clock
             self._free.append(one.slot)
             self._tidy()
 
     def can_draft(self, seq: Sequence) -> bool:
-        """Whether the row behind the last committed token can be made: not before the verifier's first verdict."""
+        """Whether the row behind the last committed token can be made: not before the verifier's first verdict.
+
+        And not while rows of its prefix are on their way from the disk.
+        """
         one = self._followed.get(seq.id)
-        return one is not None and one.first < one.end and one.first < len(seq.tokens) - 1
+        if one is None or not one.first < one.end or not one.first < len(seq.tokens) - 1:
+            return False
+        return one.slot >= 0 or not self._is_reading(seq)
 
     def unknown(self, seq: Sequence) -> list[int]:
         """The tokens of a sequence without a hidden state: the last committed one, behind those that a drafter before it chose."""
@@ -204,29 +221,43 @@ class HeadContext:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values in memory."""
-        return self.cache.used_bytes
+        return self.cache.used_bytes + self._stored_bytes
 
     @property
     def kept_bytes(self) -> int:
         """Of these, those that finished sequences have left."""
-        return sum(map(self.cache.slot_bytes, self._free))
+        return sum(map(self.cache.slot_bytes, self._free)) + self._stored_bytes
+
+    @property
+    def _stored_bytes(self) -> int:
+        return sum(array.nbytes for array in self._store.arrays) if self._store else 0
 
     def keep_prefixes(self, max_bytes: int | None, queue: PrefixQueue | None = None) -> None:
-        """Decide how many bytes finished sequences may leave behind; None for no limit. They never go to the disk."""
+        """As `Context.keep_prefixes`."""
         self._max_kept_bytes = max_bytes
+        if self.cache.blocks and max_bytes is not None and (max_bytes or queue):
+            self._store = PrefixStore(self.cache, self.backend.config.vocab_size, queue)
 
     def prefix_stats(self, name: str) -> PrefixStats:
         """The figures of what finished sequences have left; `name` says which head it is."""
-        counts = (self._num_rows, self._num_shared_rows, self.kept_bytes, self._max_kept_bytes, self._num_evictions)
-        return PrefixStats(name, *counts)
+        counts = self._num_rows, self._num_shared_rows, self.kept_bytes, self._max_kept_bytes
+        stats = PrefixStats(name, *counts, self._num_evictions)
+        return self._store.told(stats) if self._store else stats
 
     def forget_prefixes(self) -> None:
-        """Forget what finished sequences have left."""
+        """Forget what finished sequences have left, on the disk, too."""
         for slot in self._free:
             self._drop(slot)
+        if self._store:
+            self._store.clear()
 
     def spill(self) -> None:
-        """Write nothing: a head reads a prompt again sooner than a disk."""
+        """Have it written, where there is a directory for it. For the end of the process."""
+        if self._store and self._store.queue:
+            for slot in self._free:
+                self._save(slot)
+                self._drop(slot)
+            self._store.spill()
 
     def _at(self, seq: Sequence) -> _Followed:
         """A followed sequence in its present state."""
@@ -238,23 +269,56 @@ class HeadContext:
         """Give a sequence the free slot that shares most rows with it, or copy those of a running sequence that shares more."""
         if not self._free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
-        tokens, salt = one.seq.tokens, one.seq.salt
-        shared = [
-            bisect_right(slot.positions, shared_prefix(slot.tokens, tokens) - 2) if slot.salt == salt else 0 for slot in self._slots
-        ]
+        tokens, salt, shared = one.seq.tokens, one.seq.salt, self._shared(one.seq)
         slot, source = max(self._free, key=shared.__getitem__), max(range(len(shared)), key=shared.__getitem__)
+        following, root = _stored_as(tokens, salt)
+        stored = self._store.loadable(following, root, one.seq.id) if self._store else 0
         if not shared[slot]:
             slot = self._free[0]
         self._free.remove(slot)
         one.slot = slot
-        if shared[source] > shared[slot]:
+        longest = max(shared[source], stored)
+        if len(self._slots[slot].positions) >= shared[slot] + _MANY or longest > shared[slot]:
+            self._save(slot)
+        if longest > shared[slot] and longest == shared[source]:
             self._slots[slot] = _Slot(self._slots[source].tokens[:], self._slots[source].positions[: shared[source]], salt=salt)
             self.cache.copy(source, slot, shared[source])
+        elif longest > shared[slot] and self._store:
+            self._clock += 1
+            self.cache.truncate(slot, 0)
+            self._slots[slot] = _Slot(salt=salt)
+            num_rows = self._store.load(slot, following, self._clock, root, one.seq.id)
+            self._slots[slot] = _Slot(tokens[: num_rows + 1], list(range(num_rows)), num_rows, salt)
         elif self._slots[slot].salt != salt:
             self._slots[slot] = _Slot(salt=salt)
+        if self._store:
+            self._store.forget(one.seq.id)
         one.agreed = min(shared_prefix(self._slots[slot].tokens, tokens), one.seq.num_committed)
         self._num_rows += len(tokens) - 1
-        self._num_shared_rows += shared[source]
+        self._num_shared_rows += longest
+        self._tidy()
+
+    def _shared(self, seq: Sequence) -> list[int]:
+        """For each slot the number of its rows that the sequence may use."""
+        return [
+            bisect_right(slot.positions, shared_prefix(slot.tokens, seq.tokens) - 2) if slot.salt == seq.salt else 0
+            for slot in self._slots
+        ]
+
+    def _is_reading(self, seq: Sequence) -> bool:
+        """Whether rows of a sequence without a slot are on their way from the disk. Begins to read them."""
+        if self._store is None or len(seq.tokens) < _MANY:
+            return False
+        return self._store.is_reading(*_stored_as(seq.tokens, seq.salt), seq.id, max(self._shared(seq)) + _MANY)
+
+    def _save(self, slot: int) -> None:
+        """Copy the rows of a slot to the store, up to the first position that has none."""
+        held = self._slots[slot]
+        num_rows = next((row for row, position in enumerate(held.positions) if row != position), len(held.positions))
+        if self._store and num_rows >= _MANY:
+            tokens, salt = _stored_as(held.tokens, held.salt)
+            with suppress(MemoryError):
+                self._store.save(slot, tokens[:num_rows], held.used, salt)
 
     def _drop(self, slot: int) -> None:
         self._slots[slot] = _Slot()
@@ -262,11 +326,17 @@ class HeadContext:
 
     def _tidy(self) -> None:
         """Bring what finished sequences have left under its limit: what was used longest ago goes first."""
-        for slot in list(self._free):
-            if self._max_kept_bytes is None or self.kept_bytes <= self._max_kept_bytes:
+        while self._max_kept_bytes is not None and self.kept_bytes > self._max_kept_bytes:
+            slot = next((slot for slot in self._free if self.cache.slot_bytes(slot)), None)
+            oldest = self._store.oldest if self._store else None
+            if slot is not None and (oldest is None or self._slots[slot].used <= oldest):
+                self._num_evictions += 1
+                self._save(slot)
+                self._drop(slot)
+            elif self._store and oldest is not None:
+                self._store.evict()
+            else:
                 return
-            self._num_evictions += self.cache.slot_bytes(slot) > 0
-            self._drop(slot)
 
     def _encode(self, ones: list[_Followed]) -> None:
         """Make the hidden states of what came from the verifier, of all sequences at once."""
@@ -423,6 +493,11 @@ class HeadContext:
             last = feed.positions[num_true - 1]
             one.known, one.first = one.known[last - one.first :], last
         feed.hidden, feed.positions = feed.hidden[num_true:], feed.positions[num_fed:]
+
+
+def _stored_as(tokens: list[int], salt: str) -> tuple[list[int], str]:
+    """The tokens that a `PrefixStore` knows rows by, and their salt. A row is made of its position's token and the next one."""
+    return tokens[1:], f"{tokens[0]} {salt}" if tokens else salt
 
 
 def _joined(parts: list[HeadRows]) -> HeadRows:

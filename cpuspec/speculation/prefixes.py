@@ -12,12 +12,13 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from cpuspec.errors import CacheError
 from cpuspec.formats.tensor import U8
+from cpuspec.metrics import PrefixStats
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import shared_prefix
 from cpuspec.speculation.prefix_files import ROOT, PrefixDirectory, PrefixFiles, PrefixPart, prefix_key
@@ -89,6 +90,21 @@ class PrefixStore:
     def oldest(self) -> int | None:
         """The time of use of the block in memory that `evict` would take; None if there is none."""
         return min((block.used for block in self._blocks() if block.data is not None), default=None)
+
+    def told(self, stats: PrefixStats) -> PrefixStats:
+        """The figures of a model's prefix cache, with those that the store knows."""
+        stats = replace(stats, num_evictions=self.num_evictions)
+        if self.queue is None:
+            return stats
+        disk = self.queue.directory
+        return replace(
+            stats,
+            disk_bytes=disk.num_bytes,
+            num_blocks_read=disk.num_read,
+            num_blocks_written=disk.num_written,
+            num_blocks_refused=disk.num_refused,
+            num_blocks_dropped=self.queue.num_dropped,
+        )
 
     def length(self, tokens: list[int], salt: str = "") -> int:
         """How many leading tokens it holds, in memory or on the disk."""

@@ -122,7 +122,8 @@ class Tokenizer:
         special = [at for at, token_id in enumerate(ids) if token_id in self._special_ids]
 
         def begun_by(*roles: bytes) -> list[int]:
-            return [at for at in special if at + 1 < len(ids) and self.token_bytes(ids[at + 1]).strip().lower() in roles]
+            texts = [b"".join(map(self.token_bytes, ids[at + 1 : at + 5])).lstrip().lower() for at in special]
+            return [at for at, text in zip(special, texts, strict=True) if text.startswith(roles)]
 
         answers, users = begun_by(b"assistant", b"model") or special, begun_by(b"user")
         return tuple(sorted({starts[-1] for starts in (users, answers) if starts}))
