@@ -85,6 +85,7 @@ def chat_prompt(
     if not model.llm.tokenizer.chat_template:
         raise RequestError(f"{model.name} has no chat template; use /v1/completions, or an instruct model", "model")
     strict = _strict_names(tools)
+    tools, tool_choice = _allowed_tools(tools, tool_choice)
     tools, named = _chosen_tools(tools, tool_choice)
     if model.config.drop_changing_lines:
         messages = without_changing_lines(messages)
@@ -194,6 +195,27 @@ def _num_chars(value: Any) -> int:
         elif isinstance(one, list | tuple):
             left += one
     return total
+
+
+def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[Sequence[Mapping[str, Any]], Any]:
+    """The tools among which the model may choose, and the choice, "auto" or "required", where a request allows only some of them.
+
+    Chat completions have the list in a part of its own, and name a function in another one; responses have both in the choice.
+    """
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return tools, choice
+    given = choice.get("allowed_tools", choice)
+    mode, listed = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
+    listed = listed if isinstance(listed, list) else []
+    functions = [one.get("function", one) for one in listed if isinstance(one, Mapping)]
+    names = [one.get("name") for one in functions if isinstance(one, Mapping)]
+    known = {function.get("name"): tool for tool in tools if isinstance(function := tool.get("function"), Mapping)}
+    if mode not in ("auto", "required") or not names or not all(isinstance(name, str) and name in known for name in names):
+        raise RequestError(
+            "tool_choice of type allowed_tools has the mode auto or required, and tools, a list of functions that the request has",
+            "tool_choice",
+        )
+    return [known[name] for name in dict.fromkeys(names)], mode
 
 
 def _chosen_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], str]:

@@ -58,6 +58,16 @@ class UnknownModelError(RequestError):
     kind = "not_found_error"
 
 
+class UnknownResponseError(RequestError):
+    """A response that this server does not keep."""
+
+    status = 404
+    kind = "not_found_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "previous_response_id", "previous_response_not_found")
+
+
 class BodyTooLargeError(RequestError):
     """A body beyond the limit."""
 

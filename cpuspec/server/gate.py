@@ -178,7 +178,7 @@ def _usual(path: str) -> str:
     """The path with exactly one /v1: some clients leave it out, others write it twice."""
     while path.startswith("/v1/v1/"):
         path = path.removeprefix("/v1")
-    return f"/v1{path}" if path in _OF_V1 or path.startswith("/models/") else path
+    return f"/v1{path}" if path in _OF_V1 or path.startswith(("/models/", "/responses/")) else path
 
 
 def _may_be_json(scope: Scope, headers: Headers) -> bool:

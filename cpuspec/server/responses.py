@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`, stateless: every request brings the whole conversation, as Codex's do.
+"""OpenAI's `/v1/responses`. A request brings the whole conversation, as Codex's do, or names the response that it goes on from.
 
 Sources: OpenAI's API reference for bodies, and for the order of stream events; openai/codex for what Codex sends and reads
 (codex-rs/codex-api/src/sse/responses.rs, codex-rs/protocol/src/models.rs, issues 23186 and 36942).
@@ -19,7 +19,7 @@ from cpuspec.server.errors import ContextExceededError, RequestError
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
-from cpuspec.server.replies import event
+from cpuspec.server.replies import event, json_response
 from cpuspec.server.schema import Ending, SamplingFields, UnusedBody, ignoring, refuse, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
@@ -47,24 +47,24 @@ class ResponsesBody(_Ignored, UnusedBody, SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
+    previous_response_id: str | None = None
     reasoning: dict[str, Any] | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
+    store: bool | None = None
     text: dict[str, Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     # Refused where they ask for something.
     background: bool | None = None
     conversation: Any = None
-    previous_response_id: str | None = None
     prompt: Any = None
     top_logprobs: int | None = None
 
 
 _REFUSED = {
     "background": "answers are computed while the client waits",
-    "conversation": "the server keeps no conversations; send the whole of it as input",
-    "previous_response_id": "the server keeps no responses; send the whole conversation as input",
+    "conversation": "the server keeps no conversations; name a previous_response_id, or send the whole of it as input",
     "prompt": "the server keeps no prompts; send it as input",
     "top_logprobs": "log-probabilities come with chat completions only",
 }
@@ -78,6 +78,11 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     refuse(body, _REFUSED)
     params = sampling_params(model, body, max_tokens=body.max_output_tokens, stop=body.stop)
     tools, owners = _functions(body.tools or ())
+    server, stores = server_of(request), body.store is not False
+    owner = server.owner(context.client)
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if body.previous_response_id is not None:
+        items = [*server.kept.conversation(owner, body.previous_response_id), *items]
     head = {
         "id": f"resp_{context.id}",
         "object": "response",
@@ -90,9 +95,9 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         "model": server_of(request).shown_name(model),
         "output": [],
         "parallel_tool_calls": True,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
-        "store": False,
+        "store": stores,
         "temperature": params.temperature,
         "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
@@ -104,8 +109,13 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         "metadata": {},
     }
     numbered = _Numbered()
+
+    def keep(response: dict[str, Any]) -> None:
+        if stores:
+            server.kept.keep(owner, response, items)
+
     try:
-        prompt = await model.in_worker(_prompt, model, body, tools)
+        prompt = await model.in_worker(_prompt, model, body, items, tools)
         context.notes |= prompt.notes
         wanted = prompt.wanted(params)
         # In a stream that another server may repeat, signs of life have no numbers: they would come at other times.
@@ -114,7 +124,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
             request,
             model,
             wanted,
-            lambda answers: _ResponseWriter(prompt, answers.new_id, owners, head, numbered, counts_signs),
+            lambda answers: _ResponseWriter(prompt, answers.new_id, owners, head, numbered, counts_signs, keep),
             body.stream,
         )
     except ContextExceededError as error:
@@ -140,9 +150,33 @@ _FOREIGN_ITEMS = (
 )
 
 
-def _prompt(model: ServedModel, body: ResponsesBody, tools: Sequence[Mapping[str, Any]]) -> ChatPrompt:
+@router.get("/v1/responses/{response_id}")
+async def kept_response(response_id: str, request: Request) -> Response:
+    """A response that the server keeps."""
+    server = server_of(request)
+    return json_response(server.kept.get(server.owner(context_of(request).client), response_id).response)
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def kept_input(response_id: str, request: Request) -> Response:
+    """The input items of a kept response, the latest first, those of earlier responses among them."""
+    server = server_of(request)
+    items = server.kept.get(server.owner(context_of(request).client), response_id).items
+    return json_response({"object": "list", "data": items[::-1], "has_more": False})
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, request: Request) -> Response:
+    """Forget a response."""
+    server = server_of(request)
+    server.kept.delete(server.owner(context_of(request).client), response_id)
+    return json_response({"id": response_id, "object": "response.deleted", "deleted": True})
+
+
+def _prompt(
+    model: ServedModel, body: ResponsesBody, items: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> ChatPrompt:
     listed: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     reasoning = ""
     for number, item in enumerate(items):
         match item.get("type", "message"):
@@ -246,7 +280,7 @@ def _failed(head: Mapping[str, Any], error: RequestError) -> dict[str, Any]:
 class _ResponseWriter(Writer):
     """Writes a response. One output item is open at a time, and each piece belongs to one.
 
-    owners: of tools in a namespace, how the client names them.
+    owners: of tools in a namespace, how the client names them. keep: called with the whole response.
     """
 
     def __init__(
@@ -257,9 +291,10 @@ class _ResponseWriter(Writer):
         head: Mapping[str, Any],
         numbered: _Numbered,
         counts_signs: bool,
+        keep: Callable[[dict[str, Any]], None],
     ) -> None:
         self._prompt, self._new_id, self._owners, self._head, self._numbered = prompt, new_id, owners, head, numbered
-        self._counts_signs = counts_signs
+        self._counts_signs, self._keep = counts_signs, keep
         self._parser = prompt.parser()
         self._done: list[dict[str, Any]] = []  # items that are complete
         self._open: tuple[str, int] | None = None  # kind of its pieces, and call
@@ -296,6 +331,7 @@ class _ResponseWriter(Writer):
             "output": list(self._done),
             "usage": _usage(self._prompt, stats[0], self._done),
         }
+        self._keep(response)
         yield self._numbered({"type": f"response.{status}", "response": response})
 
     def whole(self, events: Sequence[dict[str, Any]], stats: Sequence[RequestStats]) -> dict[str, Any]:

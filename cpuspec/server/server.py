@@ -14,6 +14,7 @@ from cpuspec.environment import default_models_bytes
 from cpuspec.errors import CpuspecError
 from cpuspec.metrics import epoch_s
 from cpuspec.server.errors import EngineFailedError, UnavailableError, UnknownModelError
+from cpuspec.server.kept import KeptResponses
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
 from cpuspec.server.runner import beside
@@ -45,6 +46,7 @@ class Server:
         self.stop: Callable[[], object] = lambda: None  # ends the server as a signal does; any thread may call it
         self._forgives = ANY_NAME in config.aliases
         self._aliases = tuple(name for name in config.aliases if name != ANY_NAME)
+        self.kept = KeptResponses()
         self.ignored_fields: set[str] = set()  # names of ignored request fields that are in the log already
         self._loaders = dict(loaders or {})
         self._loading = asyncio.Lock()
@@ -145,6 +147,10 @@ class Server:
             log_event("leaving", {"model": idle.name})
             await asyncio.to_thread(idle.close)
         return True
+
+    def owner(self, client: str) -> str:
+        """Who may see what is kept of a client: the client alone where keys tell clients apart, else everybody."""
+        return client if len(self._keys) > 1 else ""
 
     def client(self, key: str | None, address: str) -> str | None:
         """The client of a request: its key if the server has several keys, else its address. None for a wrong key."""

@@ -52,7 +52,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "smell", "source": {}}]}]}, "texts only"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "cannot run"),
     (MESSAGES, {"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
-    (RESPONSES, {"previous_response_id": "resp_1"}, "keeps no responses"),
     (RESPONSES, {"background": True}, "background is not supported"),
     (RESPONSES, {"input": [{"type": "computer_call"}]}, "cannot read"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_smell", "image_url": "x"}]}]}, "texts only"),

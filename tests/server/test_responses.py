@@ -1,12 +1,15 @@
 """OpenAI's Responses protocol through its official client, and in the order of events that Codex reads."""
 
+from contextlib import suppress
 from typing import Any
 
 import openai
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from tests.server.running import Running, events, templated_model
+from cpuspec.server.errors import UnknownResponseError
+from cpuspec.server.kept import KeptResponses
+from tests.server.running import Running, events, load, serving, templated_model
 from tests.server.test_tools import TEMPLATE
 
 ASK: dict[str, Any] = {"model": "tiny", "input": "the cat sat", "temperature": 0, "max_output_tokens": 12}
@@ -125,3 +128,49 @@ def test_reasoning_is_an_item_of_its_own(client: openai.OpenAI, running: Running
         *("output_item.added", "content_part.added", "reasoning_text.done", "content_part.done", "output_item.done")
     ]
     assert [item.type for item in events[-1].response.output] == ["reasoning"]
+
+
+def test_a_response_is_gone_on_from(client: openai.OpenAI, llm: LLM) -> None:
+    first = client.responses.create(**ASK)
+    second = client.responses.create(**ASK | {"input": "and the dog"}, previous_response_id=first.id)
+    talk = [{"role": "user", "content": "the cat sat"}, {"role": "assistant", "content": first.output_text}]
+    wanted = llm.chat([*talk, {"role": "user", "content": "and the dog"}], SamplingParams(max_tokens=12))
+    assert (second.output_text, second.previous_response_id) == (wanted.text, first.id)
+    third = list(client.responses.create(**ASK | {"input": "why"}, previous_response_id=second.id, stream=True))[-1].response
+    assert third.usage.input_tokens > second.usage.input_tokens > first.usage.input_tokens
+    assert client.responses.retrieve(third.id).output_text == third.output_text
+    items = client.responses.input_items.list(third.id).data
+    assert [item.content if isinstance(item.content, str) else item.content[0].text for item in items] == [
+        *("why", second.output_text, "and the dog", first.output_text, "the cat sat")
+    ]
+    client.responses.delete(first.id)
+    for forgotten in (first.id, client.responses.create(**ASK, store=False).id, "resp_none"):
+        with pytest.raises(openai.NotFoundError, match="send the whole conversation"):
+            client.responses.create(**ASK, previous_response_id=forgotten)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(forgotten)
+
+
+def test_a_kept_response_is_its_keys_own(path: Any) -> None:
+    with serving(lambda: load(path), ("first", "second")) as running:
+        first, second = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
+        made = running.post("/v1/responses", json=ASK, headers=first).json()["id"]
+        assert running.get(f"/responses/{made}", headers=first).json()["id"] == made
+        assert running.get(f"/v1/responses/{made}", headers=second).status_code == 404
+        assert running.request("DELETE", f"/v1/responses/{made}", headers=second).status_code == 404
+        assert running.post("/v1/responses", json=ASK | {"previous_response_id": made}, headers=second).status_code == 404
+
+
+def test_the_oldest_responses_are_forgotten_where_room_is_short() -> None:
+    kept = KeptResponses(most_bytes=1000)
+    for number in range(20):
+        kept.keep("me", {"id": str(number), "output": []}, [{"content": "x" * 60}])
+    known = []
+    for number in range(20):
+        with suppress(UnknownResponseError):
+            known.append(int(kept.get("me", str(number)).response["id"]))
+    assert known == list(range(known[0], 20))
+    assert 2 < len(known) < 12
+    kept.keep("me", {"id": "large", "output": []}, [{"content": "x" * 600}])
+    with pytest.raises(UnknownResponseError):
+        kept.get("me", "large")

@@ -182,3 +182,22 @@ def test_answers_are_parsed_as_the_template_that_made_the_prompt_writes_them(tmp
     for tools, kinds in (([{"type": "function", "function": {"name": "f"}}], ["call", "arguments"]), ([], ["content"])):
         parser = chat_prompt(model, asked, tools).parser()
         assert [piece.kind for piece in [*parser.push(call), *parser.finish()]] == kinds
+
+
+def test_only_allowed_tools_are_told_of(running: Running) -> None:
+    function = {"type": "function", "name": "get_time"}
+    for mode in ("auto", "required"):
+        wanted = prompt_of(running, messages=CONVERSATION, tools=[TOOL], tool_choice=mode)
+        for tools in ([TOOL], [function]):
+            given = {"mode": mode, "tools": tools}
+            for choice in ({"allowed_tools": given}, given):
+                found = prompt_of(
+                    running, messages=CONVERSATION, tools=[OTHER, TOOL], tool_choice={"type": "allowed_tools", **choice}
+                )
+                assert found == wanted
+    wrong: list[Any] = [{"mode": "none", "tools": [TOOL]}, {"mode": "auto", "tools": []}, {"mode": "auto", "tools": [OTHER]}, None]
+    for given in wrong:
+        fields = {"messages": CONVERSATION, "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": given}}
+        reply = running.post("/v1/chat/completions", json=fields)
+        assert reply.status_code == 400
+        assert "allowed_tools" in reply.json()["error"]["message"]
