@@ -30,10 +30,10 @@ from cpuspec.checkpoints.checkpoint import is_matrix
 from cpuspec.checkpoints.mapped import place_in_file
 from cpuspec.config import DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope, ShortConv, memory_limit_bytes
 from cpuspec.environment import sources_digest, usable_cores
-from cpuspec.errors import BackendError
+from cpuspec.errors import BackendError, CacheError
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, hadamard_size, stored_bytes
-from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, paged_bytes, unpack
+from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, commit, paged_bytes, reserved_bytes, unpack
 from cpuspec.kernels import (
     attention,
     attention_plan,
@@ -83,6 +83,17 @@ class _Storage:
     head_bytes: int
     recurrent: RecurrentMemory | None  # of gated delta nets, where there are such
     folded: int = 0
+    room: int = 0  # bytes of each head that may be used
+
+    def grow(self, num_bytes: int) -> None:
+        """Let the first bytes of each head be used. Raises CacheError where there is no memory."""
+        if num_bytes > self.room:
+            try:
+                for head in self.memory:
+                    commit(head[self.room : num_bytes])
+            except MemoryError:
+                raise CacheError("no memory for more tokens of a sequence; run fewer sequences, or shorter ones") from None
+            self.room = num_bytes
 
     def begin(self, length: int, rows: int, taps: int) -> None:
         """Tell the kernels up to where a forward of so many rows folds the states of `length` tokens. `end` says that it has."""
@@ -178,6 +189,7 @@ class NumbaBackend:
         self._first = dict(self._writer.first)  # rooms that are written before a forward
         self._num_positions = 0  # whose cosines and sines are known
         self._rotations: list[tuple[F32, F32]] = []
+        self._chunk_bytes = kv_rows.head_bytes(kv_format.name, c.head_dim, kv_rows.CHUNK)
         self._programs: list[program.Program] = []
         self._program = self._prompt_program = self._new_program(0)
         if self.prompt_arithmetic == "bf16":
@@ -220,7 +232,8 @@ class NumbaBackend:
         states = self._writer.places.num_bytes
 
         def new_storage() -> _Storage:
-            whole = paged_bytes((heads * size + states,))
+            whole = reserved_bytes((heads * size + states,))
+            commit(whole[heads * size :])
             memory = self._recurrent.new_memory() if self._recurrent else None
             return _Storage(whole[: heads * size].reshape(heads, size), whole[heads * size :], _at(whole), size, memory)
 
@@ -229,6 +242,7 @@ class NumbaBackend:
 
         def copy_prefix(source: _Storage, storage: _Storage, length: int) -> None:
             used = kv_rows.head_bytes(self._kv_format.name, dims, length)
+            storage.grow(used)
             storage.memory[:, :used] = source.memory[:, :used]
 
         def memory_of(storage: _Storage) -> _Storage | RecurrentMemory:
@@ -248,6 +262,7 @@ class NumbaBackend:
             memory_of(storage).folded = int(states[-8:].view(np.int64)[0])
 
         def views(storage: _Storage, number: int) -> tuple[U8, ...]:
+            storage.grow((number + 1) * 2 * kv_rows.CHUNK * stored)
             chunk = storage.memory[:, number * 2 * kv_rows.CHUNK * stored :][:, : 2 * kv_rows.CHUNK * stored]
             return chunk[:, : kv_rows.CHUNK * stored], chunk[:, kv_rows.CHUNK * stored :]
 
@@ -292,7 +307,7 @@ class NumbaBackend:
         kept = None
         if batch.hidden_layers:
             kept, output.hidden = self._room_for_hidden(batch.hidden_layers, num_rows)
-        lengths, addresses, head_bytes = _places(lists.slots, cache)
+        lengths, addresses, head_bytes = self._entered(lists.slots, lists.q_start, cache)
         if c.recurrent and c.is_recurrent and not self._recurrent:
             for number, slot in enumerate(lists.slots):
                 rows = lists.q_start[number + 1] - lists.q_start[number]
@@ -398,7 +413,7 @@ class NumbaBackend:
             self._provide_rotations(max(lists.positions))
             room = self._writer.rooms["hidden"]
             room[: len(lists.tokens), : self.config.hidden_size] = self._normed(batch.hidden, "hidden_norm")
-            lengths, addresses, head_bytes = _places(lists.slots, cache)
+            lengths, addresses, head_bytes = self._entered(lists.slots, lists.q_start, cache)
             self._injector.enter(
                 lists.tokens,
                 lists.positions,
@@ -425,6 +440,15 @@ class NumbaBackend:
         """Raise BackendError for a cache of another model or another KV format: kernels write where this backend's lie."""
         if cache.identity != self._identity:
             raise BackendError("this cache was made for another model or other settings; take one of this backend's `new_cache`")
+
+    def _entered(self, slots: list[int], starts: list[int], cache: KVCache) -> tuple[list[int], list[int], int]:
+        """Of each slot, with room for a forward's rows, the tokens that it holds and its address; and the bytes of one head."""
+        storages: list[_Storage] = [cache.storage(slot) for slot in slots]
+        lengths = [cache.lengths[slot] for slot in slots]
+        for number, storage in enumerate(storages):
+            chunks = -(-(lengths[number] + starts[number + 1] - starts[number]) // kv_rows.CHUNK)
+            storage.grow(chunks * self._chunk_bytes)
+        return lengths, [storage.address for storage in storages], storages[0].head_bytes
 
     def _write_first_rows(self, batch: ForwardBatch) -> None:
         """Write the rows that the program begins with: embedded tokens, and hidden states where the model takes them."""
@@ -476,12 +500,6 @@ class NumbaBackend:
             for one in self._programs:
                 one.state["rotations"][n] = _at(cosines), _at(sines)
         self._rotations, self._num_positions = longer, 2 * last
-
-
-def _places(slots: list[int], cache: KVCache) -> tuple[list[int], list[int], int]:
-    """Of each slot the tokens that it holds and its address, and the bytes of one head in one of them."""
-    storages: list[_Storage] = [cache.storage(slot) for slot in slots]
-    return [cache.lengths[slot] for slot in slots], [storage.address for storage in storages], storages[0].head_bytes
 
 
 class _Routing:

@@ -7,20 +7,23 @@ import os
 import signal
 from types import FrameType
 
+from cpuspec.platform import SYSTEM
+
 INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the `cpuspec` command with this process's arguments, and exit."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job ignores Ctrl-C, and still does
-        signal.signal(signal.SIGINT, end_at_once)
+        for number in SYSTEM.interrupts:
+            signal.signal(number, end_at_once)
     from cpuspec.cli.app import run
 
     run()
 
 
 def end_at_once(number: int, frame: FrameType | None) -> None:
-    """Handle SIGINT where nothing is half done: while modules are imported, and once a command has tidied up."""
+    """Handle Ctrl-C where nothing is half done: while modules are imported, and once a command has tidied up."""
     try:
         os.write(2, b"interrupted\n")
     finally:

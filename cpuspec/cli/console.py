@@ -126,11 +126,13 @@ def interruptible() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not end_at_once:
         yield
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in SYSTEM.interrupts:
+        signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, end_at_once)
+        for number in SYSTEM.interrupts:
+            signal.signal(number, end_at_once)
 
 
 def deliver_again(lost: Any) -> None:

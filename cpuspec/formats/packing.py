@@ -16,7 +16,7 @@ Numbers of 16 bits that are multiplied in pairs (bf16) lie in pairs: load p of a
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,8 +209,29 @@ def paged_bytes(shape: tuple[int, ...]) -> U8:
 
     Raises MemoryError, as NumPy does.
     """
+    return _pages(shape, SYSTEM.zeroed_pages)
+
+
+def reserved_bytes(shape: tuple[int, ...]) -> U8:
+    """Zeros that take up no memory and must not be touched until `commit` was called for them: for arrays of the largest size.
+
+    Raises MemoryError, as NumPy does.
+    """
+    return _pages(shape, SYSTEM.reserved_pages)
+
+
+def commit(reserved: U8) -> None:
+    """Let a contiguous part of `reserved_bytes` be used from now on. Raises MemoryError."""
     try:
-        memory = SYSTEM.zeroed_pages(max(math.prod(shape), 1))
+        if reserved.nbytes:
+            SYSTEM.commit_pages(reserved.ctypes.data, reserved.nbytes)
+    except OSError as error:
+        raise MemoryError(f"no memory for {reserved.nbytes} bytes: {error}") from None
+
+
+def _pages(shape: tuple[int, ...], of_bytes: Callable[[int], Any]) -> U8:
+    try:
+        memory = of_bytes(max(math.prod(shape), 1))
     except (OSError, OverflowError) as error:
         raise MemoryError(f"no memory for {math.prod(shape)} bytes: {error}") from None
     return np.frombuffer(memory, np.uint8, math.prod(shape)).reshape(shape)

@@ -282,11 +282,14 @@ WORKER: _DType = np.dtype(
     {
         # crowded: until when, in cycles of the time stamp counter, the thread sleeps where it would yield.
         # inside: not 0 while the thread may read the job.
-        "names": ["parked", "crowded", "inside"],
-        "formats": [_I64, _I64, (_I64, 1)],
+        # seen: the number that the thread sleeps on, as it saw it.
+        "names": ["parked", "crowded", "inside", "seen"],
+        "formats": [_I64, _I64, (_I64, 1), _I64],
+        "offsets": [0, 8, 16, 24],
         "itemsize": 64,
     }
 )
+SEEN = 24
 JOB = _record(operations=to(OPERATION), num_operations=_I64, state=to(STATE), counters=_I64)
 # `step` of a team: how many forwards were published, times DONE + 1, plus the number of the operation that runs, DONE for none.
 DONE = (1 << 20) - 1

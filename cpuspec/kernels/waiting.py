@@ -11,7 +11,7 @@ A thread with a core of its own never sleeps, because waking takes longer than m
 from numba import types
 
 from cpuspec.kernels import simd
-from cpuspec.kernels.layout import DONE, SLEEPING
+from cpuspec.kernels.layout import DONE, SEEN, SLEEPING
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
 from cpuspec.platform import SYSTEM
@@ -29,36 +29,58 @@ WORK, PARK, END = range(3)
 # The operating system's "let another thread run", found by name among the symbols of the process.
 give_way = types.ExternalFunction(SYSTEM.yield_function, types.int32())
 
-CAN_SLEEP = SYSTEM.sleep == "futex"  # on a number, until another thread of the process changes it
+CAN_SLEEP = bool(SYSTEM.sleep)  # on a number, until another thread of the process changes it
 
-if CAN_SLEEP:
+if SYSTEM.sleep == "futex":
     _FUTEX, _WAIT, _WAKE = 202, 128, 129  # futex(2) on x86-64, among the threads of one process
     _ALL = 0x7FFFFFFF
     _system_call = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
     @compiled
-    def sleep_while(at, seen):
-        """Sleep until the WATCHED number at address `at` changes; return at once if it is no longer `seen`. May wake up early."""
-        simd.fetch_add(at + SLEEPING, 1)
+    def _sleep(at, seen, own):
         _system_call(_FUTEX, at, _WAIT, seen & 0xFFFFFFFF, 0, 0, 0)
-        simd.fetch_add(at + SLEEPING, -1)
 
     @compiled
-    def wake(at):
-        """Wake the threads that sleep until the WATCHED number at `at` changes. Call it after changing the number."""
-        if simd.acquire(at + SLEEPING) != 0:
-            _system_call(_FUTEX, at, _WAKE, _ALL, 0, 0, 0)
+    def _wake_all(at):
+        _system_call(_FUTEX, at, _WAKE, _ALL, 0, 0, 0)
+
+elif SYSTEM.sleep == "WaitOnAddress":
+    _FOR_EVER = 0xFFFFFFFF
+    _wait_on_address = types.ExternalFunction("WaitOnAddress", types.int32(types.int64, types.int64, types.int64, types.uint32))
+    _wake_all = types.ExternalFunction("WakeByAddressAll", types.void(types.int64))
+
+    @compiled
+    def _sleep(at, seen, own):
+        simd.exchange(own, seen)
+        _wait_on_address(at, own, 8, _FOR_EVER)
 
 else:
 
     @compiled
-    def sleep_while(at, seen):
-        """Yield: this system has no sleeping on a number."""
+    def _sleep(at, seen, own):
         give_way()
 
     @compiled
-    def wake(at):
-        """Do nothing: no thread sleeps."""
+    def _wake_all(at):
+        pass
+
+
+@compiled
+def sleep_while(at, seen, own):
+    """Sleep until the WATCHED number at address `at` changes; return at once if it is no longer `seen`. May wake up early.
+
+    own: address of an int64 of this thread. A system without sleeping on a number lets another thread run.
+    """
+    simd.fetch_add(at + SLEEPING, 1)
+    _sleep(at, seen, own)
+    simd.fetch_add(at + SLEEPING, -1)
+
+
+@compiled
+def wake(at):
+    """Wake the threads that sleep until the WATCHED number at `at` changes. Call it after changing the number."""
+    if simd.acquire(at + SLEEPING) != 0:
+        _wake_all(at)
 
 
 @compiled
@@ -70,7 +92,7 @@ def linger(at, seen, worker):
         simd.pause()
     start, turns, passed = simd.cycles(), 0, 0
     if start < worker.crowded:
-        sleep_while(at, seen)
+        sleep_while(at, seen, address(worker) + SEEN)
         return
     while simd.acquire(at) == seen and passed < _IDLE:
         give_way()
@@ -131,7 +153,7 @@ def await_work(team, thread):
     if seen & DONE == DONE:
         linger(at, seen, worker)
         while CAN_SLEEP and simd.acquire(at) == seen:
-            sleep_while(at, seen)
+            sleep_while(at, seen, address(worker) + SEEN)
     if simd.acquire(at) == seen and seen & DONE == DONE:
         simd.exchange(parked, 1)
         # Work published between the last look and the flag would find no parked worker to wake.

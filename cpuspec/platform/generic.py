@@ -96,8 +96,12 @@ def cache_home(variables: Mapping[str, str]) -> Path:
     return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "cpuspec"
 
 
-def limit_child(child: subprocess.Popen[bytes], cpu_s: int | None, memory_bytes: int) -> None:
-    pass
+def start_helper(
+    arguments: Sequence[str], cpu_s: int | None, memory_bytes: int, stdout: int, stderr: int
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=True
+    )
 
 
 SYSTEM = System(
@@ -107,6 +111,8 @@ SYSTEM = System(
     boot_id=str,
     enable_tile_registers=no,
     zeroed_pages=zeroed_pages,
+    reserved_pages=zeroed_pages,
+    commit_pages=lambda address, num_bytes: None,
     populated_file=populated_file,
     release_pages=release_pages,
     lock_pages=lock_pages,
@@ -120,9 +126,10 @@ SYSTEM = System(
     try_lock=try_lock,
     cache_home=cache_home,
     pipe_encoding=None,
-    limit_child=limit_child,
+    start_helper=start_helper,
     end_session=subprocess.Popen.kill,
     interrupt_main=_thread.interrupt_main,
+    interrupts=(signal.SIGINT,),
     end_signals=(signal.SIGTERM, signal.SIGINT),
     has_namespaces=False,
     yield_function="sched_yield",

@@ -255,13 +255,15 @@ def move_pages(count: int, pages: int, nodes: int | None, result: int) -> None:
     _call(_MOVE_PAGES, 0, count, ctypes.c_void_p(pages), to, ctypes.c_void_p(result), _ONLY_OWN)
 
 
-def limit_child(child: Popen[bytes], cpu_s: int | None, memory_bytes: int) -> None:
+def start_helper(arguments: Sequence[str], cpu_s: int | None, memory_bytes: int, stdout: int, stderr: int) -> Popen[bytes]:
     import resource
 
+    child = generic.start_helper(arguments, cpu_s, memory_bytes, stdout, stderr)
     with suppress(ProcessLookupError):
         resource.prlimit(child.pid, resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         if cpu_s is not None:
             resource.prlimit(child.pid, resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    return child
 
 
 def end_session(child: Popen[bytes]) -> None:
@@ -297,6 +299,7 @@ SYSTEM = replace(
     boot_id=lambda: _read(_ROOT / "proc/sys/kernel/random/boot_id"),
     enable_tile_registers=enable_tile_registers,
     zeroed_pages=zeroed_pages,
+    reserved_pages=zeroed_pages,
     populated_file=populated_file,
     release_pages=release_pages,
     lock_pages=lock_pages,
@@ -306,7 +309,7 @@ SYSTEM = replace(
     why_pages_stay=why_pages_stay,
     place_new_pages=place_new_pages,
     move_pages=move_pages,
-    limit_child=limit_child,
+    start_helper=start_helper,
     end_session=end_session,
     interrupt_main=interrupt_main,
     has_namespaces=True,

@@ -1,6 +1,7 @@
 """The table of what cpuspec asks of an operating system. `linux`, `windows` and `generic` fill one in each."""
 
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import Array, c_uint8
 from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
@@ -26,6 +27,9 @@ class System:
     # Pages. The arguments of the mappings are numbers of bytes; they raise OSError, ValueError or OverflowError.
     # Zeros whose pages take memory only when they are written. Others: an ordinary anonymous mapping.
     zeroed_pages: Callable[[int], mmap]
+    # The same, of which none may be touched before `commit_pages` (address, bytes) was called for it. Others: as above; nothing.
+    reserved_pages: Callable[[int], mmap | Array[c_uint8]]
+    commit_pages: Callable[[int, int], None]
     # The first bytes of an open file (its descriptor), read-only, with all pages there at once. Others: as they are read.
     populated_file: Callable[[int, int], mmap]
     # Whether memory that was written can be made executable, as a compiler in this process needs. Others: True.
@@ -59,14 +63,16 @@ class System:
     # The encoding of standard streams that are pipes or files, where the system's own lacks most characters. Others: None.
     pipe_encoding: str | None
 
-    # Processes and signals. Limit a child that was just started: seconds of processor time (None: no limit), and bytes of memory.
-    # Others: nothing, so the caller's own limit of time must do.
-    limit_child: Callable[[Popen[bytes], int | None, int], None]
+    # Processes and signals. Start this Python with arguments, apart from the terminal and its signals, and a pipe as its stdin:
+    # (arguments, seconds of processor time or None for no limit, bytes of memory, stdout, stderr), as Popen takes these. Raises
+    # OSError. Others: without the limits, so the caller's own limit of time must do.
+    start_helper: Callable[[Sequence[str], int | None, int, int, int], Popen[bytes]]
     # End a child that leads a session of its own, and all processes that it started. Others: the child alone.
     end_session: Callable[[Popen[bytes]], None]
     # Raise KeyboardInterrupt in the main thread, soon.
     interrupt_main: Callable[[], None]
-    # The signals that ask a process to end.
+    # The signals that a terminal's keys send to interrupt a process, and those that ask a process to end.
+    interrupts: tuple[int, ...]
     end_signals: tuple[int, ...]
     # Whether programs of strangers can be shut away in namespaces of their own (`evaluate.sandbox`).
     has_namespaces: bool

@@ -7,8 +7,11 @@ import ctypes
 import platform
 import signal
 import struct
+import subprocess
+import sys
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -18,11 +21,15 @@ from typing import IO, Any
 from cpuspec.platform import generic
 from cpuspec.platform.topology import Core, Memory, Topology
 
+_INTERRUPTS = (signal.SIGINT, *filter(None, [getattr(signal, "SIGBREAK", None)]))  # Ctrl-C and Ctrl-Break
 _ctypes: Any = ctypes  # other systems' ctypes lack its Windows half
 
 _RELATION_PROCESSOR_CORE = 0
 _CORE_HEADER, _GROUP_AFFINITY = 32, 16  # bytes before a core's masks, and of one mask with its group
-_JOB_LIMITS, _PROCESS_MEMORY, _JOB_MEMORY = 9, 0x100, 0x200
+_JOB_LIMITS, _JOB_LIMIT_BYTES, _JOB_TIME, _PROCESS_MEMORY, _JOB_MEMORY = 9, 144, 4, 0x100, 0x200
+_COMMIT, _RESERVE, _RELEASE, _READ_WRITE = 0x1000, 0x2000, 0x8000, 4  # of VirtualAlloc and VirtualFree
+_NO_WINDOW = 0x08000000  # a console of its own, which nobody sees: the terminal's Ctrl-C and Ctrl-Break do not reach it
+_TILES = 0b11 << 17  # the state of tile registers, by its bits in XCR0
 _EXCLUSIVE, _AT_ONCE = 2, 1  # flags of LockFileEx
 _FAR = 1 << 62  # the byte that is locked: beyond any file's end, since nobody can read a locked byte through another handle
 _LOCK_VIOLATION = 33
@@ -100,7 +107,7 @@ def memory() -> Memory:
 
 def _job_limit() -> int | None:
     """The least limit of memory in JOBOBJECT_EXTENDED_LIMIT_INFORMATION; None for no job or no limit."""
-    buffer = ctypes.create_string_buffer(144)
+    buffer = ctypes.create_string_buffer(_JOB_LIMIT_BYTES)
     with suppress(AttributeError):
         if not _kernel32().QueryInformationJobObject(None, _JOB_LIMITS, buffer, len(buffer), None):
             return None
@@ -117,6 +124,63 @@ def processor_name() -> str:
             return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
     except (ImportError, OSError):
         return platform.processor() or platform.machine()
+
+
+def enable_tile_registers() -> bool:
+    """Windows 11 and Server 2022 keep the state of these registers for processes that have asked for it; older ones never."""
+    kernel = _kernel32()
+    try:
+        kernel.GetEnabledXStateFeatures.restype = ctypes.c_uint64
+        has_tiles = kernel.GetEnabledXStateFeatures() & _TILES == _TILES
+        return has_tiles and bool(kernel.EnableProcessOptionalXStateFeatures(ctypes.c_uint64(_TILES)))
+    except AttributeError:
+        return False
+
+
+def reserved_pages(num_bytes: int) -> "ctypes.Array[ctypes.c_uint8]":
+    """They are given back with the object."""
+    kernel = _kernel32()
+    address = kernel.VirtualAlloc(None, ctypes.c_size_t(num_bytes), _RESERVE, _READ_WRITE)
+    _check(address)
+    pages = (ctypes.c_uint8 * num_bytes).from_address(address)
+    # Not at the exit of the process: threads may use the memory until then.
+    weakref.finalize(pages, kernel.VirtualFree, ctypes.c_void_p(address), ctypes.c_size_t(0), _RELEASE).atexit = False
+    return pages
+
+
+def commit_pages(address: int, num_bytes: int) -> None:
+    _check(_kernel32().VirtualAlloc(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _COMMIT, _READ_WRITE))
+
+
+def start_helper(
+    arguments: Sequence[str], cpu_s: int | None, memory_bytes: int, stdout: int, stderr: int
+) -> subprocess.Popen[bytes]:
+    """The limits are a job's. The time is that of user mode."""
+    # The python.exe of a virtual environment only starts this one, which could begin before the job holds.
+    python = getattr(sys, "_base_executable", None) or sys.executable
+    child = subprocess.Popen([python, *arguments], stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, creationflags=_NO_WINDOW)
+    try:
+        handle: int = vars(child)["_handle"]
+        _limit(ctypes.c_void_p(handle), cpu_s, memory_bytes)
+    except BaseException:
+        child.kill()
+        child.communicate()
+        raise
+    return child
+
+
+def _limit(process: ctypes.c_void_p, cpu_s: int | None, memory_bytes: int) -> None:
+    """Put a process into a new job, which lasts as long as the processes in it."""
+    limits = ctypes.create_string_buffer(_JOB_LIMIT_BYTES)  # a JOBOBJECT_EXTENDED_LIMIT_INFORMATION
+    struct.pack_into("<8xQI", limits, 0, 10**7 * (cpu_s or 0), _JOB_MEMORY | (_JOB_TIME if cpu_s else 0))
+    struct.pack_into("<Q", limits, 120, memory_bytes)
+    kernel = _kernel32()
+    job = ctypes.c_void_p(kernel.CreateJobObjectW(None, None))
+    try:
+        _check(kernel.SetInformationJobObject(job, _JOB_LIMITS, limits, len(limits)))
+        _check(kernel.AssignProcessToJobObject(job, process))
+    finally:
+        kernel.CloseHandle(job)
 
 
 def try_lock(file: IO[bytes]) -> bool:
@@ -138,11 +202,12 @@ def cache_home(variables: Mapping[str, str]) -> Path:
 @cache
 def _kernel32() -> Any:
     library = _ctypes.WinDLL("kernel32", use_last_error=True)
-    library.GetCurrentProcess.restype = ctypes.c_void_p
+    for name in ("GetCurrentProcess", "VirtualAlloc", "CreateJobObjectW"):
+        library[name].restype = ctypes.c_void_p
     return library
 
 
-def _check(done: int) -> None:
+def _check(done: int | None) -> None:
     """Raise OSError for the error of a call that returned 0."""
     if not done:
         raise _ctypes.WinError(_ctypes.get_last_error())
@@ -153,9 +218,15 @@ SYSTEM = replace(
     topology=topology,
     memory=memory,
     processor_name=processor_name,
+    enable_tile_registers=enable_tile_registers,
+    reserved_pages=reserved_pages,
+    commit_pages=commit_pages,
+    start_helper=start_helper,
     try_lock=try_lock,
     cache_home=cache_home,
     pipe_encoding="utf-8",
-    end_signals=(*generic.SYSTEM.end_signals, *filter(None, [getattr(signal, "SIGBREAK", None)])),
+    interrupts=_INTERRUPTS,
+    end_signals=(signal.SIGTERM, *_INTERRUPTS),
     yield_function="SwitchToThread",
+    sleep="WaitOnAddress",
 )

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -128,14 +127,9 @@ def _start() -> subprocess.Popen[bytes]:
     import markupsafe
 
     directories = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
-    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_worker.py")), *directories]
+    script = ["-I", "-S", str(Path(__file__).with_name("template_worker.py")), *directories]
     try:
-        # In a session of its own a terminal's Ctrl-C does not reach it. It ends when its stdin is closed.
-        worker = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        SYSTEM.limit_child(worker, None, _WORKER_BYTES)
-        return worker
+        return SYSTEM.start_helper(script, None, _WORKER_BYTES, subprocess.PIPE, subprocess.DEVNULL)  # ends when stdin is closed
     except OSError as error:
         raise TokenizerError(f"the process that renders chat templates cannot be started: {error}; use --raw instead") from error
 

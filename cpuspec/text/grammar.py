@@ -8,7 +8,6 @@ text of the grammar goes on with.
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence, Set
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +30,7 @@ MOST_BYTES = 1 << 16  # of a grammar's text
 _MOST_GBNF_BYTES, _MOST_GBNF_RULES = 1 << 14, 256  # llguidance translates GBNF in Python, in a time of their product
 _MOST_TRIAL_S, _MOST_TRIAL_BYTES = 2, 1 << 30  # seconds of a processor, bytes of memory
 _MOST_WAIT_S = 60  # for these on a loaded machine
+_PYTHON_FAILED = (1, 2)  # an exception, a script that is not there; other exit codes are of a process that the system ended
 _MOST_TRIED = 256  # grammars whose trial is remembered
 _MOST_COMPILED = 32  # grammars that are kept for further requests
 _MOST_LEGAL = 512  # masks of a request that are kept, as bits: those of a round's draft, and more
@@ -388,11 +388,10 @@ def _ends(source: str) -> bool:
         "limits": _LIMITS,
         "directory": str(Path(_library().__file__).parents[1]),
     }
-    command = [sys.executable, "-I", str(Path(__file__).with_name("grammar_trial.py"))]
+    script = ["-I", str(Path(__file__).with_name("grammar_trial.py"))]
     try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as trial:
+        with SYSTEM.start_helper(script, _MOST_TRIAL_S, _MOST_TRIAL_BYTES, subprocess.DEVNULL, subprocess.PIPE) as trial:
             try:
-                SYSTEM.limit_child(trial, _MOST_TRIAL_S, _MOST_TRIAL_BYTES)
                 _, errors = trial.communicate(json.dumps(given).encode(), _MOST_WAIT_S)
             finally:
                 trial.kill()
@@ -400,7 +399,7 @@ def _ends(source: str) -> bool:
         raise ConfigError(f"a grammar was not compiled within {_MOST_WAIT_S} seconds; simplify it, or try again later") from None
     except OSError as error:
         raise CpuspecError(f"the process that tries grammars out cannot be started: {error}") from error
-    if trial.returncode > 0:
+    if trial.returncode in _PYTHON_FAILED:
         problem = errors.decode(errors="replace").strip().rpartition("\n")[2]
         raise CpuspecError(f"the process that tries grammars out failed: {in_one_line(problem)[:_LONGEST_ERROR]}")
     return trial.returncode == 0

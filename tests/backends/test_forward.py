@@ -1,5 +1,8 @@
 """One forward, two backends: the compiled one means what the reference means, and keeps its row-invariance promise."""
 
+import ctypes
+import mmap
+import sys
 import threading
 from dataclasses import replace
 
@@ -11,9 +14,11 @@ from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, RopeScaling
 from cpuspec.errors import BackendError, CacheError
-from cpuspec.formats import FORMATS, QuantTensor
+from cpuspec.formats import FORMATS, QuantTensor, packing
+from cpuspec.kernels.kv_rows import CHUNK
 from cpuspec.model.batch import ForwardBatch, ForwardStoppedError, Lists
 from cpuspec.model.cache import KVCache
+from cpuspec.platform import SYSTEM
 from cpuspec.sampling import argmax
 from tests.backends.models import (
     DEPTHS,
@@ -465,3 +470,37 @@ def test_weights_from_the_disk_give_the_same_bits(of_format: Checkpoint, alone: 
 def test_an_unknown_backend_is_a_clear_error(tmp_path_factory) -> None:
     with pytest.raises(BackendError, match="numba"):
         make_backend("cuda", tiny(tmp_path_factory), EngineConfig())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="takes the rights to pages away as Linux does")
+def test_a_cache_is_touched_only_where_its_memory_was_committed(tmp_path_factory, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """As on Windows, where pages are committed as the cache grows. A fault would end the process."""
+    committed = []
+
+    def protect(address: int, num_bytes: int, rights: int) -> None:
+        start = address // mmap.PAGESIZE * mmap.PAGESIZE
+        size = ctypes.c_size_t(address + num_bytes - start)
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), size, rights) == 0
+
+    def reserve(num_bytes: int) -> mmap.mmap:
+        pages = mmap.mmap(-1, num_bytes)
+        protect(np.frombuffer(pages, np.uint8).ctypes.data, num_bytes, 0)
+        return pages
+
+    def commit(address: int, num_bytes: int) -> None:
+        protect(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        committed.append(num_bytes)
+
+    monkeypatch.setattr(packing, "SYSTEM", replace(SYSTEM, reserved_pages=reserve, commit_pages=commit))
+    backend = make_backend("numba", tiny(tmp_path_factory), EngineConfig(threads=2, max_rows=64))
+    cache = backend.new_cache(4, 4 * CHUNK)
+    tokens = np.random.default_rng(0).integers(0, 300, CHUNK + 20).tolist()
+    for slot in (0, 3):
+        logits = [forward(backend, cache, {slot: tokens[at : at + 60]}).logits[-1] for at in range(0, len(tokens), 60)]
+    cache.copy(0, 1, CHUNK + 5)
+    cache.append_block(2, cache.read_block(0, 0, CHUNK), CHUNK)
+    for slot in (1, 2):
+        rest = forward(backend, cache, {slot: tokens[cache.lengths[slot] :]}).logits
+        assert np.array_equal(rest[-1], logits[-1])
+    assert sum(committed) <= 8 * CHUNK * cache.bytes_per_token  # two chunks in each slot
+    backend.close()

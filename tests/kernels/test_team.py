@@ -39,14 +39,14 @@ def test_threads_that_sleep_while_they_wait_come_to_the_same_as_those_that_yield
     assert all(np.array_equal(one, logits[NEVER][0]) for one in logits[NEVER] + logits[FOR_EVER])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads sleep on a number on Linux only")
+@pytest.mark.skipif(not CAN_SLEEP, reason="threads of this system do not sleep on a number")
 def test_a_thread_counts_as_sleeping_until_it_is_awake() -> None:
     """Whoever wakes others must still see one that noted that it sleeps and does not yet: it would sleep for ever."""
-    words = np.zeros(SLEEPING // 8 + 1, np.int64)
-    at, sleeping = words.ctypes.data, words[SLEEPING // 8 :]
-    sleep_while(at, 1)  # has changed already
+    words = np.zeros(SLEEPING // 8 + 2, np.int64)
+    at, sleeping, own = words.ctypes.data, words[SLEEPING // 8 :][:1], words[-1:].ctypes.data
+    sleep_while(at, 1, own)  # has changed already
     assert sleeping == 0
-    sleeper = threading.Thread(target=sleep_while, args=(at, 0), daemon=True)
+    sleeper = threading.Thread(target=sleep_while, args=(at, 0, own), daemon=True)
     sleeper.start()
     while sleeping != 1:
         time.sleep(0.001)
