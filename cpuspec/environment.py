@@ -12,7 +12,9 @@ import hashlib
 import math
 import os
 import stat
+import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from cpuspec.errors import ConfigError
@@ -24,9 +26,9 @@ _STACK_BYTES = 8 << 20  # as glibc gives; it becomes memory as it is written
 def cache_dir() -> Path:
     """Directory for downloads and caches, absolute; not created here.
 
-    CPUSPEC_CACHE if set, else `cpuspec` under XDG_CACHE_HOME, else in the system's own place. A user without a home directory, as
     CPUSPEC_CACHE if set, else `cpuspec` under XDG_CACHE_HOME, else in the system's place. A user without a home directory, as in
     containers, has none: then it lies below a file, where nothing can be made, and everything that is kept there stays in memory.
+    Raises ConfigError if CPUSPEC_CACHE names the home directory of a user who has none.
     """
     if chosen := os.environ.get("CPUSPEC_CACHE"):
         try:
@@ -147,6 +149,18 @@ def default_prefix_cache_bytes() -> int:
 def default_models_bytes() -> int:
     """Bytes that the loaded models of a server may take by default: three quarters of the memory; 8 GB where that is unknown."""
     return (SYSTEM.memory().usable or 11 * 10**9) * 3 // 4
+
+
+def commit() -> str:
+    """The commit that this package is of: a build's file, or in a checkout what git says; "" where neither is there."""
+    package = Path(__file__).parent
+    with suppress(OSError):
+        return (package / "commit.txt").read_text(encoding="ascii").strip()[:12]
+    if (package.parent / ".git").exists():
+        with suppress(OSError, subprocess.SubprocessError):
+            command = ["git", "rev-parse", "--short=12", "HEAD"]
+            return subprocess.run(command, cwd=package, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    return ""
 
 
 def child_environment(temporary: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -121,7 +122,10 @@ def test_help_names_every_backend_proposer_and_kv_format() -> None:
 
 
 def test_version() -> None:
-    assert ok("--version") == f"cpuspec {cpuspec.__version__}\n"
+    version = ok("--version")
+    assert version.startswith(f"cpuspec {cpuspec.__version__} (")
+    assert f"Python {platform.python_version()}, {platform.machine()}" in version
+    assert environment.commit() in version
 
 
 # ------------------------------------------------------------------------------------------------------------------- generate

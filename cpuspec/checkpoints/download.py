@@ -137,7 +137,7 @@ def _download(model: HubModel, report: Progress, hashes: Mapping[str, str] = Map
 def _checked(recipe: Recipe, source: BesideSource) -> Path:
     """What lies beside a recipe. Raises DownloadError if it is not there, or has other bytes than the recipe says."""
     if not source.path.exists():
-        raise DownloadError(f"{source} is not there; install again")
+        raise DownloadError(f"{source} is not in this installation")
     for name, wanted in recipe.hashes.items():
         path = source.path / name if name else source.path
         try:

@@ -4,6 +4,7 @@
 """
 
 import os
+import platform
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from cpuspec import __version__
 from cpuspec.cli import INTERRUPTED
 from cpuspec.cli.console import deliver_again, emit, guarded_streams, note, show_log
+from cpuspec.platform import SYSTEM
 
 # By name: the function of the command, or the Typer group, and the first sentence of its help, for `cpuspec --help`.
 COMMANDS = {
@@ -105,8 +107,18 @@ def run() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        emit(f"cpuspec {__version__}\n")
+        from cpuspec.environment import commit
+
+        of = f"commit {commit()}, " if commit() else ""
+        emit(f"cpuspec {__version__} ({of}Python {platform.python_version()}, {_instructions()})\n")
         raise typer.Exit
+
+
+def _instructions() -> str:
+    """The processor's kind, and the best of its instructions that the kernels have a use for, where the system tells them."""
+    flags = SYSTEM.processor_flags()
+    best = next((name for name in ("avx512_vnni", "avx_vnni", "avx2") if name in flags), "")
+    return " ".join(filter(None, (platform.machine(), best)))
 
 
 @app.callback()

@@ -22,6 +22,7 @@ from cpuspec.cli.progress import busy
 from cpuspec.config import EngineConfig
 from cpuspec.environment import (
     cache_dir,
+    commit,
     default_prefix_cache_bytes,
     packed_limit_bytes,
     usable_cores,
@@ -132,6 +133,7 @@ def versions() -> dict[str, str]:
     """The versions of cpuspec and of the packages that its speed depends on."""
     return {
         "cpuspec": __version__,
+        **({"commit": commit()} if commit() else {}),
         "python": platform.python_version(),
         **{name: version(name) for name in ("numpy", "numba", "llvmlite")},
     }

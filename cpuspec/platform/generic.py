@@ -108,6 +108,7 @@ SYSTEM = System(
     topology=topology,
     memory=memory,
     processor_name=lambda: platform.processor() or platform.machine(),
+    processor_flags=frozenset,
     boot_id=str,
     enable_tile_registers=no,
     zeroed_pages=zeroed_pages,

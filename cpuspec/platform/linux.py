@@ -172,6 +172,11 @@ def processor_name() -> str:
     return match[1].strip() if match else generic.SYSTEM.processor_name()
 
 
+def processor_flags() -> frozenset[str]:
+    match = re.search(r"^flags\s*:\s*(.+)", _read(_ROOT / "proc/cpuinfo"), re.M)
+    return frozenset(match[1].split()) if match else frozenset()
+
+
 def enable_tile_registers() -> bool:
     """The kernel keeps the large state of these registers only for processes that have asked for it."""
     return _knows_calls() and _call(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
@@ -296,6 +301,7 @@ SYSTEM = replace(
     topology=read_topology,
     memory=read_memory,
     processor_name=processor_name,
+    processor_flags=processor_flags,
     boot_id=lambda: _read(_ROOT / "proc/sys/kernel/random/boot_id"),
     enable_tile_registers=enable_tile_registers,
     zeroed_pages=zeroed_pages,

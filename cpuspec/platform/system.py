@@ -19,6 +19,8 @@ class System:
     topology: Callable[[], Topology]
     memory: Callable[[], Memory]
     processor_name: Callable[[], str]
+    # The names that the system gives the first processor's features. Others: none.
+    processor_flags: Callable[[], frozenset[str]]
     # The id that the system gives each boot. Others: "".
     boot_id: Callable[[], str]
     # Ask for the use of tile registers (AMX), and return whether this process may use them. Others: False.

@@ -80,7 +80,7 @@ def test_every_shipped_recipe_reads_and_the_default_is_among_them() -> None:
         assert recipe.name == name
         assert recipe.head.target in recipes if recipe.head else recipe.architecture in FAMILIES
         # The public hub comes first, an index of packages is the second way. What cpuspec trained comes with it.
-        assert [type(source) for source in recipe.sources] in ([HubModel, PackageSource], [HubModel], [BesideSource])
+        assert [type(source) for source in recipe.sources] in ([HubModel, PackageSource], [HubModel], [BesideSource, PackageSource])
 
 
 def test_a_recipe_says_everything_that_its_file_says(tmp_path: Path) -> None:

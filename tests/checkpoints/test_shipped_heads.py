@@ -1,13 +1,14 @@
 """Heads that come with the package: small, with the bytes that their recipes name, and whole."""
 
 import hashlib
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from cpuspec.checkpoints.download import fetch
 from cpuspec.checkpoints.heads import find_reader
-from cpuspec.checkpoints.recipes import BesideSource, Recipe, load_all, load_recipes, read_recipe
+from cpuspec.checkpoints.recipes import BesideSource, PackageSource, Recipe, load_all, load_recipes, read_recipe
 from cpuspec.errors import DownloadError
 
 _MOST_BYTES = 24_000_000
@@ -43,9 +44,19 @@ def test_other_bytes_than_the_recipe_names_are_refused(tmp_path: Path) -> None:
     broken.parent.mkdir()
     broken.write_bytes(fetch(recipe).read_bytes()[:-1] + b"x")
     file = tmp_path / f"{recipe.name}.toml"
-    file.write_text((Path(fetch(recipe)).parents[1] / file.name).read_text())
+    text = (Path(fetch(recipe)).parents[1] / file.name).read_text()
+    file.write_text(text[: text.index("# models/heads/pyproject.toml")])
     with pytest.raises(DownloadError, match=r"has other bytes: sha256 .* install again"):
         fetch(read_recipe(file))
+
+
+@pytest.mark.parametrize("recipe", SHIPPED, ids=lambda recipe: recipe.name)
+def test_the_package_of_heads_holds_each_file_where_its_recipe_looks(recipe: Recipe) -> None:
+    package = tomllib.loads((fetch(recipe).parent / "pyproject.toml").read_text())
+    [part] = next(source for source in recipe.sources if isinstance(source, PackageSource)).parts
+    assert (part.package, part.version) == (package["project"]["name"], package["project"]["version"])
+    assert package["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"][recipe.file] == part.member
+    assert part.num_bytes == recipe.num_bytes
 
 
 def test_every_level_of_a_chain_that_names_a_shipped_head_has_its_target() -> None:

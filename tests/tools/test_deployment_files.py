@@ -57,7 +57,8 @@ def test_the_image_is_made_of_files_and_extras_that_exist() -> None:
     assert {"pyproject.toml", "cpuspec", "models"} <= set(sources)
     assert all((ROOT / path).exists() for path in sources)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]) <= set(sources)
+    build = project["tool"]["hatch"]["build"]
+    assert {*build["targets"]["wheel"]["only-include"], build["hooks"]["custom"]["path"]} <= set(sources)
     assert {project["project"]["readme"], *project["project"]["license-files"]} <= set(sources)
     (extras,) = re.findall(r"\"\.\[([a-z,]+)\]\"", DOCKERFILE)
     wanted = {one for extra in extras.split(",") for one in project["project"]["optional-dependencies"][extra]}
