@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from cpuspec import __version__
 from cpuspec.cli import INTERRUPTED
 from cpuspec.cli.console import deliver_again, emit, guarded_streams, note, show_log
+from cpuspec.cli.spellings import OTHER_COMMANDS, translated
 from cpuspec.platform import SYSTEM
 
 # By name: the function of the command, or the Typer group, and the first sentence of its help, for `cpuspec --help`.
@@ -59,8 +60,13 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that a command line begins with, loaded, and the rest of the line."""
+        if args[0] not in COMMANDS and args[0] in OTHER_COMMANDS:
+            raise typer.BadParameter(f"{args[0]} is no command here; what does it is: {OTHER_COMMANDS[args[0]]}")
         name, command, rest = super().resolve_command(ctx, args)
-        return name, whole_command(str(name)) if command else None, rest
+        if command is None:
+            return name, None, rest
+        whole = whole_command(str(name))
+        return name, whole, rest if isinstance(whole, TyperGroup) else translated(rest, whole, note)
 
 
 def whole_command(name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Optional
 UNLIMITED = 1 << 31  # tokens, where a client asks for as many as there may be
 
 # Names of one thing. A body's own name is the first of these that it declares.
-_SAME = (
+SAME_NAMES = (
     (
         "max_tokens",
         "max_completion_tokens",
@@ -30,7 +30,7 @@ _SAME = (
     ("logprobs", "n_probs"),
     ("add_special", "add_special_tokens"),
 )
-_OTHER_NAMES = {name: names for names in _SAME for name in names}
+_OTHER_NAMES = {name: names for names in SAME_NAMES for name in names}
 _HOLDERS = (
     "options",
     "extra_body",
@@ -68,7 +68,7 @@ def _format(value: Any) -> dict[str, Any] | None:
 
 # Fields that are translated into others; None is a value that cannot be honoured. A translation counts where the body does not
 # declare the field itself, and declares every field that it becomes.
-_BECOME: Mapping[str, Callable[[Any], dict[str, Any] | None]] = {
+TRANSLATED: Mapping[str, Callable[[Any], dict[str, Any] | None]] = {
     "thinking": _thinks,
     "think": _thinks,
     "enable_thinking": _thinks,
@@ -79,7 +79,7 @@ _BECOME: Mapping[str, Callable[[Any], dict[str, Any] | None]] = {
 }
 
 # Fields of other servers that this one lacks, with the values at which they change nothing on those servers.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("cache_prompt", "parse_tool_calls", "skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("add_special_tokens", "detokenize", "include_reasoning", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("post_sampling_probs", "return_tokens", "timings_per_token", "verbose", "return_token_ids"), (False,)),
@@ -122,7 +122,7 @@ def _seed(value: Any) -> Any:
 
 # Values as some clients write them, by a body's own name for the field.
 _VALUES: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(_SAME[0], _at_least(0, UNLIMITED)),
+    **dict.fromkeys(SAME_NAMES[0], _at_least(0, UNLIMITED)),
     "min_tokens": _at_least(0, 0),
     "seed": _seed,
     "top_k": _at_least(0, 0),
@@ -151,7 +151,7 @@ def read(declared: Declared, given: Mapping[str, Any], strict: bool = False, whe
         found[name] = others.pop(name)
     for name, value in others.items():
         own = next((one for one in _OTHER_NAMES.get(name, ()) if one in declared), None)
-        become = _BECOME[name](value) if name in _BECOME else None
+        become = TRANSLATED[name](value) if name in TRANSLATED else None
         if own is not None:
             found.setdefault(own, value)
         elif become is not None and become.keys() <= declared.keys():
@@ -159,7 +159,7 @@ def read(declared: Declared, given: Mapping[str, Any], strict: bool = False, whe
                 before = found.setdefault(key, one)
                 if isinstance(one, dict) and isinstance(before, dict):
                     found[key] = one | before
-        elif strict or value not in _NEUTRAL.get(name, ()):
+        elif strict or value not in NEUTRAL.get(name, ()):
             left.append(where + name)
     for name in list(found):
         found[name] = _VALUES[name](found[name]) if name in _VALUES else found[name]

@@ -12,7 +12,7 @@ import pytest
 from cpuspec import LLM, SamplingParams
 from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, responses, schema
 from cpuspec.server.bodies import Body
-from cpuspec.server.fields import _BECOME, _NEUTRAL, _SAME, UNLIMITED, read
+from cpuspec.server.fields import NEUTRAL, SAME_NAMES, TRANSLATED, UNLIMITED, read
 from tests.server.running import Running, events, load, serving
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cat sat on the mat"}], "max_tokens": 3}
@@ -143,7 +143,7 @@ def _bodies() -> list[type[Body]]:
 @pytest.mark.parametrize("body", _bodies())
 def test_every_name_of_a_thing_counts_as_the_bodys_own(body: type[Body]) -> None:
     declared = body.declared()
-    for names in _SAME:
+    for names in SAME_NAMES:
         own = next((name for name in names if name in declared), None)
         for name in names:
             found, left = read(declared, {name: 2})
@@ -153,12 +153,12 @@ def test_every_name_of_a_thing_counts_as_the_bodys_own(body: type[Body]) -> None
                 assert (found, left) == ({name if name in declared else own: 2}, [])
     for name in declared:
         assert read(declared, {name: None}) == ({}, []), "a null is an absent field"
-    for name, become in _BECOME.items():
+    for name, become in TRANSLATED.items():
         assert name in declared or become(0) is not None or name == "format"
 
 
 def test_a_value_that_changes_nothing_elsewhere_needs_no_note_and_others_do() -> None:
-    for name, (neutral, *_) in _NEUTRAL.items():
+    for name, (neutral, *_) in NEUTRAL.items():
         assert read({}, {name: neutral}) == ({}, [])
         assert read({}, {name: neutral}, strict=True) == ({}, [name])
         assert read({}, {name: "something else"}) == ({}, [name])

@@ -1,0 +1,171 @@
+"""Options of llama.cpp, vLLM and Ollama on our command line: another name of one of ours, or a sentence that says what to do.
+
+`translated` rewrites a command line before it is read. Options of our own come first, so nothing here changes what they mean.
+Sources: `--help` of llama-cli and llama-server b11434, vLLM's `vllm serve --help` (0.12), Ollama's README.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+LLAMA, VLLM, OLLAMA = "llama.cpp", "vLLM", "Ollama"
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """An option of another program.
+
+    ours: the option that it stands for, "PROMPT" for an argument, "" for none. value: whether a value follows it. read: the value
+    in our spelling; None for one that has none. why: what to do where it stands for nothing. passes: it is left out with a note,
+    else it is an error.
+    """
+
+    program: str
+    names: tuple[str, ...]
+    ours: str = ""
+    value: bool = True
+    read: Callable[[str], str | None] = str
+    why: str = ""
+    passes: bool = False
+
+
+_KV = {"f16": "f16", "q8_0": "int8", "int8": "int8", "auto": "f16"}
+_METHODS = {"none": "none", "draft-mtp": "mtp", "ngram-simple": "ngram", "ngram-mod": "ngram", "ngram-cache": "ngram"}
+_BY_ITSELF = "the chat template says it"
+
+
+def _left_out(program: str, *names: str, why: str, value: bool = True) -> Spelling:
+    return Spelling(program, names, value=value, why=why, passes=True)
+
+
+def _flag(program: str, *names: str, why: str) -> Spelling:
+    return _left_out(program, *names, why=why, value=False)
+
+
+SPELLINGS = (
+    Spelling(LLAMA, ("-p", "--prompt"), "PROMPT"),
+    Spelling(LLAMA, ("-n", "--predict", "--n-predict"), "--max-tokens"),
+    Spelling(LLAMA, ("-c", "--ctx-size"), "--context-length", read=lambda value: None if value == "0" else value),
+    Spelling(LLAMA, ("-t",), "--threads"),
+    Spelling(LLAMA, ("--temp",), "--temperature"),
+    Spelling(LLAMA, ("-s",), "--seed"),
+    Spelling(LLAMA, ("--repeat-penalty",), "--repetition-penalty"),
+    Spelling(LLAMA, ("-r", "--reverse-prompt"), "--stop"),
+    Spelling(LLAMA, ("-sys", "--system-prompt"), "--system"),
+    Spelling(LLAMA, ("-hf", "-hfr", "--hf-repo"), "--model"),
+    Spelling(LLAMA, ("-np", "--parallel"), "--max-sequences"),
+    Spelling(LLAMA, ("-a",), "--alias"),
+    Spelling(LLAMA, ("-no-cnv", "--no-conversation"), "--raw", value=False),
+    Spelling(LLAMA, ("-jf", "--json-schema-file"), "--json-schema"),
+    Spelling(LLAMA, ("--grammar-file",), "--grammar"),
+    Spelling(LLAMA, ("-md", "--model-draft", "--spec-draft-model"), "--draft"),
+    Spelling(LLAMA, ("--draft-max", "--draft-n", "--spec-draft-n-max"), why="write it behind a drafter, as --draft ngram@8"),
+    Spelling(LLAMA, ("--spec-type",), "--draft", read=_METHODS.get),
+    Spelling(LLAMA, ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"), "--kv-format", read=_KV.get),
+    Spelling(LLAMA, ("--api-key",), why="a key on the command line is seen by others: set CPUSPEC_API_KEY, or give --api-key-file"),
+    Spelling(LLAMA, ("-j",), why="write the schema to a file, and give --json-schema FILE"),
+    Spelling(LLAMA, ("--chat-template", "--chat-template-file"), why="the model's own template is used; --raw goes without one"),
+    Spelling(LLAMA, ("--lora", "--lora-scaled"), why="adapters are not supported; merge one into the model"),
+    Spelling(LLAMA, ("-mm", "--mmproj", "--image"), why="models read text only"),
+    Spelling(LLAMA, ("--embedding", "--embeddings"), value=False, why="the server embeds by itself; --pooling chooses how"),
+    _left_out(LLAMA, "-ngl", "--gpu-layers", "--n-gpu-layers", why="everything runs on the CPU; --backend torch uses a GPU"),
+    _left_out(LLAMA, "-fa", "--flash-attn", why="attention is always computed in blocks"),
+    _left_out(LLAMA, "-b", "--batch-size", "-ub", "--ubatch-size", why="the size of a batch is chosen for the machine"),
+    _left_out(LLAMA, "-tb", "--threads-batch", why="prompts use the same threads"),
+    _left_out(LLAMA, "--numa", "--prio", "--poll", "-C", "--cpu-mask", why="threads are placed for the machine"),
+    _left_out(LLAMA, "--cache-ram", "--cache-reuse", "--keep", why="prefixes are kept by themselves"),
+    _flag(LLAMA, "--mlock", why="weights stay in memory as long as they fit"),
+    _flag(LLAMA, "--jinja", "--no-jinja", why="chat templates are always rendered by Jinja"),
+    _flag(LLAMA, "-cnv", "--conversation", why="`cpuspec chat` is the conversation"),
+    _flag(LLAMA, "-st", "--single-turn", "--no-display-prompt", "--simple-io", "--log-disable", why="this is how it is here"),
+    _flag(LLAMA, "--no-warmup", "--metrics", "--props", "--no-webui", "--cont-batching", "-cb", why="this is how it is here"),
+    Spelling(VLLM, ("--max-model-len",), "--context-length"),
+    Spelling(VLLM, ("--max-num-seqs",), "--max-sequences"),
+    Spelling(VLLM, ("--served-model-name",), "--alias"),
+    Spelling(VLLM, ("--kv-cache-dtype",), "--kv-format", read=_KV.get),
+    Spelling(VLLM, ("--max-num-batched-tokens",), "--prompt-rows"),
+    Spelling(VLLM, ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"), why="a model runs on one machine"),
+    Spelling(VLLM, ("--enable-lora",), value=False, why="adapters are not supported; merge one into the model"),
+    _left_out(VLLM, "--gpu-memory-utilization", "--swap-space", "--block-size", why="memory is divided by itself; see --memory"),
+    _left_out(VLLM, "--tool-call-parser", "--reasoning-parser", why=_BY_ITSELF),
+    _left_out(VLLM, "--quantization", "-q", "--load-format", "--tokenizer-mode", why="the model's files say it"),
+    _flag(VLLM, "--enable-auto-tool-choice", "--enable-reasoning", why=_BY_ITSELF),
+    _flag(VLLM, "--enable-prefix-caching", "--enable-chunked-prefill", "--enforce-eager", why="this is how it is here"),
+    _flag(VLLM, "--trust-remote-code", why="no code of a model is ever run"),
+    _left_out(OLLAMA, "--keepalive", why="a model stays until its memory is needed"),
+    _flag(OLLAMA, "--verbose", why="figures are always told on stderr"),
+)
+_BY_NAME: Mapping[str, Spelling] = {name: one for one in SPELLINGS for name in one.names}
+
+# Commands of other programs, and what is typed here.
+OTHER_COMMANDS = {
+    "run": "cpuspec chat MODEL, or cpuspec generate MODEL PROMPT",
+    "list": "cpuspec models",
+    "ls": "cpuspec models",
+    "show": "cpuspec inspect MODEL",
+    "ps": "cpuspec serve MODEL, and GET /slots",
+    "complete": "cpuspec generate MODEL PROMPT",
+    "run-batch": "cpuspec batch MODEL FILE",
+}
+
+
+def translated(args: Sequence[str], command: Any, tell: Callable[[str], object]) -> list[str]:
+    """The arguments of a command with options of other programs in our spelling.
+
+    command: a click command, whose own options stay as they are. tell: gets a note for each option that is left out.
+    Raises typer.BadParameter for one that has no counterpart here.
+    """
+    named = {name: param for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    own = {name: param for name, param in named.items() if name.startswith("-")}
+    if "prompt" in named:
+        own["PROMPT"] = named["prompt"]
+    found: list[str] = []
+    behind: list[str] = []  # arguments, which options may stand before
+    rest = iter(args)
+    for arg in rest:
+        name, is_joined, value = arg.partition("=")
+        if arg == "--":
+            return [*found, *behind, arg, *rest] if not behind else [*found, "--", *behind, *rest]
+        if name in own:
+            found.append(arg)
+            takes = not getattr(own[name], "is_flag", False) and not getattr(own[name], "count", False)
+            if takes and not is_joined:
+                found += _next(rest)
+        elif (one := _BY_NAME.get(name)) is None:
+            found.append(arg)
+        else:
+            given = [value] if is_joined else (_next(rest) if one.value else [])
+            found += _replaced(one, name, given, own, tell, behind)
+    return [*found, *(["--", *behind] if any(text.startswith("-") for text in behind) else behind)]
+
+
+def _replaced(
+    one: Spelling, name: str, given: list[str], own: Mapping[str, Any], tell: Callable[[str], object], behind: list[str]
+) -> list[str]:
+    if one.ours == "PROMPT" and one.ours in own:
+        behind += given
+        return []
+    if one.ours and one.ours in own:
+        if not one.value:
+            return [one.ours]
+        read = one.read(given[0]) if given else None
+        if read is not None:
+            return [one.ours, read]
+        if one.ours == "--context-length":
+            return []
+        value = " ".join(given) or "its value"
+        raise typer.BadParameter(f"{name} is {one.program}'s; here it is {one.ours}, and {value} is none of it")
+    if one.passes:
+        tell(f"{name} is {one.program}'s and was left out: {one.why}")
+        return []
+    if one.ours:
+        raise typer.BadParameter(f"{name} is {one.program}'s; here it is {one.ours}, which this command does not have")
+    raise typer.BadParameter(f"{name} is {one.program}'s: {one.why}")
+
+
+def _next(rest: Iterator[str]) -> list[str]:
+    """The next argument, if there is one; click says what is missing."""
+    value = next(rest, None)
+    return [] if value is None else [value]

@@ -1,0 +1,69 @@
+"""Command lines as people write them for llama.cpp, vLLM and Ollama."""
+
+import pytest
+import typer
+
+from cpuspec.cli.app import COMMANDS, whole_command
+from cpuspec.cli.spellings import OTHER_COMMANDS, SPELLINGS, translated
+from tests.command import refused
+from tools.make_coming_from import PAGE, page
+
+PROGRAM = {name: whole_command(name) for name in ("generate", "chat", "serve", "batch", "bench")}
+LINES = [
+    ("generate", "-m a.gguf -p hi -n 8 --temp 0 -ngl 99 -t 2", "-m a.gguf --max-tokens 8 --temperature 0 --threads 2 hi"),
+    ("generate", "-m a.gguf -p -x --seed -n", "-m a.gguf --seed -n -- -x"),
+    ("generate", "a.gguf -c 0 --ctx-size=512 -- -n 5", "a.gguf --context-length 512 -- -n 5"),
+    ("generate", "-hf o/n:Q4_K_M -no-cnv --spec-type draft-mtp --stop -r", "--model o/n:Q4_K_M --raw --draft mtp --stop -r"),
+    ("generate", "-f file -st", "-f file"),
+    ("serve", "a --max-model-len 64 -np 3 -ctk q8_0 -a x", "a --context-length 64 --max-sequences 3 --kv-format int8 --alias x"),
+    ("serve", "a --tool-call-parser hermes --trust-remote-code --port 1", "a --port 1"),
+    ("bench", "-p 5 -n 4 -r 2 -s 1", "-p 5 -n 4 -r 2 -s 1"),
+]
+
+
+@pytest.mark.parametrize(("command", "typed", "read"), LINES)
+def test_options_of_other_programs_are_read(command: str, typed: str, read: str) -> None:
+    notes: list[str] = []
+    assert translated(typed.split(), PROGRAM[command], notes.append) == read.split()
+    left = {name for one in SPELLINGS if one.passes for name in one.names} & set(typed.split())
+    assert len(notes) == len(left)
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "why"),
+    [
+        ("serve", "a --api-key x", "CPUSPEC_API_KEY"),
+        ("serve", "a -p hi", "PROMPT, which this command does not have"),
+        ("generate", "a -ctk q4_1", "here it is --kv-format, and q4_1 is none of it"),
+        ("generate", "a -np 4", "--max-sequences, which this command does not have"),
+        ("generate", "a -n", "its value is none of it"),
+    ],
+)
+def test_what_has_no_counterpart_is_an_error_that_says_what_to_do(command: str, typed: str, why: str) -> None:
+    with pytest.raises(typer.BadParameter, match=why):
+        translated(typed.split(), PROGRAM[command], lambda _: None)
+
+
+@pytest.mark.parametrize("command", PROGRAM)
+def test_no_spelling_changes_an_option_of_ours(command: str) -> None:
+    for param in PROGRAM[command].params:
+        for name in (*param.opts, *param.secondary_opts):
+            typed = [name] if getattr(param, "is_flag", False) else [name, "--temp"]
+            assert not name.startswith("-") or translated(typed, PROGRAM[command], pytest.fail) == typed
+
+
+def test_every_option_that_is_named_exists() -> None:
+    known = {name for command in PROGRAM.values() for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    known |= {"PROMPT"}
+    for one in SPELLINGS:
+        assert one.ours in known or (one.why and not one.ours), one
+    assert not COMMANDS.keys() & OTHER_COMMANDS.keys()
+
+
+def test_a_command_and_an_option_of_another_program_are_told() -> None:
+    refused("run", "qwen3", code=2, message="cpuspec chat MODEL")
+    refused("serve", "a", "--api-key", "x", code=2, message="CPUSPEC_API_KEY")
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    assert PAGE.read_text("utf-8") == page(), "run python tools/make_coming_from.py"

@@ -1,0 +1,54 @@
+"""Make `cpuspec/cli/COMING_FROM.md`, what options, commands and fields of other programs are here, from the tables in the code.
+
+python tools/make_coming_from.py
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cpuspec.cli.spellings import LLAMA, OLLAMA, OTHER_COMMANDS, SPELLINGS, VLLM
+from cpuspec.server.fields import NEUTRAL, REFUSED, SAME_NAMES, TRANSLATED
+
+PAGE = Path(__file__).resolve().parent.parent / "cpuspec" / "cli" / "COMING_FROM.md"
+
+
+def page() -> str:
+    """The page's text."""
+    parts = [
+        "# Coming from llama.cpp, vLLM or Ollama",
+        "Made by `tools/make_coming_from.py` from `cli/spellings.py` and `server/fields.py`.",
+        "## Commands",
+        _table(("there", "here"), [(f"`{name}`", f"`{here}`") for name, here in OTHER_COMMANDS.items()]),
+        "## Options",
+        "An option with one of ours beside it may be typed as it is. What is left out is told on stderr; others are errors.",
+    ]
+    for program in (LLAMA, VLLM, OLLAMA):
+        rows = []
+        for one in (one for one in SPELLINGS if one.program == program):
+            here = f"`{one.ours}`" if one.ours else f"left out: {one.why}" if one.passes else one.why
+            rows.append((", ".join(f"`{name}`" for name in one.names), here))
+        parts += [f"### {program}", _table(("there", "here"), rows)]
+    same = [(f"`{names[0]}`", ", ".join(f"`{name}`" for name in names[1:])) for names in SAME_NAMES]
+    parts += [
+        "## Fields of requests",
+        "Names of one field; each endpoint takes all of them:",
+        _table(("field", "other names"), same),
+        f"Translated into fields of the endpoint: {_listed(TRANSLATED)}.",
+        f"Ignored, with a note in the response's header where the value asks for something: {_listed(NEUTRAL)}, and unknown ones.",
+        "Refused, because the answer would be another one: "
+        + ", ".join(f"`{name}` (send `{instead}`)" for name, instead in REFUSED.items())
+        + ".",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ("---",) * len(heads), *rows))
+
+
+def _listed(names: object) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))  # type: ignore[call-overload]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
