@@ -416,7 +416,9 @@ class HeadConfig:
 
 
 # Fields of ModelConfig that have an entry for each layer, or none.
-_PER_LAYER = ("layer_windows", "layer_ropes", "layer_experts", "layer_recurrent", "layer_feeds")
+_PER_LAYER = (
+    "layer_windows", "layer_ropes", "layer_experts", "layer_recurrent", "layer_feeds", "layer_head_dims", "layer_kv_heads",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -450,6 +452,8 @@ class ModelConfig:
     mixer; empty for layers of both.
     latent: of attention whose keys and values are made of one vector; head_dim is then `Latent.dims`, rope_dims `Latent.turned`,
     and there is one key head. None for other models.
+    layer_head_dims, layer_kv_heads: for each layer the numbers of a head and the heads of keys; empty for `head_dim` and
+    `num_kv_heads` in every layer. value_dim: the numbers of a head of values, 0 for those of its keys.
     """
 
     architecture: str
@@ -501,6 +505,9 @@ class ModelConfig:
     beside: bool = False
     layer_feeds: tuple[bool, ...] = ()
     latent: Latent | None = None
+    layer_head_dims: tuple[int, ...] = ()
+    layer_kv_heads: tuple[int, ...] = ()
+    value_dim: int = 0
 
     def __post_init__(self) -> None:
         choices = {
@@ -525,10 +532,16 @@ class ModelConfig:
             value = getattr(self, name)
             if not _fits(partial(whole, low=1, high=limit), value):
                 raise ConfigError(f"{name} must be an integer from 1 to {limit}, got {_shown(value)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        for heads in (self.num_kv_heads, *self.layer_kv_heads):
+            if not _fits(partial(whole, low=1, high=self.num_heads), heads) or self.num_heads % heads:
+                raise ConfigError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {_shown(heads)}")
+        for dims in (self.head_dim, *self.layer_head_dims):
+            if not _fits(partial(whole, low=1, high=1 << 10), dims) or dims % 2:
+                raise ConfigError(f"head_dim must be even for rotary positions, got {_shown(dims)}")
+        if not _fits(partial(whole, low=0, high=1 << 10), self.value_dim):
+            raise ConfigError(f"value_dim must be an integer from 0 to {1 << 10}, got {_shown(self.value_dim)}")
+        if set(self.layer_head_dims) - {self.head_dim} and self.rope_dims:
+            raise ConfigError("rope_dims is of heads that have as many numbers in every layer; wanted no layer_head_dims")
         if not _fits(partial(number, low=0, below=1), self.norm_eps):
             raise ConfigError(f"norm_eps must be in [0, 1), got {_shown(self.norm_eps)}")
         for name in ("rope_base", "local_rope_base"):
@@ -618,6 +631,12 @@ class ModelConfig:
     def num_attention_layers(self) -> int:
         """How many layers keep keys and values."""
         return self.num_layers - sum(self.layer_recurrent) - sum(self.layer_feeds)
+
+    @property
+    def has_alike_heads(self) -> bool:
+        """Whether keys and values of all layers have as many heads of as many numbers."""
+        kinds = {*self.layer_head_dims} | {self.head_dim, self.value_dim or self.head_dim}
+        return len(kinds) == 1 and not {*self.layer_kv_heads} - {self.num_kv_heads}
 
     @property
     def num_logits(self) -> int:

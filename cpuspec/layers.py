@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of `heads` queries over `kv_heads` keys and values of `dims` numbers each.
+    """Attention of `heads` queries over `kv_heads` keys of `dims` numbers each, and values of `value_dims`.
 
     window: how many last tokens of its path a row sees, its own included; None for all. rope: of keys, None where nothing is
     rotated. query_rope: of queries.
@@ -42,6 +42,7 @@ class Attention:
     rotates_first: bool
     sinks: bool
     gated: bool
+    value_dims: int
     latent: Latent | None = None
 
     output = "o"
@@ -58,12 +59,13 @@ class Attention:
         if self.latent:
             return self.latent.tensors(self.heads, hidden)
         q, kv = self.heads * self.dims, self.kv_heads * self.dims
-        found: dict[str, Shape] = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+        v, out = self.kv_heads * self.value_dims, self.heads * self.value_dims
+        found: dict[str, Shape] = {"q": (q, hidden), "k": (kv, hidden), "v": (v, hidden)}
         if self.gated:
-            found["q_gate"] = (q, hidden)
+            found["q_gate"] = (out, hidden)
         if self.qkv_bias:
-            found |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-        found["o"] = (hidden, q)
+            found |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (v,)}
+        found["o"] = (hidden, out)
         if self.o_bias:
             found["o_bias"] = (hidden,)
         if self.norm:
@@ -187,10 +189,11 @@ def layers_of(config: ModelConfig) -> list[Layer]:
     mixtures = c.layer_experts or (c.experts is not None,) * c.num_layers
     dense = FeedForward(c.activation, c.intermediate_size, gated=c.gated, bias=c.mlp_bias)
     mixture = FeedForward(c.activation, c.shared_size, c.experts, c.shared_gate, c.gated)
-    scale = 1 / math.sqrt(c.head_dim) if c.query_scale is None else c.query_scale
     norm = c.norm_spans if c.qk_norm else ""
 
     recurs = c.layer_recurrent or (False,) * c.num_layers
+
+    head_dims, kv_heads = c.layer_head_dims or (c.head_dim,) * c.num_layers, c.layer_kv_heads or (c.num_kv_heads,) * c.num_layers
 
     def mixer(i: int) -> Mixer | None:
         if c.layer_feeds and c.layer_feeds[i]:
@@ -199,10 +202,12 @@ def layers_of(config: ModelConfig) -> list[Layer]:
             return c.recurrent
         rope = ropes[kinds[i]]
         of_queries = rope and replace(rope, growth=c.query_growth, growth_length=c.query_growth_length)
+        dims = head_dims[i]
+        scale = 1 / math.sqrt(dims) if c.query_scale is None else c.query_scale
         return Attention(
-            c.num_heads, c.num_kv_heads, c.head_dim, windows[i] or None, rope, scale, c.attention_softcap, norm,
+            c.num_heads, kv_heads[i], dims, windows[i] or None, rope, scale, c.attention_softcap, norm,
             c.qkv_bias, c.o_bias, of_queries, c.rotates_first, c.sinks, c.gated_attention,
-            c.latent,
+            0 if c.latent else c.value_dim or dims, c.latent,
         )  # fmt: skip
 
     def feed(i: int) -> FeedForward | None:

@@ -59,8 +59,8 @@ class ToyBackend:
         def views(storage: np.ndarray, number: int) -> tuple[np.ndarray]:
             return (storage[number * self.block_size : (number + 1) * self.block_size].view(np.uint8).reshape(1, -1),)
 
-        blocks = BlockAccess(self.block_size, 2, (1, 1), views) if self.block_size else None
-        new_storage = partial(np.full, (capacity, 2), -1, np.int64)
+        blocks = BlockAccess(self.block_size, 2, views) if self.block_size else None
+        new_storage = partial(np.full, (capacity + self.block_size, 2), -1, np.int64)
         return KVCache(num_slots, capacity, new_storage, copy_rows, copy_prefix, 16, blocks, f"toy {self._recent[0, 0]}")
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
@@ -168,9 +168,9 @@ class RecurrentBackend:
         def views(storage: _Remembered, number: int) -> tuple[np.ndarray]:
             return (storage.tokens[number * self.block_size : (number + 1) * self.block_size].view(np.uint8).reshape(1, -1),)
 
-        blocks, states = BlockAccess(self.block_size, 2, (1, 1), views), StateAccess(32, reach, take, put)
+        blocks, states = BlockAccess(self.block_size, 2, views), StateAccess(32, reach, take, put)
         return KVCache(
-            *(num_slots, capacity, lambda: _Remembered(np.full(capacity, -1)), copy_rows, copy_prefix, 8),
+            *(num_slots, capacity, lambda: _Remembered(np.full(capacity + self.block_size, -1)), copy_rows, copy_prefix, 8),
             *(blocks if self.block_size else None, f"recurrent {self._state[0, 0]}", states, 4 * 32),
         )
 

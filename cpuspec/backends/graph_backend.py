@@ -61,6 +61,8 @@ class GraphBackend:
                 f"{self.name} runs whole forwards of heads, and this one is none, or fills its cache between them; "
                 "use numba, numpy or torch for it, as in numba:HEAD"
             )
+        if not config.has_alike_heads:
+            raise BackendError(f"{self.name} has heads of one size in all layers; use numba, numpy or torch for this model")
         self.config = config
         self.max_rows = engine.max_rows
         self.threads = engine.threads or usable_cores()

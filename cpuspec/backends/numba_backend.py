@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec import model
+from cpuspec.backends.kv_memory import KVPlaces, Memory
 from cpuspec.backends.numa import interleave_pages, nodes_to_use, spread_new_pages
 from cpuspec.backends.packed import content_hash, packed_matrices
 from cpuspec.backends.recurrent_memory import RecurrentLayers, RecurrentMemory
@@ -32,7 +33,7 @@ from cpuspec.config import DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig,
 from cpuspec.environment import sources_digest, usable_cores
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.formats import Cast, Format, QuantTensor
-from cpuspec.formats.kv import get_kv_format, hadamard_size, stored_bytes
+from cpuspec.formats.kv import get_kv_format, hadamard_size
 from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, commit, paged_bytes, reserved_bytes, unpack
 from cpuspec.kernels import (
     attention,
@@ -54,7 +55,7 @@ from cpuspec.kernels import (
 )  # fmt: skip
 from cpuspec.kernels.layout import MAX_QUERIES
 from cpuspec.kernels.team import Team
-from cpuspec.layers import Layer
+from cpuspec.layers import Layer, attention_layers
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
 from cpuspec.model.cache import KEPT_ROWS, BlockAccess, KVCache, StateAccess
 from cpuspec.model.recurrence import LENGTH_EPS, recurrent_mixers
@@ -77,23 +78,22 @@ _PARTIALS_BYTES = 32 << 20
 class _Storage:
     """A cache slot's memory. folded: of a recurrent model, the tokens that its states cover, which are its truncation's limit."""
 
-    memory: U8  # [layers * kv heads, head_bytes]
+    memory: Memory
     states: U8  # of recurrent layers, behind them (`kernels.recurrent`)
     address: int
-    head_bytes: int
+    num_chunks: int
     recurrent: RecurrentMemory | None  # of gated delta nets, where there are such
     folded: int = 0
-    room: int = 0  # bytes of each head that may be used
+    room: int = 0  # chunks of each head that may be used
 
-    def grow(self, num_bytes: int) -> None:
-        """Let the first bytes of each head be used. Raises CacheError where there is no memory."""
-        if num_bytes > self.room:
+    def grow(self, places: KVPlaces, num_chunks: int) -> None:
+        """Let the first chunks of each head be used. Raises CacheError where there is no memory."""
+        if num_chunks > self.room:
             try:
-                for head in self.memory:
-                    commit(head[self.room : num_bytes])
+                places.commit(self.memory, self.room, num_chunks)
             except MemoryError:
                 raise CacheError("no memory for more tokens of a sequence; run fewer sequences, or shorter ones") from None
-            self.room = num_bytes
+            self.room = num_chunks
 
     def begin(self, length: int, rows: int, taps: int) -> None:
         """Tell the kernels up to where a forward of so many rows folds the states of `length` tokens. `end` says that it has."""
@@ -159,37 +159,30 @@ class NumbaBackend:
         self._identity = _identity(c, engine.kv_format, self.prompt_arithmetic, tensors)
         self._vectors = {name: _padded(t, name.endswith("_conv")) for name, t in tensors.items() if not is_matrix(name, t.shape)}
         orders = {name: t.order for name, t in matrices.items() if t.order is not None}
-        group, kv_format = c.num_heads // c.num_kv_heads, get_kv_format(engine.kv_format)
-        self._kv_format = kv_format
-        self._partial_bytes = attention.partial_bytes(kv_format.name, c.head_dim)
-        partials_at = attention.partials_offset(kv_format.name, c.head_dim)
-        queries = MAX_QUERIES + max(attention_plan.TASK_QUERIES, group)
+        kv_format, layers = get_kv_format(engine.kv_format), attention_layers(c)
+        self._kv_places = KVPlaces(layers, kv_format)
+        self._plans = _Plans(layers, self.max_rows, self.threads, kv_format.name)
         self._recurrent = RecurrentLayers(c, self.max_rows) if isinstance(c.recurrent, DeltaNet) and c.is_recurrent else None
         of_tiles = self._recurrent.tile_bytes if self._recurrent else 0
         if isinstance(c.recurrent, Mamba2):
             of_tiles = state_space.TILE_BYTES * c.recurrent.key_dims
-        self._scratch = aligned_bytes((self.threads, max(partials_at + queries * self._partial_bytes, of_tiles)))
+        self._scratch = aligned_bytes((self.threads, max(self._plans.scratch_bytes, of_tiles, 64)))
         self._places = np.empty(self.max_rows, layout.PLACE)
         self._logits = np.empty((1, self._num_logits), np.float32)
         self._unheld = getrefcount(self._logits)
         self._peaks = np.empty(products.BLOCK_ROWS * sharing.PIECES * self.threads, np.float32)
         self._picked = (c_int32 * products.BLOCK_ROWS)()  # of which a part is a list
         self._paths = np.empty(0, np.int64)
-        most = (self.threads > 1) * self.threads * _PARTIALS_BYTES // self._partial_bytes
-        self._max_partials, self._partials = most, paged_bytes((most * self._partial_bytes,))
-        self._tasks = np.empty(self.max_rows, layout.TASK)
-        self._walked = np.zeros((self.max_rows, c.num_kv_heads), np.int64)
         self._routing = _Routing(c.experts, self.max_rows) if c.experts else None
         centres = key_centres(c, kv_format, tensors)
         self._writer = _Writer(
-            c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format, centres, self._routing,
-            self._recurrent,
+            c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format, centres, self._kv_places,
+            self._plans, self._routing, self._recurrent,
         )  # fmt: skip
         decode(c, self._writer)
         self._first = dict(self._writer.first)  # rooms that are written before a forward
         self._num_positions = 0  # whose cosines and sines are known
         self._rotations: list[tuple[F32, F32]] = []
-        self._chunk_bytes = kv_rows.head_bytes(kv_format.name, c.head_dim, kv_rows.CHUNK)
         self._programs: list[program.Program] = []
         self._program = self._prompt_program = self._new_program(0)
         if self.prompt_arithmetic == "bf16":
@@ -211,14 +204,13 @@ class NumbaBackend:
         """A program in this backend's memory, of the operations that were written from number `first` on."""
         records, lists = layout.program(self._writer.operations[first:])
         cuts = [cut - first for cut in self._writer.cuts if cut >= first]
-        new, c = program.Program(records, self.threads, lists, cuts), self.config
+        new = program.Program(records, self.threads, lists, cuts)
         for field, value in {
             **(self._routing.addresses() if self._routing else {}),
             **(self._recurrent.addresses() if self._recurrent else {}),
             "places": _at(self._places), "peaks": _at(self._peaks), "picked": addressof(self._picked),
-            "tasks": _at(self._tasks), "walked": _at(self._walked), "scratch": _at(self._scratch),
-            "partials": _at(self._partials), "max_partials": self._max_partials,
-            "scratch_bytes": self._scratch.strides[0], "heads": c.num_heads, "kv_heads": c.num_kv_heads, "threads": self.threads,
+            "scratch": _at(self._scratch), "scratch_bytes": self._scratch.strides[0], "threads": self.threads,
+            **self._plans.fields(),
         }.items():  # fmt: skip
             new.state[field] = value
         self._programs.append(new)
@@ -226,24 +218,22 @@ class NumbaBackend:
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model, in the order that `kernels.attention` reads."""
-        c = self.config
-        dims, heads = c.head_dim, c.num_attention_layers * c.num_kv_heads
-        size = kv_rows.head_bytes(self._kv_format.name, dims, capacity) if heads else 0
-        states = self._writer.places.num_bytes
+        c, places = self.config, self._kv_places
+        num_chunks, states = kv_rows.num_chunks(capacity), self._writer.places.num_bytes
+        size = num_chunks * places.chunk_bytes
 
         def new_storage() -> _Storage:
-            whole = reserved_bytes((heads * size + states,))
-            commit(whole[heads * size :])
+            whole = reserved_bytes((size + states,))
+            commit(whole[size:])
             memory = self._recurrent.new_memory() if self._recurrent else None
-            return _Storage(whole[: heads * size].reshape(heads, size), whole[heads * size :], _at(whole), size, memory)
+            return _Storage(places.memory(whole, num_chunks), whole[size:], _at(whole), num_chunks, memory)
 
         def copy_rows(storage: _Storage, rows: I32, first: int) -> None:
-            kv_rows.copy_rows(self._kv_format.name, dims, storage.memory, rows, first)
+            places.copy_rows(storage.memory, rows, first)
 
         def copy_prefix(source: _Storage, storage: _Storage, length: int) -> None:
-            used = kv_rows.head_bytes(self._kv_format.name, dims, length)
-            storage.grow(used)
-            storage.memory[:, :used] = source.memory[:, :used]
+            storage.grow(places, kv_rows.num_chunks(length))
+            places.copy_prefix(source.memory, storage.memory, length)
 
         def memory_of(storage: _Storage) -> _Storage | RecurrentMemory:
             return storage.recurrent or storage
@@ -262,11 +252,9 @@ class NumbaBackend:
             memory_of(storage).folded = int(states[-8:].view(np.int64)[0])
 
         def views(storage: _Storage, number: int) -> tuple[U8, ...]:
-            storage.grow((number + 1) * 2 * kv_rows.CHUNK * stored)
-            chunk = storage.memory[:, number * 2 * kv_rows.CHUNK * stored :][:, : 2 * kv_rows.CHUNK * stored]
-            return chunk[:, : kv_rows.CHUNK * stored], chunk[:, kv_rows.CHUNK * stored :]
+            storage.grow(places, number + 1)
+            return places.views(storage.memory, number)
 
-        stored = stored_bytes(self._kv_format, dims)
         of_states = self._recurrent.num_bytes if self._recurrent else states
         return KVCache(
             num_slots,
@@ -274,8 +262,8 @@ class NumbaBackend:
             new_storage,
             copy_rows,
             copy_prefix,
-            heads * 2 * stored,
-            BlockAccess(kv_rows.CHUNK, simd.LANES, (2, heads), views),  # keys lie in blocks of LANES positions
+            places.bytes_per_token,
+            BlockAccess(kv_rows.CHUNK, simd.LANES, views),  # keys lie in blocks of LANES positions
             self._identity,
             StateAccess(of_states + 8, reach, take, put) if c.is_recurrent else None,
             of_states,
@@ -307,7 +295,7 @@ class NumbaBackend:
         kept = None
         if batch.hidden_layers:
             kept, output.hidden = self._room_for_hidden(batch.hidden_layers, num_rows)
-        lengths, addresses, head_bytes = self._entered(lists.slots, lists.q_start, cache)
+        lengths, addresses, num_chunks = self._entered(lists.slots, lists.q_start, cache)
         if c.recurrent and c.is_recurrent and not self._recurrent:
             for number, slot in enumerate(lists.slots):
                 rows = lists.q_start[number + 1] - lists.q_start[number]
@@ -321,7 +309,7 @@ class NumbaBackend:
             lists.q_start,
             lengths,
             addresses,
-            head_bytes,
+            num_chunks,
             kept,
             logits,
             batch.both_ways,
@@ -413,7 +401,7 @@ class NumbaBackend:
             self._provide_rotations(max(lists.positions))
             room = self._writer.rooms["hidden"]
             room[: len(lists.tokens), : self.config.hidden_size] = self._normed(batch.hidden, "hidden_norm")
-            lengths, addresses, head_bytes = self._entered(lists.slots, lists.q_start, cache)
+            lengths, addresses, num_chunks = self._entered(lists.slots, lists.q_start, cache)
             self._injector.enter(
                 lists.tokens,
                 lists.positions,
@@ -422,7 +410,7 @@ class NumbaBackend:
                 lists.q_start,
                 lengths,
                 addresses,
-                head_bytes,
+                num_chunks,
                 None,
                 self._room_for_logits(1),
             )
@@ -442,13 +430,13 @@ class NumbaBackend:
             raise BackendError("this cache was made for another model or other settings; take one of this backend's `new_cache`")
 
     def _entered(self, slots: list[int], starts: list[int], cache: KVCache) -> tuple[list[int], list[int], int]:
-        """Of each slot, with room for a forward's rows, the tokens that it holds and its address; and the bytes of one head."""
+        """Of each slot, with room for a forward's rows, the tokens that it holds and its address; and the chunks of one."""
         storages: list[_Storage] = [cache.storage(slot) for slot in slots]
         lengths = [cache.lengths[slot] for slot in slots]
         for number, storage in enumerate(storages):
-            chunks = -(-(lengths[number] + starts[number + 1] - starts[number]) // kv_rows.CHUNK)
-            storage.grow(chunks * self._chunk_bytes)
-        return lengths, [storage.address for storage in storages], storages[0].head_bytes
+            chunks = kv_rows.num_chunks(lengths[number] + starts[number + 1] - starts[number])
+            storage.grow(self._kv_places, chunks)
+        return lengths, [storage.address for storage in storages], storages[0].num_chunks
 
     def _write_first_rows(self, batch: ForwardBatch) -> None:
         """Write the rows that the program begins with: embedded tokens, and hidden states where the model takes them."""
@@ -494,12 +482,50 @@ class NumbaBackend:
         """Cosines and sines of positions up to `last`, in tables that grow by doubling."""
         if last < self._num_positions:
             return
-        longer = [rope_table(rope, self.config.head_dim, np.arange(2 * last)) for rope in self._writer.ropes]
+        longer = [rope_table(rope, dims, np.arange(2 * last)) for rope, dims in self._writer.ropes]
         self._rotations += longer  # the former stay, should an interrupt leave some of their addresses in use
         for n, (cosines, sines) in enumerate(longer):
             for one in self._programs:
                 one.state["rotations"][n] = _at(cosines), _at(sines)
         self._rotations, self._num_positions = longer, 2 * last
+
+
+class _Plans:
+    """How the attention of layers is shared out: the memory of plans, one for all layers that are alike (`layout.PLAN`)."""
+
+    def __init__(self, layers: Sequence[Layer], max_rows: int, threads: int, kv_format: str) -> None:
+        self.scratch_bytes, sizes = 0, dict[tuple[int, int, int], int]()  # largest partials by plan
+        for layer in layers:
+            mixer = layer.attention
+            size = attention.partial_bytes(kv_format, mixer.value_dims)
+            queries = MAX_QUERIES + max(attention_plan.TASK_QUERIES, mixer.heads // mixer.kv_heads)
+            at = attention.partials_offset(kv_format, mixer.dims, mixer.value_dims)
+            self.scratch_bytes = max(self.scratch_bytes, at + queries * size)
+            sizes[self._kind(layer)] = max(size, sizes.get(self._kind(layer), 0))
+        if len(sizes) > layout.NUM_PLANS:
+            raise BackendError(f"{len(sizes)} kinds of layers by heads and windows; wanted up to {layout.NUM_PLANS}")
+        self._kinds = list(sizes)
+        room = (threads > 1) * threads * _PARTIALS_BYTES
+        self._partials, self._plans = paged_bytes((room,)), np.zeros(layout.NUM_PLANS, layout.PLAN)
+        self._tasks = np.empty((max(1, len(sizes)), max_rows), layout.TASK)
+        self._walked = np.zeros((max_rows, max((kind[1] for kind in sizes), default=1)), np.int64)
+        for plan, tasks, ((heads, kv_heads, window), size) in zip(self._plans, self._tasks, sizes.items(), strict=False):
+            plan["heads"], plan["kv_heads"], plan["window"] = heads, kv_heads, window
+            plan["max_partials"], plan["tasks"] = room // size, _at(tasks)
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of a program's state."""
+        return {
+            "plans": self._plans, "num_plans": len(self._kinds), "partials": _at(self._partials), "walked": _at(self._walked),
+        }  # fmt: skip
+
+    def number(self, layer: Layer) -> int:
+        """The number of a layer's plan."""
+        return self._kinds.index(self._kind(layer))
+
+    @staticmethod
+    def _kind(layer: Layer) -> tuple[int, int, int]:
+        return layer.attention.heads, layer.attention.kv_heads, layer.attention.window or 0
 
 
 class _Routing:
@@ -558,10 +584,9 @@ class _State:
 
 
 class _StatePlaces:
-    """Where a slot keeps the state of each recurrent layer, behind its `heads` heads of keys and values, and their bytes."""
+    """Where a slot keeps the state of each recurrent layer, behind its keys and values, and their bytes."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.heads = config.num_attention_layers * config.num_kv_heads
         self.of: list[_State] = []
         end = 0
         for mixer in recurrent_mixers(config):
@@ -593,26 +618,27 @@ class _Writer:
     def __init__(
         self, config: ModelConfig, max_rows: int, matrices: Mapping[str, PackedTensor | StoredTensor], vectors: Mapping[str, F32],
         orders: Mapping[str, I32], embedding: QuantTensor, kv_format: Format, centres: Mapping[int, F32],
-        routing: "_Routing | None" = None, recurrent: RecurrentLayers | None = None,
+        kv_places: KVPlaces, plans: _Plans, routing: "_Routing | None" = None, recurrent: RecurrentLayers | None = None,
     ) -> None:  # fmt: skip
         """orders: of inputs, by the name of the matrix that has them so (`QuantTensor.order`)."""
         self.operations: list[tuple[str, dict[str, Any]]] = []
         self.cuts: list[int] = []  # before which operations a forward returns, for experts that stay on the disk
         self.stored: list[tuple[LayerExperts, Router]] = []  # those experts, layer by layer
         self.of_prompts = False  # whether operations are written for tokens of prompts in bf16
-        self.ropes: list[Rope] = []
+        self.ropes: list[tuple[Rope, int]] = []  # and the numbers of the heads that turn
         decoder = embed.row_decoder(embedding.format.name)
         self.embeds = (
             decoder is not None and embedding.order is None and not config.takes_hidden
         )  # otherwise `first` is written before a forward
         self._decoder = decoder or 0
-        self._config, self._max_rows, self._kv_format, self._centres = config, max_rows, kv_format.name, centres
-        self._hadamard = hadamard_size(kv_format, config.head_dim)
+        self._config, self._max_rows, self._kv_format, self._centres = config, max_rows, kv_format, centres
+        self._kv_places, self._plans = kv_places, plans
         self._matrices, self._vectors, self._embedding = matrices, vectors, embedding
         self._orders = {name: np.concatenate([order, _rest(len(order))]) for name, order in orders.items()}
         self.places = _StatePlaces(config)
         self._kept: list[dict[str, int]] = []  # what the last convolution's layer keeps of its inputs
         self.rooms: dict[str, F32] = {}  # by the part of a layer whose result it holds
+        self._sizes: dict[str, int] = {}  # of a part where it is met first
         self.first: dict[str, tuple[str | None, ...]] = {}  # rooms that are written before a forward, with the norms of their parts
         self._routing, self._recurrent = routing, recurrent
         self._held: list[F32] = []  # arrays that operations have the addresses of
@@ -670,12 +696,15 @@ class _Writer:
         mixer = layer.attention
         norms = self._vectors if mixer.norm == "head" else {}  # `rotate` has written those of rows
         operands = {
-            "heads": mixer.heads if q else 0, "kv_heads": mixer.kv_heads, "dims": mixer.dims, "layer": layer.state_index,
-            "keys": _at(k.numbers), "k_stride": k.numbers.strides[0], "k_norm": _at(norms.get(layer.weight("k_norm"))),
+            "heads": mixer.heads if q else 0, "kv_heads": mixer.kv_heads, "key_dims": mixer.dims, "value_dims": mixer.value_dims,
+            **self._kv_places.of(layer)._asdict(), "keys": _at(k.numbers), "k_stride": k.numbers.strides[0],
+            "k_norm": _at(norms.get(layer.weight("k_norm"))),
             "values": _at(v.numbers), "v_stride": v.numbers.strides[0], "eps": self._config.norm_eps, "scale": mixer.scale,
-            "rotation": self._rotation(mixer.rope), "q_rotation": self._rotation(mixer.query_rope if q else None),
+            "rotation": self._rotation(mixer.rope, mixer.dims),
+            "q_rotation": self._rotation(mixer.query_rope if q else None, mixer.dims),
             "norm_last": mixer.rotates_first,
-            "append": kv_rows.append_kernel(self._kv_format), "hadamard": self._hadamard,
+            "append": kv_rows.append_kernel(self._kv_format.name), "hadamard": hadamard_size(self._kv_format, mixer.dims),
+            "v_hadamard": hadamard_size(self._kv_format, mixer.value_dims),
             "centres": _at(self._centres.get(layer.index)),
         }  # fmt: skip
         if q:
@@ -683,14 +712,14 @@ class _Writer:
             operands["q_norm"] = _at(norms.get(layer.weight("q_norm")))
         self.operations.append(("rotate", operands))
 
-    def _rotation(self, rope: Rope | None) -> int:
+    def _rotation(self, rope: Rope | None, dims: int) -> int:
         """The number of a table of cosines and sines."""
         if rope is None:
             return layout.NO_ROTATION
-        if rope not in self.ropes:
+        if (rope, dims) not in self.ropes:
             assert len(self.ropes) < layout.NUM_ROTATIONS, "keys of two kinds of layers, and their queries"
-            self.ropes.append(rope)
-        return self.ropes.index(rope)
+            self.ropes.append((rope, dims))
+        return self.ropes.index((rope, dims))
 
     def absorb(self, layer: Layer, plain: _Rows, turned: _Rows, latent: _Rows, k_turned: _Rows) -> tuple[_Rows, _Rows]:
         raise BackendError(
@@ -704,17 +733,18 @@ class _Writer:
         assert v, "`absorb` has refused layers without"
         mixer = layer.attention
         self._rotate(layer, q, k, v)
-        out = self._rows("attention", mixer.heads * mixer.dims)
+        out, kv_format = self._rows("attention", mixer.heads * mixer.value_dims), self._kv_format.name
         kernel, together = attention.attend_kernel, attention.QUERIES
         if self.of_prompts and mixer.dims % 2 == 0:
             kernel, together = attention_tiles.attend_kernel, MAX_QUERIES
         attend = {
-            "heads": mixer.heads, "kv_heads": mixer.kv_heads, "dims": mixer.dims, "layer": layer.state_index,
+            "heads": mixer.heads, "kv_heads": mixer.kv_heads, "key_dims": mixer.dims, "value_dims": mixer.value_dims,
+            **self._kv_places.of(layer)._asdict(), "plan": self._plans.number(layer),
             "queries": _at(q.numbers), "stride": q.numbers.strides[0], "out": _at(out), "out_stride": out.strides[0],
-            "kernel": kernel(self._kv_format, mixer.window is not None, mixer.softcap > 0), "together": together,
-            "partials_at": attention.partials_offset(self._kv_format, mixer.dims),
-            "partial_bytes": attention.partial_bytes(self._kv_format, mixer.dims),
-            "window": mixer.window or 0, "cap": mixer.softcap, "hadamard": self._hadamard,
+            "kernel": kernel(kv_format, mixer.window is not None, mixer.softcap > 0), "together": together,
+            "partials_at": attention.partials_offset(kv_format, mixer.dims, mixer.value_dims),
+            "partial_bytes": attention.partial_bytes(kv_format, mixer.value_dims),
+            "window": mixer.window or 0, "cap": mixer.softcap, "hadamard": hadamard_size(self._kv_format, mixer.value_dims),
             "sinks": _at(self._vectors[layer.weight("sinks")]) if mixer.sinks else 0,
         }  # fmt: skip
         self.operations.append(("attend", attend))
@@ -749,13 +779,14 @@ class _Writer:
                 "rows": _at(x.numbers), "stride": x.numbers.strides[0], "factors": _at(factors),
                 "outer": _at(outer), "weight": _at(weight), "bias": _at(self._vectors.get(name + "_bias")),
                 "out": _at(out), "out_stride": out.strides[0], "columns": weight.shape[1], "taps": mixer.taps,
-                "ring_at": place.inputs, "heads": self.places.heads,
+                "ring_at": place.inputs, "cache_bytes": self._kv_places.chunk_bytes,
             },
         ))  # fmt: skip
         self._kept = [_part(x.numbers, weight.shape[1], place.inputs, 4 * weight.shape[1], factors)]
 
     def _remember(self, parts: Sequence[dict[str, int]]) -> None:
-        self.operations.append(("remember", {"heads": self.places.heads, "num_parts": len(parts), "parts": list(parts)}))
+        operands = {"cache_bytes": self._kv_places.chunk_bytes, "num_parts": len(parts), "parts": list(parts)}
+        self.operations.append(("remember", operands))
 
     def short_conv(self, layer: Layer, b: _Rows, c: _Rows, x: _Rows) -> _Rows:
         out = self._rows("attention", self._config.hidden_size)
@@ -783,8 +814,9 @@ class _Writer:
         record = _Record.of(mixer)
         recur = {
             "keys": keys, "queries": keys + 4 * mixer.key_heads * mixer.key_dims, "out": _at(out), "out_stride": out.strides[0],
-            "heads": self.places.heads, "key_heads": mixer.key_heads, "key_dims": mixer.key_dims, "state_at": place.state,
-            "records_at": place.records, "record_bytes": record.num_bytes, "keys_at": record.keys, "updates_at": record.updates,
+            "key_heads": mixer.key_heads, "key_dims": mixer.key_dims, "cache_bytes": self._kv_places.chunk_bytes,
+            "state_at": place.state, "records_at": place.records, "record_bytes": record.num_bytes, "keys_at": record.keys,
+            "updates_at": record.updates,
         }  # fmt: skip
         self.operations += [("steps", of_rows | of_values | step), ("recur", of_rows | of_values | recur)]
         size = mixer.key_heads * mixer.key_dims
@@ -988,7 +1020,11 @@ class _Writer:
         }  # fmt: skip
 
     def _rows(self, part: str, features: int, num_rows: int = 0) -> F32:
-        """Room for `max_rows` rows (or `num_rows`) of a part of a layer, zeroed, each padded to whole groups. Layers share it."""
+        """Room for `max_rows` rows (or `num_rows`) of a part of a layer, zeroed, each padded to whole groups. Layers share it, if
+        they have the part in one size.
+        """
+        if self._sizes.setdefault(part, features) != features:
+            part = f"{part} of {features}"
         if part not in self.rooms:
             room = aligned_bytes((num_rows or self._max_rows, 4 * _round_up(features, GROUP))).view(np.float32)
             room[:] = 0

@@ -19,7 +19,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, remembered
-from cpuspec.layers import Layer
+from cpuspec.layers import Layer, attention_layers
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.recurrence import LENGTH_EPS, RecurrentState, delta_step, new_state, recurrent_mixers, recurrent_slots
@@ -33,8 +33,8 @@ Array = NDArray[np.floating]
 class Storage:
     """Decoded keys and values of a slot, by layers with attention, and the states of recurrent ones."""
 
-    keys: Array  # [L, S, G, D]
-    values: Array | None  # [L, S, G, D]; None where they are numbers of the keys
+    keys: list[Array]  # [S, G, D] each
+    values: list[Array]  # of no numbers where they are numbers of the keys
     states: list[RecurrentState]
 
 
@@ -102,14 +102,15 @@ class NumpyBackend:
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model: decoded keys and values, rounded as the KV format rounds them."""
         c, dtype = self.config, self._model.dtype
-        shape = (c.num_attention_layers, capacity, c.num_kv_heads, c.head_dim)
-        parts = 1 if c.latent else 2
-        per_token = parts * c.num_attention_layers * c.num_kv_heads * c.head_dim * dtype.itemsize
+        attends = [layer.attention for layer in attention_layers(c)]
+        per_token = sum(mixer.kv_heads * (mixer.dims + mixer.value_dims) for mixer in attends) * dtype.itemsize
         zeros, mixers = partial(np.zeros, dtype=dtype), recurrent_mixers(c)
 
         def new_storage() -> Storage:
             states = [new_state(mixer, zeros) for mixer in mixers]
-            return Storage(np.zeros(shape, dtype), None if c.latent else np.zeros(shape, dtype), states)
+            keys: list[Array] = [np.zeros((capacity, mixer.kv_heads, mixer.dims), dtype) for mixer in attends]
+            values: list[Array] = [np.zeros((capacity, mixer.kv_heads, mixer.value_dims), dtype) for mixer in attends]
+            return Storage(keys, values, states)
 
         return KVCache(num_slots, capacity, new_storage, _copy_rows, _copy_prefix, per_token, **recurrent_slots(c, dtype))
 
@@ -149,7 +150,7 @@ class Forward:
         self.kept: dict[int, NDArray[np.float32]] = {}
         self.expert_bytes = 0  # of experts' matrices that were read
         self._model, self._config, self._batch, self._cache = model, model.config, batch, cache
-        self._rotations: dict[Rope, tuple[Array, Array]] = {}  # cosines and sines of the rows, [T, 1, D/2] each
+        self._rotations: dict[tuple[Rope, int], tuple[Array, Array]] = {}  # cosines and sines of the rows, [T, 1, D/2] each
 
     def embed(self) -> Array:
         return self._model.embedding.rows(self._batch.tokens).astype(self._model.dtype) * self._number(self._config.embedding_scale)
@@ -180,10 +181,11 @@ class Forward:
         if mixer.norm == "head" and not mixer.rotates_first:
             heads = self.norm(heads, layer.weight(norm))
         if rope is not None:
-            if rope not in self._rotations:
+            if (rope, mixer.dims) not in self._rotations:
                 cos, sin = rope_table(rope, mixer.dims, self._batch.positions)
-                self._rotations[rope] = cos.astype(self._model.dtype)[:, None], sin.astype(self._model.dtype)[:, None]
-            heads = _turned(heads, *self._rotations[rope])
+                tables = cos.astype(self._model.dtype)[:, None], sin.astype(self._model.dtype)[:, None]
+                self._rotations[rope, mixer.dims] = tables
+            heads = _turned(heads, *self._rotations[rope, mixer.dims])
         return self.norm(heads, layer.weight(norm)) if mixer.rotates_first else heads
 
     def absorb(
@@ -210,15 +212,15 @@ class Forward:
         """Scores are q k^T times the query scale, under the softcap if the model has one, and the sinks beside them."""
         mixer, batch = layer.attention, self._batch
         self._append(layer, k, v)
-        places = slice(None) if mixer.latent is None else mixer.latent.value_places
-        width = mixer.dims if mixer.latent is None else mixer.latent.rank
+        places = None if mixer.latent is None else mixer.latent.value_places
+        width = mixer.value_dims if mixer.latent is None else mixer.latent.rank
         out = np.empty((len(q), mixer.heads * width), self._model.dtype)
         for b, slot in enumerate(batch.slots):
             rows, prefix = slice(batch.q_start[b], batch.q_start[b + 1]), self._cache.lengths[slot]
             storage, end = self._cache.storage(slot), prefix + rows.stop - rows.start
-            keys = storage.keys[layer.state_index, :end].repeat(mixer.heads // mixer.kv_heads, axis=1)  # [S, H, D]
-            held = storage.keys if storage.values is None else storage.values
-            values = held[layer.state_index, :end][..., places].repeat(mixer.heads // mixer.kv_heads, axis=1)
+            keys = storage.keys[layer.state_index][:end].repeat(mixer.heads // mixer.kv_heads, axis=1)  # [S, H, D]
+            held = storage.values[layer.state_index] if places is None else storage.keys[layer.state_index][..., places]
+            values = held[:end].repeat(mixer.heads // mixer.kv_heads, axis=1)
             scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) * self._number(mixer.scale)  # [H, T, S]
             scores = self._softcapped(scores, mixer.softcap)
             scores[:, ~visible(batch, b, prefix, mixer.window)] = -np.inf
@@ -307,16 +309,16 @@ class Forward:
         self._append(layer, self._rotated(layer, k, "k_norm", layer.attention.rope), v)
 
     def _append(self, layer: Layer, k: Array, v: Array | None) -> None:
-        batch = self._batch
+        mixer, batch = layer.attention, self._batch
         if layer.index in self._model.centres:
             k = k - self._model.centres[layer.index]
         for slot, start, end in zip(batch.slots, batch.q_start, batch.q_start[1:], strict=False):
             storage, prefix = self._cache.storage(slot), self._cache.lengths[slot]
             for held, new in ((storage.keys, k), (storage.values, v)):
-                if held is None or new is None:
+                if new is None:
                     continue
-                given = new.reshape(len(k), -1, layer.attention.dims)[start:end].astype(np.float32, copy=False)
-                held[layer.state_index, prefix : prefix + end - start] = remembered(self._model.kv_format, given)
+                given = new[start:end].reshape(end - start, mixer.kv_heads, -1).astype(np.float32, copy=False)
+                held[layer.state_index][prefix : prefix + end - start] = remembered(self._model.kv_format, given)
 
     def gate(self, gate: Array, up: Array | None, activation: str) -> Array:
         if activation == "swiglu_oai":
@@ -435,15 +437,13 @@ def _softmax(x: Array) -> Array:
 
 
 def _copy_rows(storage: Storage, rows: I32, first: int) -> None:
-    for kind in (storage.keys, storage.values):
-        if kind is not None:
-            kind[:, first : first + len(rows)] = kind[:, rows]
+    for held in (*storage.keys, *storage.values):
+        held[first : first + len(rows)] = held[rows]
 
 
 def _copy_prefix(source: Storage, storage: Storage, length: int) -> None:
-    storage.keys[:, :length] = source.keys[:, :length]
-    if storage.values is not None and source.values is not None:
-        storage.values[:, :length] = source.values[:, :length]
+    for held, given in zip((*storage.keys, *storage.values), (*source.keys, *source.values), strict=True):
+        held[:length] = given[:length]
 
 
 def _turned(x: Array, cos: Array, sin: Array) -> Array:

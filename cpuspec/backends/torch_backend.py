@@ -86,17 +86,18 @@ class _HeadChanges:
     multiplied with; centres: what is subtracted from the keys of a layer, F32 [G, D] by the layer's index.
     """
 
-    hadamard: Tensor | None
+    hadamards: Mapping[int, Tensor]
     centres: Mapping[int, Tensor]
 
     def turned(self, heads: Tensor) -> Tensor:
-        """Heads [..., D] times the matrix, if there is one."""
-        return heads if self.hadamard is None else heads @ self.hadamard
+        """Heads [..., D] times the matrix of their dimensions, if there is one."""
+        hadamard = self.hadamards.get(heads.shape[-1])
+        return heads if hadamard is None else heads @ hadamard
 
     def kept(self, layer: Layer, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Keys F32 [t, G, D] and values [t, G * D], if there are any, as they go to the cache: both [t, G, D]."""
+        """Keys F32 [t, G, D] and values [t, G * D], if there are any, as they go to the cache, [t, G, D]."""
         centre = self.centres.get(layer.index)
-        v = None if v is None else self.turned(v.unflatten(1, (-1, layer.attention.dims)))
+        v = None if v is None else self.turned(v.unflatten(1, (-1, layer.attention.value_dims)))
         return self.turned(k if centre is None else k - centre), v
 
 
@@ -132,8 +133,8 @@ class TorchBackend:
         self._kv_layout = KV_LAYOUTS[kv_format.name]
         self._embed = checkpoint.tensors["embed"]  # stays where the file is: a forward wants a few rows of it
         layers = attention_layers(self.config)
-        ropes = {rope for layer in layers for rope in (layer.attention.rope, layer.attention.query_rope)}
-        self._ropes = [rope for rope in ropes if rope is not None]
+        mixers = [layer.attention for layer in layers]
+        self._ropes = {(rope, mixer.dims) for mixer in mixers for rope in (mixer.rope, mixer.query_rope) if rope}
         self._windows = {layer.attention.window for layer in layers}
         cast: Callable[[QuantTensor, Format], Cast] = Cast
         if casts:
@@ -142,9 +143,13 @@ class TorchBackend:
             cast = partial(Cast, recode=recode)
         tensors = weight_tensors(checkpoint, casts, cast)
         del tensors["embed"]
-        size, dims = hadamard_size(kv_format, self.config.head_dim), self.config.head_dim
+        sizes = {dims: hadamard_size(kv_format, dims) for mixer in mixers for dims in (mixer.dims, mixer.value_dims)}
         self._heads = _HeadChanges(
-            torch.from_numpy(hadamard(np.eye(dims, dtype=np.float32), size)).to(self.device) if size else None,
+            {
+                dims: torch.from_numpy(hadamard(np.eye(dims, dtype=np.float32), size)).to(self.device)
+                for dims, size in sizes.items()
+                if size
+            },
             {index: torch.from_numpy(c).to(self.device) for index, c in key_centres(self.config, kv_format, tensors).items()},
         )
         shared = share._weights if share and (share.device, share._kind) == (self.device, self._kind) else None
@@ -165,11 +170,10 @@ class TorchBackend:
         """An empty cache for this model, on its device."""
         c, layout, recorder = self.config, self._kv_layout, self._recorder
         zeros, mixers = partial(torch.zeros, device=self.device), recurrent_mixers(c)
+        heads = [(mixer.kv_heads, mixer.dims, mixer.value_dims) for mixer in (layer.attention for layer in attention_layers(c))]
 
         def new_storage() -> Storage:
-            storage = Storage(
-                layout, c.num_attention_layers, c.num_kv_heads, c.head_dim, capacity, self.device, has_values=not c.latent
-            )
+            storage = Storage(layout, heads, capacity, self.device)
             storage.states = [new_state(mixer, zeros) for mixer in mixers]
             if recorder:
                 finalize(storage, recorder.clear)  # recordings know its memory, and do not hold it
@@ -180,7 +184,7 @@ class TorchBackend:
                 recorder.clear()
             source.copy_prefix(storage, length)
 
-        per_token = (1 if c.latent else 2) * c.num_attention_layers * c.num_kv_heads * layout.row_bytes(c.head_dim)
+        per_token = sum(count * (layout.row_bytes(dims) + layout.row_bytes(value_dims)) for count, dims, value_dims in heads)
         states = recurrent_slots(
             c, np.float32, lambda tensor: tensor.cpu().numpy(), lambda array: torch.from_numpy(array).to(self.device)
         )
@@ -249,9 +253,9 @@ class TorchBackend:
         arrays: dict[Hashable, NDArray[Any]] = {"x": self._embed.rows(batch.tokens), "logit_rows": rows.astype(np.int64)}
         if batch.hidden is not None:
             arrays["hidden"] = batch.hidden
-        for rope in self._ropes:
-            tables = rope_table(rope, self.config.head_dim, batch.positions)
-            arrays["cos", rope], arrays["sin", rope] = (table[:, None] for table in tables)
+        for rope, dims in self._ropes:
+            tables = rope_table(rope, dims, batch.positions)
+            arrays["cos", rope, dims], arrays["sin", rope, dims] = (table[:, None] for table in tables)
         parts = []
         for b, slot in enumerate(batch.slots.tolist()):
             storage, prefix = cache.storage(slot), cache.lengths[slot]
@@ -324,7 +328,7 @@ class _Forward:
         if mixer.norm == "head" and not mixer.rotates_first:
             heads = self._norm(heads, layer.weight(norm))
         if rope is not None:
-            heads = _rotate(heads, self._tensors["cos", rope], self._tensors["sin", rope])
+            heads = _rotate(heads, self._tensors["cos", rope, mixer.dims], self._tensors["sin", rope, mixer.dims])
         return self._norm(heads, layer.weight(norm)) if mixer.rotates_first else heads
 
     def absorb(self, layer: Layer, plain: Tensor, turned: Tensor, latent: Tensor, k_turned: Tensor) -> tuple[Tensor, Tensor]:
@@ -495,10 +499,10 @@ class _Forward:
         keys, values = part.storage.read(layer.state_index, part.span)  # [G, span, D]
         if self._step.is_padded:  # with forgotten values, which may be infinite
             values = torch.where(mask.any(0)[:, None], values, 0)
-        t, heads, dims = q.shape
+        t, heads, _ = q.shape
         groups = len(keys)
         q = q.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)  # [G, H/G, t, D]: keys are read once for a group
-        out = q.new_empty((t, groups, heads // groups, dims))
+        out = q.new_empty((t, groups, heads // groups, values.shape[-1]))
         at_once = max(1, _MAX_SCORES // (heads * part.span))
         for start in range(0, t, at_once):
             rows = slice(start, start + at_once)
@@ -509,7 +513,7 @@ class _Forward:
                 sinks = self._vectors[layer.weight("sinks")].view(groups, -1, 1, 1).expand(*scores.shape[:3], 1)
                 scores = torch.cat([scores, sinks], -1)
             weights = scores.softmax(-1)[..., : part.span]
-            out[rows] = (weights.flatten(1, 2) @ values).view(some.shape).permute(2, 0, 1, 3)
+            out[rows] = (weights.flatten(1, 2) @ values).view(*some.shape[:3], -1).permute(2, 0, 1, 3)
         return self._heads.turned(out.flatten(1, 2))
 
 

@@ -1,7 +1,8 @@
 """Keys and values as torch tensors, in the KV formats of `formats.kv` and rounded to the same bits, on whatever device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 
 import numpy as np
@@ -94,20 +95,26 @@ KV_LAYOUTS: Mapping[str, KVLayout] = MappingProxyType(
 
 
 class Storage:
-    """The keys and values of one cache slot, in planes [2, L, G, size, width] that grow by doubling as tokens come; or keys alone,
-    [1, ...], where values are numbers of the keys.
+    """The keys and values of one cache slot, in planes [L, G, size, width] that grow by doubling as tokens come: for layers whose
+    heads are alike, those of keys, and those of values.
 
     A device has no pages that are handed out when they are written, so a slot takes what it holds and not its whole capacity.
     """
 
-    def __init__(
-        self, layout: KVLayout, layers: int, heads: int, dims: int, capacity: int, device: torch.device, has_values: bool = True
-    ) -> None:
+    def __init__(self, layout: KVLayout, layers: Sequence[tuple[int, int, int]], capacity: int, device: torch.device) -> None:
+        """layers: of each its heads, and the dimensions of a key and of a value."""
         self.layout, self.capacity, self.size = layout, capacity, 0
         self.states: list[RecurrentState] = []  # of layers without keys and values
-        self._dims = dims
-        shape = (1 + has_values, layers, heads, 0)
-        self._planes = tuple(torch.zeros((*shape, width), dtype=dtype, device=device) for width, dtype in layout.widths(dims))
+        self._layers, kinds = list(layers), list(dict.fromkeys(layers))
+        self._places = [(2 * kinds.index(one), layers[:i].count(one)) for i, one in enumerate(layers)]
+        self._planes = [
+            tuple(
+                torch.zeros((layers.count(kind), kind[0], 0, width), dtype=dtype, device=device)
+                for width, dtype in layout.widths(dims)
+            )
+            for kind in kinds
+            for dims in kind[1:]
+        ]
 
     def provide(self, length: int) -> bool:
         """Have room for `length` tokens; returns whether the tensors are new ones. Raises CacheError where there is no memory."""
@@ -116,39 +123,45 @@ class Storage:
         size = min(self.capacity, max(2 * self.size, _SMALLEST, length))
         try:
             # Zeros, and not what was there: nothing that is not finite may meet a weight of zero.
-            grown = tuple(plane.new_zeros((*plane.shape[:3], size, plane.shape[4])) for plane in self._planes)
+            grown = [tuple(p.new_zeros((*p.shape[:2], size, p.shape[3])) for p in planes) for planes in self._planes]
         except (RuntimeError, MemoryError):  # torch raises its own RuntimeErrors for memory, one kind for each device
-            parts, layers, heads, *_ = self._planes[0].shape
-            wanted = parts * layers * heads * size * self.layout.row_bytes(self._dims)
+            wanted = size * sum(heads * self.layout.row_bytes(dims) for heads, *both in self._layers for dims in both)
             raise CacheError(
                 f"no memory for a cache slot of {size} tokens ({wanted} bytes); "
                 "ask for a smaller context_length, fewer sequences or a KV format of fewer bits"
             ) from None
-        for plane, old in zip(grown, self._planes, strict=True):
-            plane[:, :, :, : self.size] = old
+        for plane, old in zip(chain(*grown), chain(*self._planes), strict=True):
+            plane[:, :, : self.size] = old
         self._planes, self.size = grown, size
         return True
 
     def append(self, layer: int, at: Tensor, keys: Tensor, values: Tensor | None) -> None:
         """Put keys and values, if there are any, F32 [t, G, D] of a layer at the cache indices `at`, I64 [t]."""
-        rows = torch.stack((keys,) if values is None else (keys, values)).transpose(1, 2)  # [2, G, t, D]
-        for plane, part in zip(self._planes, self.layout.encode(rows), strict=True):
-            plane[:, layer].index_copy_(2, at, part)
+        first, index = self._places[layer]
+        for planes, rows in zip(self._planes[first : first + 2], (keys, values), strict=True):
+            if rows is None:
+                continue
+            for plane, part in zip(planes, self.layout.encode(rows.transpose(0, 1)), strict=True):
+                plane[index].index_copy_(1, at, part)
 
     def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
         """The first `span` keys and values of a layer, each F32 [G, span, D]; the keys as both where there are no values."""
-        rows = self.layout.decode(tuple(plane[:, layer, :, :span] for plane in self._planes), self._dims)
-        return rows[0], rows[-1]
+        first, index = self._places[layer]
+        keys, values = (
+            self.layout.decode(tuple(plane[index, :, :span] for plane in planes), dims)
+            for planes, dims in zip(self._planes[first : first + 2], self._layers[layer][1:], strict=True)
+        )
+        return keys, values if values.shape[-1] else keys
 
     @torch.inference_mode()
     def copy_rows(self, rows: I32, first: int) -> None:
         """Copy keys and values of the cache indices `rows`, bit for bit, to `first` and following."""
-        for plane in self._planes:
+        for plane in chain(*self._planes):
             at = torch.from_numpy(rows.astype(np.int64)).to(plane.device)
-            plane[:, :, :, first : first + len(rows)] = plane[:, :, :, at]  # indexing copies before anything is written
+            plane[:, :, first : first + len(rows)] = plane[:, :, at]  # indexing copies before anything is written
 
     @torch.inference_mode()
     def copy_prefix(self, storage: "Storage", length: int) -> None:
         """Copy the first `length` keys and values, bit for bit, to the beginning of a storage that has room for them."""
-        for plane, other in zip(self._planes, storage._planes, strict=True):
-            other[:, :, :, :length] = plane[:, :, :, :length]
+        for plane, other in zip(chain(*self._planes), chain(*storage._planes), strict=True):
+            other[:, :, :length] = plane[:, :, :length]

@@ -28,6 +28,7 @@ from cpuspec.errors import CheckpointError
 from cpuspec.evaluate.certify import file_identity
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
+from cpuspec.layers import attention_layers
 from cpuspec.metrics import read_bandwidth
 from cpuspec.model.recurrence import state_numbers
 
@@ -227,10 +228,10 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
         else None,
         "kv_format": kv_format.name,
         "state_bytes_per_sequence": 4 * state_numbers(config, 32),  # with the rows that `kernels.recurrent` keeps
-        "kv_bytes_per_token": (1 if config.latent else 2)
-        * config.num_attention_layers
-        * config.num_kv_heads
-        * stored_bytes(kv_format, config.head_dim),
+        "kv_bytes_per_token": sum(
+            mixer.kv_heads * (stored_bytes(kv_format, mixer.dims) + stored_bytes(kv_format, mixer.value_dims))
+            for mixer in (layer.attention for layer in attention_layers(config))
+        ),
         "read_bytes_per_token": read_bytes,
         "processor": isa.describe(),
         "threads": threads,

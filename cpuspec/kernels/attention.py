@@ -28,8 +28,8 @@ from cpuspec.kernels.kv_rows import (
     CHUNK,
     CODINGS,
     WIDENED,
+    chunk_bytes,
     copy_position,
-    head_bytes,
     key_parts,
     num_units,
     place_of_value,
@@ -69,14 +69,14 @@ POWERS = SCORES + _MOST_QUERIES * SCORES_STRIDE
 GATHERED = POWERS + SCORES_STRIDE
 
 
-def partial_bytes(format_name: str, dims: int) -> int:
+def partial_bytes(format_name: str, value_dims: int) -> int:
     """Bytes of a partial: the sum of each dimension, sixteen times the sum of weights, sixteen times the largest score."""
-    return 4 * stored_dims(get_kv_format(format_name), dims) + 2 * 64
+    return 4 * stored_dims(get_kv_format(format_name), value_dims) + 2 * 64
 
 
-def partials_offset(format_name: str, dims: int) -> int:
+def partials_offset(format_name: str, key_dims: int, value_dims: int) -> int:
     """The offset of the partials in a thread's scratch: first those of a walk, then those of a task."""
-    return GATHERED + max(head_bytes(format_name, dims, CHUNK), tiles_bytes(dims))
+    return GATHERED + max(chunk_bytes(format_name, key_dims, value_dims), tiles_bytes(key_dims))
 
 
 def tiles_bytes(dims: int) -> int:
@@ -137,25 +137,26 @@ def finish(partial, size, dims, out, sink):
 
 @cache
 def attend_kernel(format_name: str, windowed: bool = False, capped: bool = False) -> int:
-    """Address of (count, head's cache, dims, first position, straight, path, scratch): partials of a chunk for the first `count`
-    queries of the walk, each of which sees some of the positions that the chunk holds, from `first position` (a multiple of CHUNK).
+    """Address of (count, head's cache, key dims, value dims, first position, straight, path, scratch): partials of a chunk for the
+    first `count` queries of the walk, each of which sees some of the positions that the chunk holds, from `first position` (a
+    multiple of CHUNK).
 
     Queries carry their scale. With tree rows (straight below a length) all queries are of one row. windowed: queries may start
     behind position 0; capped: scores are soft-capped.
     """
     name = f"attend-{format_name}{'-windowed' * windowed}{'-capped' * capped}"
-    return machine_code.address(name, 7, lambda: _attend(format_name, *row_shape(format_name), windowed, capped))
+    return machine_code.address(name, 8, lambda: _attend(format_name, *row_shape(format_name), windowed, capped))
 
 
 _fetch = simd.operation((types.int64,), types.void, lambda o, at: at.fetch(0, 64, into_first=False))
 
 
 def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windowed: bool, capped: bool) -> Callable[..., None]:
-    def attend(count, head, dims, first, straight, path, scratch):
+    def attend(count, head, key_dims, value_dims, first, straight, path, scratch):
         walk = walk_at(scratch)
-        units = num_units(unit, dims)
-        stored, row_bytes = units * unit, units * unit_bytes
-        chunk, gathered, scores = head + first * (2 * row_bytes), scratch + GATHERED, scratch + SCORES
+        units = num_units(unit, value_dims)
+        stored, key_bytes, value_bytes = units * unit, num_units(unit, key_dims) * unit_bytes, units * unit_bytes
+        chunk, gathered, scores = head + first * (key_bytes + value_bytes), scratch + GATHERED, scratch + SCORES
         shortest = longest = walk_end(walk, 0, first)
         earliest = latest = walk_start(walk, 0, first, windowed)
         for number in range(1, count):
@@ -169,20 +170,22 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
         if tree:
             for place in range(max(inside, earliest), longest):
                 index = simd.peek_i64(path + 8 * (first + place - straight))
-                copy_position(size, header, unit_bytes, units, gathered, place, head, index)
+                copy_position(size, header, unit_bytes, key_bytes, value_bytes, gathered, place, head, index)
         step = _even_step(count)
         for piece in range(1 + tree):
             keys, begin, end = (gathered, inside, longest) if piece else (chunk, 0, inside)
             begin = max(begin, earliest)
             blocks = max(0, end - begin + LANES - 1) // LANES
-            keys, to = keys + begin * row_bytes, scores + 4 * begin
+            values, to = keys + CHUNK * key_bytes + begin * value_bytes, scores + 4 * begin
+            keys += begin * key_bytes
             if wide:
-                for block in range(blocks):
-                    _score_widened(name, count, step, scratch, keys + block * LANES * row_bytes, row_bytes, dims, to + 64 * block)
+                for block in range(0, blocks * LANES, LANES):
+                    own, soon = keys + block * key_bytes, values + block * value_bytes
+                    _score_widened(name, count, step, scratch, own, key_bytes, key_dims, soon, value_bytes, to + 4 * block)
             else:
                 for number in range(0, count, step):
                     some, own = min(step, count - number), to + number * SCORES_STRIDE
-                    _score(name, some, scratch + 8 * number, keys, row_bytes, dims, blocks, own)
+                    _score(name, some, scratch + 8 * number, keys, key_bytes, key_dims, blocks, own)
         for number in range(count):
             own, start, end = (
                 scores + number * SCORES_STRIDE,
@@ -210,14 +213,14 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
             is_wide = wide and many > 1
             positions = _WIDENED_POSITIONS if is_wide else _POSITIONS
             for start in range(begin, end, positions):
-                row, here = values + (CHUNK + start) * row_bytes, min(positions, end - start)
+                row, here = values + CHUNK * key_bytes + start * value_bytes, min(positions, end - start)
                 weights = scores + number * SCORES_STRIDE + 4 * start
                 if is_wide:
-                    _weigh_widened(name, count, step, scratch, weights, row, row_bytes, stored, here)
+                    _weigh_widened(name, count, step, scratch, weights, row, value_bytes, stored, here)
                 else:
                     for other in range(0, many, step):
                         some, own = min(step, many - other), weights + other * SCORES_STRIDE
-                        _weigh(name, some, scratch + 8 * (number + other), own, row, row_bytes, stored, here, 0)
+                        _weigh(name, some, scratch + 8 * (number + other), own, row, value_bytes, stored, here, 0)
 
     return attend
 
@@ -376,7 +379,7 @@ def _weigh(
 
 
 @compiled
-def _score_widened(name, count, step, scratch, keys, row_bytes, dims, to):
+def _score_widened(name, count, step, scratch, keys, row_bytes, dims, values, value_bytes, to):
     """Scores of all queries against one block of keys. The next block, and this one's values, are asked for meanwhile."""
     block_bytes = LANES * row_bytes
     widened = scratch + GATHERED
@@ -385,7 +388,8 @@ def _score_widened(name, count, step, scratch, keys, row_bytes, dims, to):
         some = min(step, count - number)
         for line in range(block_bytes * number // count // 64, block_bytes * (number + some) // count // 64):
             _fetch(keys + block_bytes + 64 * line)
-            _fetch(keys + CHUNK * row_bytes + 64 * line)
+        for line in range(LANES * value_bytes * number // count // 64, LANES * value_bytes * (number + some) // count // 64):
+            _fetch(values + 64 * line)
         _score(WIDENED, some, scratch + 8 * number, widened, row_bytes, dims, 1, to + number * SCORES_STRIDE)
 
 

@@ -4,6 +4,7 @@ A result does not depend on the plan: each chunk gives a partial, and partials a
 """
 
 from cpuspec.kernels import simd
+from cpuspec.kernels.attention import first_chunk
 from cpuspec.kernels.kv_rows import CHUNK
 from cpuspec.kernels.layout import MAX_QUERIES, int64s_at
 from cpuspec.kernels.options import compiled
@@ -53,11 +54,18 @@ def _write_path(state, row, parents, offset, straight, prefix, length):
 
 @compiled
 def plan_attention(state):
-    """Write the tasks. Where partials of several threads have no room, one thread walks over all of a task's chunks. Such tasks are
-    the last ones, which are begun first (`operations`), so that the small items of the others still let threads end together.
+    """Write the tasks of every plan. Where partials of several threads have no room, one thread walks over all of a task's chunks.
+    Such tasks are the last ones, which are begun first (`operations`), so that the small items of the others still let threads end
+    together.
     """
-    rows, heads, kv_heads, threads = state.num_rows, state.heads, state.kv_heads, state.threads
-    places, tasks = state.places, state.tasks
+    for number in range(state.num_plans):
+        _plan(state, state.plans[number])
+
+
+@compiled
+def _plan(state, plan):
+    rows, heads, kv_heads, threads = state.num_rows, plan.heads, plan.kv_heads, state.threads
+    places, tasks = state.places, plan.tasks
     shares = _ITEMS_PER_THREAD * threads
     queries = min(TASK_QUERIES, max(_LEAST_QUERIES, (2 * rows * heads + shares - 1) // shares))
     most_rows = max(1, queries // (heads // kv_heads))
@@ -70,23 +78,24 @@ def plan_attention(state):
         for part in range(parts):
             task = tasks[num_tasks]
             task.row, task.end_row = row + (end - row) * part // parts, row + (end - row) * (part + 1) // parts
-            longest = 0
-            for here in range(task.row, task.end_row):
-                longest = max(longest, places[here].length)
-            task.chunks = (longest + CHUNK - 1) // CHUNK
-            walks += task.chunks * kv_heads
+            longest = shortest = places[task.row].length
+            for here in range(task.row + 1, task.end_row):
+                longest, shortest = max(longest, places[here].length), min(shortest, places[here].length)
+            task.first, task.chunks = first_chunk(shortest, plan.window), (longest + CHUNK - 1) // CHUNK
+            walks += (task.chunks - task.first) * kv_heads
             num_tasks += 1
         row = end
     longest_span = (walks + shares - 1) // shares if threads > 1 else walks
     items = partials = 0
     for i in range(num_tasks):
         task = tasks[i]
-        spans = (task.chunks + longest_span - 1) // longest_span
-        separate = task.chunks * (task.end_row - task.row) * heads
-        if partials + separate > state.max_partials:
+        chunks = task.chunks - task.first
+        spans = (chunks + longest_span - 1) // longest_span
+        separate = chunks * (task.end_row - task.row) * heads
+        if partials + separate > plan.max_partials:
             spans = 1
-        task.span, task.item, task.partial = (task.chunks + spans - 1) // spans, items, partials
+        task.span, task.item, task.partial = (chunks + spans - 1) // spans, items, partials
         items += spans * kv_heads
         if spans > 1:
             partials += separate
-    state.num_tasks, state.num_items = num_tasks, items
+    plan.num_tasks, plan.num_items = num_tasks, items

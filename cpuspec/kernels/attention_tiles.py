@@ -38,15 +38,16 @@ from cpuspec.kernels.tiles import add_paired_products, paired_totals, release, s
 def attend_kernel(format_name: str, windowed: bool = False, capped: bool = False) -> int:
     """Address of what `attention.attend_kernel` has, for queries of prompts: up to MAX_QUERIES, no tree."""
     name = f"attend-tiles-{format_name}{'-windowed' * windowed}{'-capped' * capped}"
-    return machine_code.address(name, 7, lambda: _attend(format_name, *row_shape(format_name), windowed, capped))
+    return machine_code.address(name, 8, lambda: _attend(format_name, *row_shape(format_name), windowed, capped))
 
 
 def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windowed: bool, capped: bool) -> Callable[..., None]:
-    def attend(count, head, dims, first, straight, path, scratch):
+    def attend(count, head, dims, value_dims, first, straight, path, scratch):
         walk = walk_at(scratch)
-        units = num_units(unit, dims)
-        stored, row_bytes = units * unit, units * unit_bytes
-        keys, depth, blocks = head + first * (2 * row_bytes), (dims + STEP - 1) // STEP, (count + BLOCK_ROWS - 1) // BLOCK_ROWS
+        units = num_units(unit, value_dims)
+        stored, row_bytes, value_bytes = units * unit, num_units(unit, dims) * unit_bytes, units * unit_bytes
+        keys, depth = head + first * (row_bytes + value_bytes), (dims + STEP - 1) // STEP
+        blocks = (count + BLOCK_ROWS - 1) // BLOCK_ROWS
         queries = scratch + GATHERED
         paired = queries + 64 * depth * (MAX_QUERIES + BLOCK_ROWS)
         longest, earliest = walk_end(walk, 0, first), walk_start(walk, 0, first, windowed)
@@ -74,12 +75,12 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
             softmax_weights(own, start, end, scratch + POWERS, walk.partials[number], stored)
             _round_numbers(own, start // LANES * LANES, (end + LANES - 1) // LANES * LANES, longest, own)
         values = keys + CHUNK * row_bytes
-        _weigh(name, scratch, 0, count, values, row_bytes, stored, earliest, earliest, longest, paired)
+        _weigh(name, scratch, 0, count, values, value_bytes, stored, earliest, earliest, longest, paired)
         # What a query does not see weighs nothing, unless it is no finite number.
         for number in range(count):
             if not _is_finite(walk.partials[number], stored):
                 start, end = walk_start(walk, number, first, windowed), walk_end(walk, number, first)
-                _weigh(name, scratch, number, 1, values, row_bytes, stored, earliest, start, end, paired)
+                _weigh(name, scratch, number, 1, values, value_bytes, stored, earliest, start, end, paired)
         release()
 
     return attend

@@ -74,9 +74,14 @@ CODINGS: Mapping[str, Coding] = MappingProxyType(
 )
 
 
-def head_bytes(format_name: str, dims: int, capacity: int) -> int:
-    """Bytes of one head's cache of `capacity` positions."""
-    return -(-capacity // CHUNK) * 2 * CHUNK * stored_bytes(get_kv_format(format_name), dims)
+def num_chunks(capacity: int) -> int:
+    """Chunks of a cache of `capacity` positions."""
+    return -(-capacity // CHUNK)
+
+
+def chunk_bytes(format_name: str, key_dims: int, value_dims: int) -> int:
+    """Bytes of a chunk of one head: keys and values of so many numbers."""
+    return CHUNK * sum(stored_bytes(get_kv_format(format_name), dims) for dims in (key_dims, value_dims))
 
 
 def row_shape(format_name: str) -> tuple[int, int, int, int]:
@@ -92,27 +97,30 @@ def num_units(unit, dims):
 
 @cache
 def append_kernel(format_name: str) -> int:
-    """Address of (head's cache, dims, index, key, value): put a key and a value, `dims` f32 each, at a cache index."""
-    return machine_code.address(f"append-{format_name}", 5, lambda: _append(format_name, *row_shape(format_name)))
+    """Address of (head's cache, key dims, value dims, index, key, value): put a key and a value, f32, at a cache index."""
+    return machine_code.address(f"append-{format_name}", 6, lambda: _append(format_name, *row_shape(format_name)))
 
 
 def _append(name: str, size: int, header: int, unit: int, unit_bytes: int) -> Callable[..., None]:
     halves = CODINGS[name].halves
 
-    def append(head, dims, index, key, value):
-        row_bytes = num_units(unit, dims) * unit_bytes
-        chunk, place = head + index // CHUNK * (2 * CHUNK * row_bytes), index % CHUNK
-        block = chunk + place // LANES * (LANES * row_bytes)
-        lane, row = place % LANES, chunk + (CHUNK + place) * row_bytes
-        for first in range(0, dims, unit):
-            k, v = key + 4 * first, value + 4 * first
-            count, at = dims - first, first // unit * unit_bytes
+    def append(head, key_dims, value_dims, index, key, value):
+        key_bytes, value_bytes = num_units(unit, key_dims) * unit_bytes, num_units(unit, value_dims) * unit_bytes
+        chunk, place = head + index // CHUNK * (CHUNK * (key_bytes + value_bytes)), index % CHUNK
+        block = chunk + place // LANES * (LANES * key_bytes)
+        lane, row = place % LANES, chunk + CHUNK * key_bytes + place * value_bytes
+        for first in range(0, key_dims, unit):
+            k, count, at = key + 4 * first, key_dims - first, first // unit * unit_bytes
             key_at, key_stride = block + LANES * (at + header) + lane * size, LANES * size
             if header > 0:
                 _write_group(halves, unit, k, count, key_at, key_stride, block + LANES * at + 2 * lane, 2 * LANES)
-                _write_group(halves, unit, v, count, row + at + header, size, row + at, 2)
             else:
                 _write_numbers(name, load_part(k, count), key_at, key_stride)
+        for first in range(0, value_dims, unit):
+            v, count, at = value + 4 * first, value_dims - first, first // unit * unit_bytes
+            if header > 0:
+                _write_group(halves, unit, v, count, row + at + header, size, row + at, 2)
+            else:
                 _write_numbers(name, load_part(v, count), row + at, size)
 
     return append
@@ -172,36 +180,38 @@ def _write_numbers(o: Ops, name: str, values: Value, to: Value, stride: Value) -
         (to + stride * lane).store(elements.lane(lane))
 
 
-def copy_rows(format_name: str, dims: int, heads: U8, rows: NDArray[np.int32], first: int) -> None:
-    """In each head's cache, U8 [heads, head_bytes], copy keys and values from rising indices `rows` to `first` and following."""
+def copy_rows(format_name: str, key_dims: int, value_dims: int, heads: U8, rows: NDArray[np.int32], first: int) -> None:
+    """In each head's cache, U8 [heads, bytes], copy keys and values from rising indices `rows` to `first` and following."""
     assert (rows >= np.arange(first, first + len(rows))).all(), "rows move towards the front"
     indices = rows.astype(np.int64)
-    _copy_rows_function()(*row_shape(format_name), dims, heads.ctypes.data, *heads.shape, indices.ctypes.data, len(indices), first)
+    shape = *row_shape(format_name), key_dims, value_dims
+    _copy_rows_function()(*shape, heads.ctypes.data, *heads.shape, indices.ctypes.data, len(indices), first)
 
 
 @cache
 def _copy_rows_function() -> Callable[..., None]:
-    return machine_code.function(machine_code.address("copy_rows", 11, lambda: _copy_rows), 11)
+    return machine_code.function(machine_code.address("copy_rows", 12, lambda: _copy_rows), 12)
 
 
-def _copy_rows(size, header, unit, unit_bytes, dims, heads, num_heads, head_size, rows, num_rows, first):
-    units = num_units(unit, dims)
+def _copy_rows(size, header, unit, unit_bytes, key_dims, value_dims, heads, num_heads, head_size, rows, num_rows, first):
+    key_bytes, value_bytes = num_units(unit, key_dims) * unit_bytes, num_units(unit, value_dims) * unit_bytes
     for head in range(heads, heads + num_heads * head_size, head_size):
         for i in range(num_rows):
-            copy_position(size, header, unit_bytes, units, head, first + i, head, simd.peek_i64(rows + 8 * i))
+            source = simd.peek_i64(rows + 8 * i)
+            copy_position(size, header, unit_bytes, key_bytes, value_bytes, head, first + i, head, source)
 
 
 @compiled
-def copy_position(size, header, unit_bytes, units, to, index, source, source_index):
+def copy_position(size, header, unit_bytes, key_bytes, value_bytes, to, index, source, source_index):
     """Copy a key and a value, bit for bit, from an index of one head's cache to an index of another's."""
-    row_bytes = units * unit_bytes
-    chunk, place = to + index // CHUNK * (2 * CHUNK * row_bytes), index % CHUNK
-    source_chunk, source_place = source + source_index // CHUNK * (2 * CHUNK * row_bytes), source_index % CHUNK
-    _copy(chunk + (CHUNK + place) * row_bytes, source_chunk + (CHUNK + source_place) * row_bytes, row_bytes)
-    block = chunk + place // LANES * (LANES * row_bytes)
-    source_block = source_chunk + source_place // LANES * (LANES * row_bytes)
+    both_bytes, keys_bytes = CHUNK * (key_bytes + value_bytes), CHUNK * key_bytes
+    chunk, place = to + index // CHUNK * both_bytes, index % CHUNK
+    source_chunk, source_place = source + source_index // CHUNK * both_bytes, source_index % CHUNK
+    _copy(chunk + keys_bytes + place * value_bytes, source_chunk + keys_bytes + source_place * value_bytes, value_bytes)
+    block = chunk + place // LANES * (LANES * key_bytes)
+    source_block = source_chunk + source_place // LANES * (LANES * key_bytes)
     lane, source_lane = place % LANES, source_place % LANES
-    for at in range(0, LANES * row_bytes, LANES * unit_bytes):
+    for at in range(0, LANES * key_bytes, LANES * unit_bytes):
         for part in range(at, at + LANES * header, 2 * LANES):
             _copy(block + part + 2 * lane, source_block + part + 2 * source_lane, 2)
         for part in range(at + LANES * header, at + LANES * unit_bytes, LANES * size):

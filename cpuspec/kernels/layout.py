@@ -43,9 +43,22 @@ TASK = _record(
     end_row=_I64,
     chunks=_I64,
     span=_I64,  # chunks of a span
+    first=_I64,  # the first chunk that one of its rows sees; `chunks` is behind the last
     item=_I64,  # the first of the task's items
     partial=_I64,  # the first of the task's partials, where several spans make them
 )
+
+# How the attention of layers that are alike is shared out: by query heads, key heads and window.
+PLAN = _record(
+    heads=_I64,
+    kv_heads=_I64,
+    window=_I64,  # positions that a row sees; 0 for all
+    max_partials=_I64,  # how many partials of several threads have room; the plan makes no more
+    tasks=to(TASK),  # [rows]
+    num_tasks=_I64,
+    num_items=_I64,  # of all tasks
+)
+NUM_PLANS = 4
 
 ROTATION = _words("cosines", "sines")  # f32 [positions, D/2] each
 NUM_ROTATIONS, NO_ROTATION = 4, -1
@@ -74,21 +87,17 @@ STATE = _record(
     logit_rows=to(_I64),  # rows to project
     logits=_I64,  # where the logits go
     kept=to(_I64),  # for each layer, where its output rows go, or 0; a null pointer where no layer is kept
-    head_bytes=_I64,  # of one head of one layer in a cache slot
+    num_chunks=_I64,  # of keys and values that a cache slot has room for
     places=to(PLACE),  # [rows]
     paths=_I64,  # int64 [rows, path_length]: cache index of each logical position from a row's `straight` on
     path_length=_I64,
     rotations=(ROTATION, NUM_ROTATIONS),
     scratch=_I64,  # of all threads, one after another
     scratch_bytes=_I64,  # of one thread
-    heads=_I64,
-    kv_heads=_I64,
     threads=_I64,
-    tasks=to(TASK),  # [rows]
-    num_tasks=_I64,
-    num_items=_I64,  # of all tasks
+    plans=(PLAN, NUM_PLANS),
+    num_plans=_I64,
     partials=_I64,  # room for the partials of tasks that several threads share
-    max_partials=_I64,  # how many have room there; the plan makes no more
     walked=to(_I64),  # [tasks, kv heads], zeros: how many spans of a task are done
     peaks=_I64,  # f32 [BLOCK_ROWS, threads * PIECES]: the largest logit of each piece of the tiles
     picked=to(_I32),  # [BLOCK_ROWS]: the lowest id of a row's largest logit; -1 where that is no finite number
@@ -109,7 +118,7 @@ STATE = _record(
 # The notes of `Program.enter` on a forward begin with this record. `logits` and `kept` are addresses of numpy objects, not of their
 # numbers.
 CALL = _words(
-    "num_rows", "num_logit_rows", "num_parents", "num_sequences", "both_ways", "stops_early", "head_bytes", "logits", "kept"
+    "num_rows", "num_logit_rows", "num_parents", "num_sequences", "both_ways", "stops_early", "num_chunks", "logits", "kept"
 )
 
 # One matrix of a "linear" operation, or that of each expert one after another. bias and residual are added where they are not 0.
@@ -167,15 +176,19 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             **dict.fromkeys(("queries", "keys", "values", "q_stride", "k_stride", "v_stride", "q_norm", "k_norm"), _I64),
             eps=_F32,
             scale=_F32,  # of queries
-            **dict.fromkeys(("heads", "kv_heads", "dims", "layer", "append"), _I64),
+            **dict.fromkeys(("heads", "kv_heads", "key_dims", "value_dims", "append"), _I64),
+            **dict.fromkeys(("cache_at", "chunk_bytes"), _I64),  # of `backends.kv_memory.Place`
             rotation=_I64,  # of keys: number of the table, or NO_ROTATION
             q_rotation=_I64,  # of queries
             norm_last=_I64,  # not 0: norms follow the rotation
             centres=_I64,  # of keys, f32 [kv_heads][dims] (`backends.weights.key_centres`), or 0
-            hadamard=_I64,  # of `formats.kv.hadamard_size`, for queries, keys and values
+            hadamard=_I64,  # of `formats.kv.hadamard_size`, for queries and keys
+            v_hadamard=_I64,  # for values
         ),
         "attend": _record(
-            **dict.fromkeys(("queries", "stride", "out", "out_stride", "heads", "kv_heads", "dims", "layer", "kernel"), _I64),
+            **dict.fromkeys(("queries", "stride", "out", "out_stride", "heads", "kv_heads", "key_dims", "value_dims"), _I64),
+            **dict.fromkeys(("cache_at", "chunk_bytes", "kernel"), _I64),
+            plan=_I64,  # number of the layer's PLAN
             together=_I64,  # queries that the kernel takes at most
             partials_at=_I64,  # where in a thread's scratch
             partial_bytes=_I64,
@@ -216,12 +229,13 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
         "delta_rows": _DELTA,
         "delta": _DELTA,
         "delta_norm": _DELTA,
-        # `state_space.convolve_kept`. heads, here and below: of keys and values in a slot, behind which its states are.
+        # `state_space.convolve_kept`. cache_bytes, here and below: of a chunk of all keys and values, behind which a slot's states
+        # are.
         # weight: f32 [taps, columns]; factors, bias, outer: addresses, or 0
         "convolve_kept": _words(
-            "rows", "stride", "factors", "outer", "weight", "bias", "out", "out_stride", "columns", "taps", "ring_at", "heads"
+            "rows", "stride", "factors", "outer", "weight", "bias", "out", "out_stride", "columns", "taps", "ring_at", "cache_bytes"
         ),
-        "remember": _record(heads=_I64, num_parts=_I64, parts=to(PART)),
+        "remember": _record(cache_bytes=_I64, num_parts=_I64, parts=to(PART)),
         # rates, steps: what a decay is exp(rate * softplus(step)) of; least: that a step is. values = rows * step
         "steps": _record(
             **dict.fromkeys(
@@ -241,7 +255,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             "decays_stride",
             "out",
             "out_stride",
-            "heads",
+            "cache_bytes",
             "key_heads",
             "key_dims",
             "value_heads",

@@ -182,15 +182,15 @@ def _combine(op, state, threads, item):
 
 
 @compiled
-def _cached_head(state, row, layer, kv_heads, head):
-    """Address of one head in a row's cache slot, which is [layer][head]."""
-    return state.places[row].storage + (layer * kv_heads + head) * state.head_bytes
+def _cached_head(op, state, row, head):
+    """Address of one head of a layer in a row's cache slot."""
+    return state.places[row].storage + state.num_chunks * (op.cache_at + head * op.chunk_bytes)
 
 
 @compiled
 def _rotate(op, state, item):
     """Rotary positions of a query or a key; a key and its value go to the cache."""
-    heads, kv_heads, dims = op.heads, op.kv_heads, op.dims
+    heads, kv_heads, dims, value_dims = op.heads, op.kv_heads, op.key_dims, op.value_dims
     row, head = item // (heads + kv_heads), item % (heads + kv_heads)
     cosines = sines = 0
     rotation = op.q_rotation if head < heads else op.rotation
@@ -204,15 +204,16 @@ def _rotate(op, state, item):
             hadamard_head(query, dims, op.hadamard)
     else:
         head -= heads
-        key, value = op.keys + row * op.k_stride + head * dims * 4, op.values + row * op.v_stride + head * dims * 4
+        key, value = op.keys + row * op.k_stride + head * dims * 4, op.values + row * op.v_stride + head * value_dims * 4
         rotate_head(key, dims, cosines, sines, op.k_norm, op.norm_last, op.eps, simd.to_float(1))
         if op.centres != 0:
             subtract(key, op.centres + 4 * head * dims, dims)
         if op.hadamard != 0:
             hadamard_head(key, dims, op.hadamard)
-            hadamard_head(value, dims, op.hadamard)
-        cached = _cached_head(state, row, op.layer, kv_heads, head)
-        _call(op.append, (cached, dims, state.places[row].cache_index, key, value))
+        if op.v_hadamard != 0:
+            hadamard_head(value, value_dims, op.v_hadamard)
+        cached = _cached_head(op, state, row, head)
+        _call(op.append, (cached, dims, value_dims, state.places[row].cache_index, key, value))
 
 
 @compiled
@@ -221,28 +222,28 @@ def _attend(op, state, counter, threads, thread):
 
     Returns how many items it did.
     """
-    kv_heads, size = op.kv_heads, op.partial_bytes
-    group, items = op.heads // kv_heads, state.num_items
+    kv_heads, size, plan = op.kv_heads, op.partial_bytes, state.plans[op.plan]
+    group, items = op.heads // kv_heads, plan.num_items
     scratch = state.scratch + thread * state.scratch_bytes
     walk_at(scratch).caps[0] = op.cap
-    number, completed = state.num_tasks - 1, 0
+    number, completed = plan.num_tasks - 1, 0
     while True:
         item = take(counter, items, 1)
         if item == items:
             return completed
         completed += 1
         item = items - 1 - item  # the longest rows first
-        while item < state.tasks[number].item:
+        while item < plan.tasks[number].item:
             number -= 1
-        task = state.tasks[number]
-        row, chunks, span = task.row, task.chunks, task.span
+        task = plan.tasks[number]
+        row, chunks, span = task.row, task.chunks - task.first, task.span
         spans, queries = (chunks + span - 1) // span, (task.end_row - row) * group
-        kv_head, first = (item - task.item) // spans, (item - task.item) % spans * span
+        kv_head, first = (item - task.item) // spans, task.first + (item - task.item) % spans * span
         partials, stride = scratch + op.partials_at + op.together * size, size
         if spans > 1:
             stride = chunks * size
             partials = state.partials + task.partial * size + kv_head * queries * stride
-        for chunk in range(first, min(chunks, first + span)):
+        for chunk in range(first, min(task.chunks, first + span)):
             _attend_chunk(op, state, task, kv_head, chunk, spans > 1, partials, stride, scratch)
         if spans > 1:
             walked = address(state.walked) + 8 * (number * kv_heads + kv_head)
@@ -253,23 +254,23 @@ def _attend(op, state, counter, threads, thread):
             partial, here = partials + query * stride, row + query // group
             if spans > 1:
                 length = state.places[here].length
-                earliest = first_chunk(length, op.window)
-                for later in range(earliest + 1, (length + CHUNK - 1) // CHUNK):
+                earliest = first_chunk(length, op.window) - task.first
+                for later in range(earliest + 1, (length + CHUNK - 1) // CHUNK - task.first):
                     merge(partial + earliest * size, partial + later * size, size)
                 partial += earliest * size
             head = kv_head * group + query % group
-            out = op.out + here * op.out_stride + head * op.dims * 4
-            finish(partial, size, op.dims, out, op.sinks + 4 * head if op.sinks != 0 else 0)
+            out = op.out + here * op.out_stride + head * op.value_dims * 4
+            finish(partial, size, op.value_dims, out, op.sinks + 4 * head if op.sinks != 0 else 0)
             if op.hadamard != 0:
-                hadamard_head(out, op.dims, op.hadamard)
+                hadamard_head(out, op.value_dims, op.hadamard)
 
 
 @compiled
 def _attend_chunk(op, state, task, kv_head, chunk, separate, partials, stride, scratch):
     """Walk over one chunk for a task's rows. separate: keep each chunk's partials; else merge them into a row's first."""
-    group, dims, size, start = op.heads // op.kv_heads, op.dims, op.partial_bytes, chunk * CHUNK
+    group, dims, size, start = op.heads // op.kv_heads, op.key_dims, op.partial_bytes, chunk * CHUNK
     places, row, end_row = state.places, task.row, task.end_row
-    head = _cached_head(state, row, op.layer, op.kv_heads, kv_head)
+    head = _cached_head(op, state, row, kv_head)
     walk, first = walk_at(scratch), row * group
     while row < end_row:
         run = row
@@ -289,12 +290,13 @@ def _attend_chunk(op, state, task, kv_head, chunk, separate, partials, stride, s
                 length = places[here].length
                 partial = partials + (query + number - first) * stride
                 if separate:
-                    partial += chunk * size
+                    partial += (chunk - task.first) * size
                 elif chunk > first_chunk(length, op.window):
                     partial = scratch + op.partials_at + number * size
                 source = op.queries + here * op.stride + (kv_head * group + member) * dims * 4
                 put_query(walk, number, source, partial, max(0, length - op.window), length)
-            _call(op.kernel, (count, head, dims, start, straight, state.paths + row * state.path_length * 8, scratch))
+            path = state.paths + row * state.path_length * 8
+            _call(op.kernel, (count, head, dims, op.value_dims, start, straight, path, scratch))
             if not separate:
                 for number in range(count):
                     if chunk > first_chunk(places[(query + number) // group].length, op.window):
@@ -336,7 +338,7 @@ def _num_items(op, state, threads):
     if op.number == layout.ROTATE:
         return state.num_rows * (op.rotate.heads + op.rotate.kv_heads)
     if op.number == layout.ATTEND:
-        return state.num_items
+        return state.plans[op.attend.plan].num_items
     if op.number == layout.KEEP:
         return state.num_rows if address(state.kept) != 0 and state.kept[op.keep.layer] != 0 else 0
     if op.number == layout.PICK:

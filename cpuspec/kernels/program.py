@@ -37,7 +37,7 @@ def enter(state, numbers):
     state.num_rows, state.num_logit_rows, state.num_sequences = call.num_rows, call.num_logit_rows, call.num_sequences
     state.num_picked = call.num_logit_rows if call.num_logit_rows <= BLOCK_ROWS else 0
     state.stops_early, state.stop.asked, state.stopped = call.stops_early, 0, 0
-    state.head_bytes, state.logits, state.expert_bytes = call.head_bytes, _data(call.logits), 0
+    state.num_chunks, state.logits, state.expert_bytes = call.num_chunks, _data(call.logits), 0
     state.kept = int64s_at(_data(call.kept) if call.kept != 0 else 0)
     tokens = numbers + _CALL_BYTES
     positions = tokens + 8 * call.num_rows
@@ -79,18 +79,18 @@ class Program:
 
     def enter(
         self, tokens: list[int], positions: list[int], parents: list[int], logit_rows: Sequence[int], q_start: list[int],
-        lengths: list[int], storages: list[int], head_bytes: int, kept: _Array | None, logits: _Array, both_ways: bool = False,
+        lengths: list[int], storages: list[int], num_chunks: int, kept: _Array | None, logits: _Array, both_ways: bool = False,
         stops_early: bool = False,
     ) -> None:  # fmt: skip
         """Note the rows of the next run, where they go in the cache and what they attend to.
 
         As in `ForwardBatch`; parents is empty where every sequence is a chain. lengths: tokens that each sequence's slot holds;
-        storages: addresses of the slots; head_bytes: of one head of one layer in them; kept: for each layer, int64 address of where
-        its rows are kept, None for no layer; logits f32 [logit rows, stride]. stops_early: as in `layout.STATE`. The arrays must
+        storages: addresses of the slots; num_chunks: that each has room for; kept: for each layer, int64 address of where its rows
+        are kept, None for no layer; logits f32 [logit rows, stride]. stops_early: as in `layout.STATE`. The arrays must
         stay until the run is over.
         """
         numbers: list[int | c_int64] = [  # first layout.CALL; a slice of ctypes takes both types
-            len(tokens), len(logit_rows), len(parents), len(lengths), both_ways, stops_early, head_bytes,
+            len(tokens), len(logit_rows), len(parents), len(lengths), both_ways, stops_early, num_chunks,
             id(logits), 0 if kept is None else id(kept),
             *tokens, *positions, *logit_rows, *lengths, *storages, *q_start, *parents,
         ]  # fmt: skip

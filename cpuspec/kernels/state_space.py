@@ -17,15 +17,15 @@ TILE_BYTES = 64  # of one row of a tile of a state
 
 
 @compiled
-def states_of(state, row, heads):
-    """Where a row's slot has its states, behind `heads` heads of keys and values."""
-    return state.places[row].storage + heads * state.head_bytes
+def states_of(state, row, cache_bytes):
+    """Where a row's slot has its states, behind chunks of keys and values of so many bytes."""
+    return state.places[row].storage + state.num_chunks * cache_bytes
 
 
 @compiled
 def convolve_kept(op, state, row, first, end):
     """Columns first..end (multiples of 16) of a row: c * conv(b * x), or silu(conv(x) + bias) where there is no c."""
-    place, ring = state.places[row], states_of(state, row, op.heads) + HEADER_BYTES + op.ring_at
+    place, ring = state.places[row], states_of(state, row, op.cache_bytes) + HEADER_BYTES + op.ring_at
     row_bytes = op.columns * 4
     for at in range(4 * first, 4 * end, 64):
         total = simd.splat_f32(0.0)
@@ -52,7 +52,7 @@ def remember(op, state, row):
     place, later = state.places[row], row + RING_ROWS
     if later < state.num_rows and state.places[later].storage == place.storage:
         return
-    states = states_of(state, row, op.heads) + HEADER_BYTES
+    states = states_of(state, row, op.cache_bytes) + HEADER_BYTES
     for number in range(op.num_parts):
         part = op.parts[number]
         to = states + part.at + place.cache_index % RING_ROWS * part.ring_bytes
@@ -128,7 +128,7 @@ def recur(op, state, item, tile):
     tiles = op.value_dims // 16
     sequence, head, column = item // (op.value_heads * tiles), item // tiles % op.value_heads, item % tiles
     first, end = state.starts[sequence], state.starts[sequence + 1]
-    length, states = state.places[first].cache_index, states_of(state, first, op.heads)
+    length, states = state.places[first].cache_index, states_of(state, first, op.cache_bytes)
     folded, to, size = simd.peek_i64(states), simd.peek_i64(states + 8), op.key_dims * TILE_BYTES
     own = states + HEADER_BYTES + op.state_at + (head * tiles + column) * size
     records = states + HEADER_BYTES + op.records_at

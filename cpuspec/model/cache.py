@@ -29,14 +29,12 @@ class BlockAccess:
     """How blocks of `size` cache indices leave a storage and come back, bit for bit, for a backend whose rows are invariant.
 
     step: a part of a block is its first n indices; it is copied with those that fill its last `step`, which divides `size`.
-    shape: (arrays, parts) that a block lies in.
     views(storage, number): block `number`, a writable U8 [parts, size * k] for each array; its indices 0..n-1 are the first n * k
-    bytes of each part, with one k for all arrays. The last block may be cut off at the capacity.
+    bytes of each part, with one k for an array. Storages have room for whole blocks.
     """
 
     size: int
     step: int
-    shape: tuple[int, int]
     views: Callable[[Any, int], tuple[U8, ...]]
 
 
@@ -221,20 +219,22 @@ class KVCache:
             self.states.put(self.storage(slot), self._snapshots[slot][length][: self.states.num_bytes], length)
         return length
 
-    def block_shape(self, length: int) -> tuple[int, int, int]:
-        """The shape of the first `length` indices of a block, U8 [arrays, parts, n * k]; n is `length`, rounded up to a step."""
+    def block_shape(self, length: int) -> tuple[int, int]:
+        """The shape of the first `length` indices of a block, U8 [steps, bytes of a step]."""
         assert self.blocks, "asked of caches that have blocks only"
-        arrays, parts = self.blocks.shape
-        whole = -(-length // self.blocks.step) * self.blocks.step
-        return arrays, parts, whole * self.bytes_per_token // max(arrays * parts, 1)
+        return -(-length // self.blocks.step), self.blocks.step * self.bytes_per_token
 
     def read_block(self, slot: int, number: int, length: int) -> U8:
         """A copy of the first `length` indices of a block, in `block_shape`."""
         assert self.blocks, "asked of caches that have blocks only"
         if number * self.blocks.size + length > self.lengths[slot]:
             raise CacheError(f"cannot read {length} tokens of block {number} of slot {slot}: it holds {self.lengths[slot]} tokens")
-        *_, num_bytes = self.block_shape(length)
-        return np.stack([view[:, :num_bytes] for view in self.blocks.views(self.storage(slot), number)])
+        block, at = np.empty(self.block_shape(length), np.uint8), 0
+        for view in self._steps(slot, number, len(block)):
+            end = at + view.shape[1] * view.shape[2]
+            block[:, at:end].reshape(view.shape)[:] = view
+            at = end
+        return block
 
     def append_block(self, slot: int, block: U8, length: int) -> None:
         """Append the first `length` indices of what `read_block` returned to a slot that holds whole blocks so far."""
@@ -242,13 +242,23 @@ class KVCache:
         number, begun = divmod(self.lengths[slot], self.blocks.size)
         assert not begun, "blocks follow whole blocks"
         wanted = self.block_shape(length)
-        if block.dtype != np.uint8 or block.shape[:2] != wanted[:2] or block.ndim != 3 or block.shape[2] < wanted[2]:
+        if block.dtype != np.uint8 or block.ndim != 2 or block.shape[1] != wanted[1] or len(block) < wanted[0]:
             raise CacheError(f"{length} tokens of a block are uint8 {wanted} or more, got {block.dtype} {block.shape}")
         if self.lengths[slot] + length > self.capacity:
             raise CacheError(f"slot {slot} holds {self.lengths[slot]} of {self.capacity} tokens; {length} more do not fit")
-        for view, part in zip(self.blocks.views(self.storage(slot), number), block, strict=True):
-            view[:, : wanted[2]] = part[:, : wanted[2]]
+        at = 0
+        for view in self._steps(slot, number, wanted[0]):
+            end = at + view.shape[1] * view.shape[2]
+            view[:] = block[: wanted[0], at:end].reshape(view.shape)
+            at = end
         self.lengths[slot] += length
+
+    def _steps(self, slot: int, number: int, steps: int) -> list[U8]:
+        """The first steps of a block where they lie, [steps, parts, bytes] of each array."""
+        assert self.blocks, "asked of caches that have blocks only"
+        views = self.blocks.views(self.storage(slot), number)
+        num_steps = self.blocks.size // self.blocks.step
+        return [view.reshape(len(view), num_steps, -1)[:, :steps].swapaxes(0, 1) for view in views]
 
     def drop(self, slot: int) -> None:
         """Forget everything that a slot holds, and give its memory back."""

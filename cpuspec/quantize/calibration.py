@@ -14,8 +14,8 @@ from cpuspec.backends.numpy_backend import Array, Forward, Model, Storage
 from cpuspec.checkpoints.checkpoint import is_linear
 from cpuspec.errors import ConfigError
 from cpuspec.formats import QuantTensor, get_format
-from cpuspec.layers import Layer
-from cpuspec.model.batch import I32, ForwardBatch
+from cpuspec.layers import Layer, attention_layers
+from cpuspec.model.batch import F32, I32, ForwardBatch
 from cpuspec.model.cache import KVCache
 from cpuspec.model.recurrence import new_state, recurrent_mixers
 from cpuspec.model.transformer import decode
@@ -44,15 +44,19 @@ def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, Q
     """
     config = weights.checkpoint.config
     count, length = chunks.shape
-    one = (1, length, config.num_kv_heads, config.head_dim)
+    mixers = [layer.attention for layer in attention_layers(config)]
 
     def new_storage() -> Storage:
-        # A layer's keys and values are read right after they are written: all layers share the room of one.
-        arrays = [np.zeros(one, np.float32) for _ in range(2)]
-        shape, strides = (config.num_attention_layers, *one[1:]), (0, *arrays[0].strides[1:])
-        keys, values = (np.lib.stride_tricks.as_strided(array, shape, strides) for array in arrays)
+        # A layer's keys and values are read right after they are written: layers that are alike share the room of one.
+        rooms: dict[tuple[str, int, int], F32] = {}
+
+        def room(kind: str, heads: int, dims: int) -> Any:
+            return rooms.setdefault((kind, heads, dims), np.zeros((length, heads, dims), np.float32))
+
+        keys = [room("keys", mixer.kv_heads, mixer.dims) for mixer in mixers]
+        values = [room("values", mixer.kv_heads, mixer.value_dims) for mixer in mixers]
         zeros = partial(np.zeros, dtype=np.float32)
-        return Storage(keys, None if config.latent else values, [new_state(mixer, zeros) for mixer in recurrent_mixers(config)])
+        return Storage(keys, values, [new_state(mixer, zeros) for mixer in recurrent_mixers(config)])
 
     cache = KVCache(count, length, new_storage, _never, _never, 0)
     batch = ForwardBatch(

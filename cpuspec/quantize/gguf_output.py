@@ -183,7 +183,7 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
         "attention.head_count": c.num_heads,
         "attention.head_count_kv": c.num_kv_heads,
         "attention.key_length": c.head_dim,
-        "attention.value_length": c.head_dim,
+        "attention.value_length": c.value_dim or c.head_dim,
         f"attention.layer_norm_{'rms_' if c.norm_kind == 'rms' else ''}epsilon": c.norm_eps,
         "rope.dimension_count": c.head_dim,
         "rope.freq_base": c.rope_base,

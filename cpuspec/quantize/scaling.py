@@ -11,6 +11,7 @@ import numpy as np
 
 from cpuspec.formats import Format
 from cpuspec.formats.tensor import F32
+from cpuspec.layers import attention_layers
 from cpuspec.model.batch import I32
 from cpuspec.quantize.calibration import run
 from cpuspec.quantize.rounding import encode
@@ -43,6 +44,7 @@ def awq(weights: Weights, chunks: I32, formats: Mapping[str, Format]) -> Weights
     config = weights.checkpoint.config
     inputs: dict[str, F32] = {}
     outputs: dict[str, F32] = {}
+    attending = {layer.index: layer.attention for layer in attention_layers(config)}
 
     def on_inputs(x: F32, names: tuple[str, ...]) -> None:
         layer, part = layer_parts(names[0])
@@ -54,12 +56,13 @@ def awq(weights: Weights, chunks: I32, formats: Mapping[str, Format]) -> Weights
         sizes = np.maximum(np.abs(x).mean(axis=0), _LEAST)
         if part == "o":
             # Query heads that share values share factors, too.
-            heads = sizes.reshape(config.num_kv_heads, -1, config.head_dim)
+            mixer = attending[int(layer)]
+            heads = sizes.reshape(mixer.kv_heads, -1, mixer.value_dims)
             sizes = np.broadcast_to(heads.mean(axis=1, keepdims=True), heads.shape).reshape(-1)
         factors = _best_factors(weights, names, formats, sizes, (x.T @ x) / np.float32(len(x)))
         inputs.update(dict.fromkeys(names, factors))
         if part == "o":
-            factors = factors.reshape(config.num_kv_heads, -1, config.head_dim)[:, 0].reshape(-1)
+            factors = factors.reshape(mixer.kv_heads, -1, mixer.value_dims)[:, 0].reshape(-1)
         _divide(weights, outputs, feeder, factors)
 
     run(weights, chunks, on_inputs, MappingProxyType({}))

@@ -219,7 +219,7 @@ class PrefixStore:
                     part = part._replace(states=block[: states.num_bytes])
                 else:
                     part.tokens.extend(one.tokens[:number])
-                    part.blocks.append(block[:, :, : self._cache.block_shape(number)[2]].copy())
+                    part.blocks.append(block[: self._cache.block_shape(number)[0]].copy())
             if not part.tokens or (states and part.states is None):
                 raise CacheError("no prefix of this prompt is in the cache, so there is nothing to save; run the prompt first")
             self._files.write(path, part)

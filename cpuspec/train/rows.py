@@ -59,7 +59,7 @@ class Rows:
         self._tables = {
             layer.attention.rope: tuple(
                 torch.from_numpy(table)[:, None].to(device)
-                for table in rope_table(layer.attention.rope, config.head_dim, positions)
+                for table in rope_table(layer.attention.rope, layer.attention.dims, positions)
             )
             for layer in layers_of(config)
             if layer.attention.rope
@@ -93,7 +93,7 @@ class Rows:
 
     def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
         assert v is not None, "heads that are trained have values"
-        v = v.unflatten(1, (-1, self._config.head_dim))
+        v = v.unflatten(1, (-1, layer.attention.value_dims))
         return self._attention.attend(layer.index, q, k, v, layer.attention.scale).flatten(1)
 
     def convolve(self, layer: Layer, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Rows:
         raise AssertionError("heads are not recurrent (`ModelConfig`)")
 
     def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
-        self._attention.append(layer.index, self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, self._config.head_dim)))
+        self._attention.append(layer.index, self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, layer.attention.value_dims)))
 
     def gate(self, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
         if activation == "sigmoid":

@@ -32,22 +32,23 @@ def _function(address: int, arguments: int) -> Callable[..., None]:
 class _Head:
     """One head's cache, filled and read through the product's own code."""
 
-    def __init__(self, name: str, dims: int, seed: int = 0, kernel: str = "vectors") -> None:
+    def __init__(self, name: str, dims: int, seed: int = 0, kernel: str = "vectors", value_dims: int = 0) -> None:
+        value_dims = value_dims or dims
         rng = np.random.default_rng(seed)
-        self.format, self.dims = KV_FORMATS[name], dims
-        self.k, self.v = rng.standard_normal((2, CAPACITY, dims)).astype(np.float32)
+        self.format, self.dims, self.value_dims = KV_FORMATS[name], dims, value_dims
+        self.k, self.v = (rng.standard_normal((CAPACITY, size)).astype(np.float32) for size in (dims, value_dims))
         self.query = rng.standard_normal(dims).astype(np.float32)
         # Whatever was in memory before must not show.
-        self.cache = aligned_bytes((kv_rows.head_bytes(name, dims, CAPACITY),))
+        self.cache = aligned_bytes((kv_rows.num_chunks(CAPACITY) * kv_rows.chunk_bytes(name, dims, value_dims),))
         self.cache[:] = 255
-        self.size, self.partials = attention.partial_bytes(name, dims), attention.partials_offset(name, dims)
+        self.size, self.partials = attention.partial_bytes(name, value_dims), attention.partials_offset(name, dims, value_dims)
         self.scratch = aligned_bytes((self.partials + 2 * MAX_QUERIES * self.size,))
-        self._append = _function(kv_rows.append_kernel(name), 5)
-        self._attend = _function(KERNELS[kernel](name), 7)
+        self._append = _function(kv_rows.append_kernel(name), 6)
+        self._attend = _function(KERNELS[kernel](name), 8)
 
     def put(self, index: int, source: int) -> None:
         k, v = self.k[source], self.v[source]
-        self._append(self.cache.ctypes.data, self.dims, index, k.ctypes.data, v.ctypes.data)
+        self._append(self.cache.ctypes.data, self.dims, self.value_dims, index, k.ctypes.data, v.ctypes.data)
 
     def fill(self, length: int) -> "_Head":
         for position in range(length):
@@ -60,7 +61,7 @@ class _Head:
     def attend_all(
         self, queries: list[np.ndarray], lengths: list[int], straight: int | None = None, path: list[int] | None = None
     ) -> np.ndarray:
-        out = np.full((len(queries), self.dims + 1), np.nan, np.float32)
+        out = np.full((len(queries), self.value_dims + 1), np.nan, np.float32)
         self.scratch[:] = 255
         walk = self.scratch[: WALK.itemsize].view(WALK)[0]
         scratch, steps = self.scratch.ctypes.data, np.array(path or [0], np.int64)
@@ -73,18 +74,21 @@ class _Head:
                 walk["queries"][place], walk["partials"][place] = queries[number].ctypes.data, partial
                 walk["lengths"][place] = lengths[number]
             straight_here = max(lengths) if straight is None else straight
-            self._attend(len(there), self.cache.ctypes.data, self.dims, first, straight_here, steps.ctypes.data, scratch)
+            dims = self.dims, self.value_dims
+            self._attend(len(there), self.cache.ctypes.data, *dims, first, straight_here, steps.ctypes.data, scratch)
             for place, number in enumerate(there):
                 if first:
                     attention.merge(merged[number], walked[place], self.size)
         for partial, row in zip(merged, out, strict=True):
-            attention.finish(partial, self.size, self.dims, row.ctypes.data, 0)
+            attention.finish(partial, self.size, self.value_dims, row.ctypes.data, 0)
         assert np.isnan(out[:, -1]).all(), "wrote past the head"
         return out[:, :-1]
 
     def held(self, index: int) -> tuple[bytes, bytes]:
         """The key and the value at an index, as rows of the format, put together from where the kernels look for them."""
-        keys, values = self.cache.reshape(-(-CAPACITY // kv_rows.CHUNK), 2, kv_rows.CHUNK, -1)[index // kv_rows.CHUNK]
+        chunk = self.cache.reshape(kv_rows.num_chunks(CAPACITY), -1)[index // kv_rows.CHUNK]
+        keys, values = np.split(chunk, [kv_rows.chunk_bytes(self.format.name, self.dims, 0)])
+        values = values.reshape(kv_rows.CHUNK, -1)
         place, lane = divmod(index % kv_rows.CHUNK, 16)
         block = keys.reshape(kv_rows.CHUNK // 16, -1)[place]
         if self.format.block_size == 1:
@@ -121,10 +125,10 @@ def test_the_cache_holds_the_bytes_of_the_format(name: str, dims: int) -> None:
                 assert np.array_equal(*both, equal_nan=True)
 
 
-@pytest.mark.parametrize("dims", [2, 16, 18, 64, 80, 128])
-def test_attention_is_softmax_over_the_cached_positions(name: str, dims: int) -> None:
+@pytest.mark.parametrize("dims", [(2, 2), (16, 16), (18, 18), (64, 64), (80, 80), (512, 512), (96, 32), (34, 130)])
+def test_attention_is_softmax_over_the_cached_positions(name: str, dims: tuple[int, int]) -> None:
     for length in (1, 15, 16, 17, 33, 255, 256, 257, CAPACITY):
-        head = _Head(name, dims).fill(length)
+        head = _Head(name, dims[0], value_dims=dims[1]).fill(length)
         keys, values = (rounded(head.format, rows[:length]).astype(np.float64) for rows in (head.k, head.v))
         scores = keys @ head.query
         weights = np.exp(scores - scores.max())
@@ -171,12 +175,12 @@ def test_later_positions_do_not_touch_a_rows_bits(name: str, dims: int, kernel: 
         assert np.array_equal(head.attend(length), before), length
 
 
-@pytest.mark.parametrize("dims", [64, 80])
+@pytest.mark.parametrize("dims", [(64, 64), (80, 48)])
 @pytest.mark.parametrize("prefix", [0, 5, 16, 30, 250, 256, 259])
-def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_chain(name: str, dims: int, prefix: int) -> None:
+def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_chain(name: str, dims: tuple[int, int], prefix: int) -> None:
     """Ancestors scattered over the cache give what they give as neighbours."""
     depth = 23
-    chain, tree = _Head(name, dims).fill(prefix + depth), _Head(name, dims).fill(prefix)
+    chain, tree = (_Head(name, dims[0], value_dims=dims[1]).fill(length) for length in (prefix + depth, prefix))
     places = [prefix + 7 * i + i % 2 for i in range(depth)]
     for index in range(prefix, prefix + 7 * depth):
         tree.put(index, CAPACITY - 1)
@@ -191,13 +195,13 @@ def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_chain(name: str, dims:
         assert np.array_equal(tree.attend_all(queries, lengths, straight, path), chain.attend_all(queries, lengths))
 
 
-@pytest.mark.parametrize("dims", [18, 64, 80])
-def test_rows_are_copied_bit_for_bit(name: str, dims: int) -> None:
-    heads = [_Head(name, dims, seed).fill(CAPACITY) for seed in range(2)]
+@pytest.mark.parametrize("dims", [(18, 18), (64, 64), (80, 34)])
+def test_rows_are_copied_bit_for_bit(name: str, dims: tuple[int, int]) -> None:
+    heads = [_Head(name, dims[0], seed, value_dims=dims[1]).fill(CAPACITY) for seed in range(2)]
     both = np.stack([head.cache for head in heads])
     rows = [254, 255, 256, 300, CAPACITY - 1]
     wanted = [[head.held(index) for index in [*range(251), *rows, *range(256, CAPACITY)]] for head in heads]
-    kv_rows.copy_rows(name, dims, both, np.array(rows, np.int32), 251)
+    kv_rows.copy_rows(name, *dims, both, np.array(rows, np.int32), 251)
     for head, cache, held in zip(heads, both, wanted, strict=True):
         head.cache = cache
         assert [head.held(index) for index in range(CAPACITY)] == held
