@@ -170,7 +170,7 @@ class Context:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
         assert seq.id not in self._assignments, "a sequence acquires one slot"
         self._clock += 1
-        shared, stored, branch = self._shared(seq), self._loadable(seq), self._num_known(seq)
+        shared, stored, branch = self._shared(seq), self._loadable(seq), self._num_known(seq) if self.cache.states else 0
         slot, source = max(self._free, key=shared.__getitem__), max(range(len(shared)), key=shared.__getitem__)
         longest, useful = max(shared[source], stored), _useful(seq)
         if shared[slot] < max(longest, useful) or self._num_lost(slot, shared[slot]) >= _MANY:
@@ -196,7 +196,8 @@ class Context:
         num_cached = len(self._align(seq))
         if self.hidden_layers and num_cached:
             num_cached = self._begin_hidden(seq, num_cached)
-        self._plan_snapshots(self._assignments[seq.id], branch)
+        if self.cache.states:
+            self._plan_snapshots(self._assignments[seq.id], self.cache.states.num_bytes, branch)
         self._tidy()
         self.num_acquired_tokens += len(seq.tokens)
         self.num_cached_tokens += num_cached
@@ -372,8 +373,9 @@ class Context:
 
     def _num_known(self, seq: Sequence) -> int:
         """How many of the sequence's leading tokens another one began with, whether or not their states are there."""
-        ours = zip(self._all_kept(), self._salts, strict=True)
-        return max(shared_prefix(held, self._reusable(seq)) if salt == seq.salt else 0 for held, salt in ours)
+        wanted, held = self._reusable(seq), zip(self._all_kept(), self._salts, strict=True)
+        known = max(shared_prefix(one, wanted) if salt == seq.salt else 0 for one, salt in held)
+        return max(known, self._store.num_known(wanted, seq.salt) if self._store else 0)
 
     def _stored(self, seq: Sequence) -> int:
         """The number of the sequence's tokens, all but the last at most, that the store holds."""
@@ -466,14 +468,14 @@ class Context:
             return num_cached - 1
         return num_cached
 
-    def _plan_snapshots(self, assigned: _Assignment, branch: int) -> None:
-        """Decide at which lengths of a prompt snapshots of recurrent states are taken. branch: where it leaves what is known.
+    def _plan_snapshots(self, assigned: _Assignment, num_bytes: int, branch: int) -> None:
+        """Decide at which lengths of a prompt snapshots of so many bytes are taken. branch: where it leaves what is known.
 
         In this order, each unless another one is near: where its turns begin, its end, the branch, and every so many tokens.
         """
-        states, seq = self.cache.states, assigned.seq
-        if states is None or not self._shares or (self._max_kept_bytes is not None and self._max_kept_bytes < states.num_bytes):
+        if not self._shares or (self._max_kept_bytes is not None and self._max_kept_bytes < num_bytes):
             return
+        seq = assigned.seq
         last, held = seq.num_prompt_tokens - 1, len(self._held[assigned.slot])  # the last token of a prompt is always fed
         for length in (*reversed(seq.turns), last, branch, *range(_APART, last, _APART)):
             others = (*self.cache.snapshots(assigned.slot), *assigned.snapshots)

@@ -110,6 +110,10 @@ class PrefixStore:
         """How many leading tokens it holds, in memory or on the disk."""
         return sum(number for _, number in self._match(tokens, salt))
 
+    def num_known(self, tokens: list[int], salt: str = "") -> int:
+        """How many leading tokens it has keys and values of, with or without states behind them."""
+        return sum(number for _, number in self._blocks_of(tokens, salt, bool)[0])
+
     def loadable(self, tokens: list[int], salt: str, reader: int) -> int:
         """How many leading tokens `load` would put into a slot."""
         return sum(number for _, number, _ in self._at_hand(tokens, salt, reader))
@@ -260,11 +264,10 @@ class PrefixStore:
         key = _salt_key(salt)
         return self._roots.setdefault(key, _Block(key, None, []))
 
-    def _match(self, tokens: list[int], salt: str, is_there: Callable[[_Block], bool] = bool) -> list[tuple[_Block, int]]:
-        """The blocks that the tokens begin with, and how many tokens of each; all but the last are whole.
-
-        Of a cache with states these are the ones up to a snapshot, the longest of those that are there, and that follows them.
-        """
+    def _blocks_of(
+        self, tokens: list[int], salt: str, is_there: Callable[[_Block], bool]
+    ) -> tuple[list[tuple[_Block, int]], list[tuple[int, _Block]]]:
+        """The blocks that the tokens begin with, and how many tokens of each; and the snapshots of them, by their length."""
         found: list[tuple[_Block, int]] = []
         snapshots: list[tuple[int, _Block]] = []
         parent, length = self._roots.get(_salt_key(salt)), 0
@@ -282,12 +285,22 @@ class PrefixStore:
             found.append((child, number))
             length += number
             parent = child if number == self._size else None
-        if self._cache.states is None:
-            return found
-        length, snapshot = max(((end, one) for end, one in snapshots if end <= length), key=lambda one: one[0], default=(0, None))
+        return found, [one for one in snapshots if one[0] <= length]
+
+    def _match(self, tokens: list[int], salt: str, is_there: Callable[[_Block], bool] = bool) -> list[tuple[_Block, int]]:
+        """The blocks that the tokens begin with, and how many tokens of each; all but the last are whole.
+
+        Of a cache with states these are the ones up to a snapshot, the longest of those that are there, and that follows them.
+        """
+        found, snapshots = self._blocks_of(tokens, salt, is_there)
+        if self._cache.states is None or not snapshots:
+            return [] if self._cache.states else found
+        length, snapshot = max(snapshots, key=lambda one: one[0])
         starts = range(0, length, self._size)
-        cut = [(block, min(number, length - start)) for (block, number), start in zip(found, starts, strict=False)]
-        return [*cut, (snapshot, 0)] if snapshot else []
+        return [
+            *((block, min(number, length - start)) for (block, number), start in zip(found, starts, strict=False)),
+            (snapshot, 0),
+        ]
 
     def _add_snapshot(self, parent: _Block, tokens: list[int], data: U8, used: int) -> None:
         """Hold a snapshot of states after these tokens, which follow the parent's."""

@@ -95,7 +95,7 @@ class Proposer(Protocol):
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Prepare for a sequence that holds its prompt, and the tokens generated so far if a level above did not draft at once.
 
-        num_cached: how many of its first tokens the verifying model's cache held already; `accept` never has hidden states of them.
+        num_cached: of how many of its first tokens `accept` never has hidden states: the verifying model's cache held them already.
         """
         return
 

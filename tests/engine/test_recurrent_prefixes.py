@@ -138,6 +138,25 @@ def test_a_prompt_that_was_given_up_in_its_midst_is_gone_on_with(opened: Open, f
     assert answer.stats.num_cached_tokens == 64  # a forward's rows
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prefix_is_saved_and_restored_with_its_states(opened: Open, tmp_path: Path, family: str) -> None:
+    params, llm, other = HOW["greedy"], opened(family, prefix_cache_gb=1.0), opened(family, prefix_cache_gb=1.0)
+    expected = one_by_one(llm, PROMPTS[:2], params)
+    length = llm.save_prefix(FIRST, tmp_path / "saved")
+    assert len(FIRST) - 1 <= length <= len(FIRST)
+    assert other.restore_prefix(tmp_path / "saved") == length
+    answers = one_by_one(other, PROMPTS[:2], params)
+    assert shown(answers) == shown(expected)
+    assert cached(answers) == [len(FIRST) - 1, len(FIRST)]
+
+
+def test_prompts_that_begin_alike_go_on_from_where_they_part(opened: Open) -> None:
+    """Nothing tells where a system prompt ends but that a second prompt leaves the first one there."""
+    llm = opened("granitehybrid", prefix_cache_gb=1.0, max_sequences=1)
+    prompts = [[*SYSTEM, *text(70, seed)] for seed in range(10, 13)]
+    assert cached(one_by_one(llm, prompts, HOW["greedy"])) == [0, 0, len(SYSTEM)]
+
+
 @pytest.mark.parametrize("family", ["lfm2", "mamba2", "qwen35"])
 def test_a_chat_that_drops_thinking_reads_only_the_new_part(opened: Open, family: str) -> None:
     def said(role: str, words: str) -> dict[str, str]:

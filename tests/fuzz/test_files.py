@@ -25,7 +25,7 @@ from cpuspec.speculation.planner import costs
 from cpuspec.speculation.prefix_files import PrefixFiles, PrefixPart
 from tests.fuzz.drive import check, mutate_bytes, mutate_json, mutate_text
 from tests.fuzz.test_models import both
-from tests.oracles import ToyBackend
+from tests.oracles import RecurrentBackend, ToyBackend
 
 # ---------------------------------------------------------------------------------------------------------------- packed weights
 
@@ -76,24 +76,25 @@ def test_damaged_packed_weights_are_never_computed_with() -> None:
 
 
 @cache
-def prefix_sample() -> tuple[PrefixFiles, PrefixPart, bytes]:
-    cache = ToyBackend(0, block_size=4).new_cache(1, 64)
-    rng = np.random.default_rng(3)
+def prefix_sample(has_states: bool) -> tuple[PrefixFiles, PrefixPart, bytes]:
+    model = RecurrentBackend(0, lambda start, end: (end,), block_size=4) if has_states else ToyBackend(0, block_size=4)
+    cache, rng = model.new_cache(1, 64), np.random.default_rng(3)
     blocks = [rng.integers(0, 256, cache.block_shape(size), np.uint8) for size in (4, 4, 2)]
-    files, part = PrefixFiles(cache, 8), PrefixPart(b"", rng.integers(0, 8, 10).tolist(), blocks)
+    states = rng.integers(0, 256, cache.states.num_bytes, np.uint8) if cache.states else None
+    files, part = PrefixFiles(cache, 8), PrefixPart(b"", rng.integers(0, 8, 10).tolist(), blocks, states)
     with tempfile.TemporaryDirectory() as directory:
         files.write(Path(directory) / "sample", part)
         return files, part, (Path(directory) / "sample").read_bytes()
 
 
 def kept_prefix(rng: random.Random, directory: Path) -> None:
-    files, part, content = prefix_sample()
+    files, part, content = prefix_sample(rng.random() < 0.5)
     line, _, rest = content.partition(b"\n")
     damaged = mutate_json(json.loads(line), rng) + b"\n" + rest if rng.random() < 0.5 else mutate_bytes(content, rng)
     (directory / "damaged").write_bytes(damaged)
     found = files.read(directory / "damaged")
     assert (found.parent, found.tokens) == (part.parent, part.tokens)
-    assert all(np.array_equal(got, wanted) for got, wanted in zip(found.blocks, part.blocks, strict=True))
+    assert all(np.array_equal(got, wanted) for got, wanted in zip(found.arrays, part.arrays, strict=True))
 
 
 def test_damaged_prefixes_are_refused() -> None:
