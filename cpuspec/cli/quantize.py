@@ -1,6 +1,7 @@
 """The commands `quantize` and `imatrix`."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -71,6 +72,10 @@ def quantize(
         bool,
         flag("--mtp/--no-mtp", "Keep a layer for multi-token prediction, which drafts; its matrices as those of the last layer."),
     ] = True,
+    lora: Annotated[
+        list[str] | None,
+        option("FILE[=SCALE]", "Merge a LoRA adapter, a directory of PEFT or a GGUF file, times SCALE, by default 1. Repeatable."),
+    ] = None,
     threads: ThreadsOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -78,6 +83,7 @@ def quantize(
 
     Memory holds one matrix at a time, and with a calibration text the inputs of one. A run that is interrupted goes on from there.
     """
+    from cpuspec.checkpoints.adapters import open_adapter
     from cpuspec.formats import get_format
     from cpuspec.formats.format import OWN_GGUF_TYPES
     from cpuspec.quantize.gptq import GptqSettings
@@ -101,6 +107,7 @@ def quantize(
             predicts=mtp,
         )
     checkpoint = open_model(model)
+    adapters = [open_adapter(path, checkpoint, scale) for path, scale in map(_read_lora, lora or ())]
     text = None if calibration is None else _read_text(calibration)
     with interruptible(), StepProgress(tenths=True) as progress:
         made = quantize_model(
@@ -111,6 +118,7 @@ def quantize(
             None if text is None else read_chunks(checkpoint, text, chunks, ctx_size),
             None if imatrix is None else read_importance(imatrix),
             progress,
+            adapters,
         )
     if as_json:
         emit_json(asdict(made))
@@ -182,6 +190,15 @@ def _read_text(path: Path) -> str:
         return read_file(path, _MOST_TEXT_BYTES, ConfigError).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _read_lora(text: str) -> tuple[Path, float]:
+    """An adapter's path and scale. A path may have an equals sign."""
+    path, equals, scale = text.rpartition("=")
+    with suppress(ValueError):
+        if equals:
+            return Path(path), float(scale)
+    return Path(text), 1.0
 
 
 def _read_tensor_type(text: str) -> tuple[str, str]:

@@ -33,6 +33,7 @@ class Spelling:
 
 _KV = {"f16": "f16", "q8_0": "int8", "int8": "int8", "auto": "f16"}
 _METHODS = {"none": "none", "draft-mtp": "mtp", "ngram-simple": "ngram", "ngram-mod": "ngram", "ngram-cache": "ngram"}
+_ADAPTERS = "answers use no adapters yet; merge one into the model: cpuspec quantize MODEL OUT.gguf --lora FILE"
 _BY_ITSELF = "the chat template says it"
 
 
@@ -67,7 +68,7 @@ SPELLINGS = (
     Spelling(LLAMA, ("--api-key",), why="a key on the command line is seen by others: set CPUSPEC_API_KEY, or give --api-key-file"),
     Spelling(LLAMA, ("-j",), why="write the schema to a file, and give --json-schema FILE"),
     Spelling(LLAMA, ("--chat-template", "--chat-template-file"), why="the model's own template is used; --raw goes without one"),
-    Spelling(LLAMA, ("--lora", "--lora-scaled"), why="adapters are not supported; merge one into the model"),
+    Spelling(LLAMA, ("--lora", "--lora-scaled"), why=_ADAPTERS),
     Spelling(LLAMA, ("-mm", "--mmproj", "--image"), why="models read text only"),
     Spelling(LLAMA, ("--embedding", "--embeddings"), value=False, why="the server embeds by itself; --pooling chooses how"),
     _left_out(LLAMA, "-ngl", "--gpu-layers", "--n-gpu-layers", why="everything runs on the CPU; --backend torch uses a GPU"),
@@ -87,7 +88,7 @@ SPELLINGS = (
     Spelling(VLLM, ("--kv-cache-dtype",), "--kv-format", read=_KV.get),
     Spelling(VLLM, ("--max-num-batched-tokens",), "--prompt-rows"),
     Spelling(VLLM, ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"), why="a model runs on one machine"),
-    Spelling(VLLM, ("--enable-lora",), value=False, why="adapters are not supported; merge one into the model"),
+    Spelling(VLLM, ("--enable-lora",), value=False, why=_ADAPTERS),
     _left_out(VLLM, "--gpu-memory-utilization", "--swap-space", "--block-size", why="memory is divided by itself; see --memory"),
     _left_out(VLLM, "--tool-call-parser", "--reasoning-parser", why=_BY_ITSELF),
     _left_out(VLLM, "--quantization", "-q", "--load-format", "--tokenizer-mode", why="the model's files say it"),

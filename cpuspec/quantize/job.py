@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.adapters import Adapter
 from cpuspec.checkpoints.checkpoint import GgufVocabulary
 from cpuspec.checkpoints.gguf_file import Value
 from cpuspec.errors import ConfigError
@@ -114,9 +115,11 @@ def quantize(
     chunks: I32 | None = None,
     importance: Importance | None = None,
     on_step: OnStep = lambda what, done, total: None,
+    adapters: Sequence[Adapter] = (),
 ) -> Made:
     """Write the quantized model to `out`: a GGUF file if the name ends in .gguf, else a directory of compressed-tensors.
 
+    adapters: of the model, which are merged into its matrices.
     chunks: calibration text, I32 [B, L]; every method needs it, and without `importance` it gives the importance of inputs, too.
     A run that is interrupted leaves `out` as it was, and goes on when it is started again with the same arguments.
     Raises CpuspecError, and OSError where nothing can be written.
@@ -126,7 +129,7 @@ def quantize(
     if chunks is None and (job.methods or job.bits_per_weight):
         needing = " and ".join(job.methods) or "a budget of bits per weight"
         raise ConfigError(f"{needing} needs a calibration text; give --calibration FILE")
-    weights = Weights(checkpoint)
+    weights = Weights(checkpoint, adapters=adapters)
     is_directory = out.suffix != ".gguf"
     if job.bits_per_weight is not None and is_directory:
         raise ConfigError(f"a budget of bits per weight is spent in a GGUF file; name an output that ends in .gguf, got {out}")
@@ -166,7 +169,7 @@ def quantize(
             f"the importance matrix has no entry for {len(lacking)} matrices, as {name_of(lacking[0])}, which would become "
             f"{formats[lacking[0]].name}: so few bits need one; give a whole matrix, or --calibration FILE"
         )
-    workspace = Workspace(out.with_name(out.name + ".unfinished"), _identity(checkpoint, job, chunks, importance))
+    workspace = Workspace(out.with_name(out.name + ".unfinished"), _identity(weights, job, chunks, importance))
     finished = False
     try:
         if lacking and chunks is not None:
@@ -245,10 +248,14 @@ def _with_tied_embedding(of_inputs: Mapping[str, F32], matrices: Mapping[str, tu
     return {**of_inputs, "embed": of_inputs["output"] / of_inputs["output"].mean() + 1}
 
 
-def _identity(checkpoint: Checkpoint, job: Job, chunks: I32 | None, importance: Importance | None) -> dict[str, Any]:
+def _identity(weights: Weights, job: Job, chunks: I32 | None, importance: Importance | None) -> dict[str, Any]:
     """All that the bytes depend on."""
+    checkpoint = weights.checkpoint
     status = os.stat(checkpoint.path)
     digest = hashlib.sha256()
+    for adapter in weights.adapters:
+        for name, parts in sorted(adapter.pairs.items()):
+            digest.update(name.encode() + b"".join(part.tobytes() for part in parts))
     if chunks is not None:
         digest.update(chunks.tobytes())
     for name, means in sorted(importance.means.items()) if importance else ():

@@ -5,6 +5,7 @@ also divides those of o in v, and those of down in up. (AWQ: arXiv 2306.00978, S
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -36,7 +37,7 @@ def smoothquant(weights: Weights, chunks: I32, strength: float) -> Weights:
             _divide(weights, outputs, norm, inputs[names[0]])
 
     run(weights, chunks, on_inputs, MappingProxyType({}))
-    return Weights(weights.checkpoint, inputs, outputs)
+    return replace(weights, inputs=inputs, outputs=outputs)
 
 
 def awq(weights: Weights, chunks: I32, formats: Mapping[str, Format]) -> Weights:
@@ -66,7 +67,7 @@ def awq(weights: Weights, chunks: I32, formats: Mapping[str, Format]) -> Weights
         _divide(weights, outputs, feeder, factors)
 
     run(weights, chunks, on_inputs, MappingProxyType({}))
-    return Weights(weights.checkpoint, inputs, outputs)
+    return replace(weights, inputs=inputs, outputs=outputs)
 
 
 def _divide(weights: Weights, outputs: dict[str, F32], feeder: str, factors: F32) -> None:

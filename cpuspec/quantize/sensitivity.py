@@ -107,7 +107,10 @@ def _divergence(weights: Weights, text: I32, names: Sequence[str], reference: Ca
     """The mean KL divergence of the answers with these matrices rounded from those without, which `reference` gives."""
     checkpoint = weights.checkpoint
     rounded = {name: cast(checkpoint.tensors[name], _PROBE) for name in names}
-    wanted, got = reference(), _answers(Weights(replace(checkpoint, tensors={**checkpoint.tensors, **rounded})), text)
+    wanted, got = (
+        reference(),
+        _answers(replace(weights, checkpoint=replace(checkpoint, tensors={**checkpoint.tensors, **rounded})), text),
+    )
     total = 0.0
     for start in range(0, len(got), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)

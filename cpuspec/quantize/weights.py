@@ -1,13 +1,14 @@
 """The weights that are quantized: a checkpoint's own, or the same model with factors moved from matrices to what feeds them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.adapters import Adapter
 from cpuspec.checkpoints.checkpoint import is_linear
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32
@@ -18,12 +19,13 @@ class Weights:
     """The tensors of a checkpoint in f32.
 
     inputs: by matrix, the factors [K] that its columns are multiplied with. outputs: by matrix or vector, the divisors [N] of its
-    rows. Together they leave what the model computes as it is.
+    rows. Together they leave what the model computes as it is. adapters: what is added to matrices before.
     """
 
     checkpoint: Checkpoint
     inputs: Mapping[str, F32] = field(default_factory=lambda: MappingProxyType({}))
     outputs: Mapping[str, F32] = field(default_factory=lambda: MappingProxyType({}))
+    adapters: Sequence[Adapter] = ()
 
     @property
     def matrices(self) -> list[str]:
@@ -46,6 +48,10 @@ class Weights:
             for i in range(first // size, -(-last // size))
         ]
         values = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        for adapter in self.adapters:
+            if name in adapter.pairs:
+                down, up = adapter.pairs[name]
+                values = values + up[first:last] @ down
         if name in self.inputs:
             values *= self.inputs[name]
         if name in self.outputs:

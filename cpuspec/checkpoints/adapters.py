@@ -1,0 +1,127 @@
+"""LoRA adapters: for some matrices of a model a product of two thin ones, which is added to each (arXiv 2106.09685).
+
+Read from directories of PEFT (adapter_config.json, adapter_model.safetensors) and from GGUF files that llama.cpp's
+convert_lora_to_gguf writes. Names, joined matrices and orders of rows are those of the model's own files.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cpuspec.checkpoints.canonical import GGUF, HF, Names, arranged
+from cpuspec.checkpoints.checkpoint import Checkpoint, is_linear
+from cpuspec.checkpoints.families import FAMILIES
+from cpuspec.checkpoints.fields import Fields, read_json_object
+from cpuspec.checkpoints.gguf_file import read_gguf
+from cpuspec.checkpoints.safetensors import read_safetensors
+from cpuspec.errors import CheckpointError
+from cpuspec.formats import QuantTensor
+from cpuspec.formats.tensor import F32
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MAX_CONFIG_BYTES = 1 << 20
+_OF_PEFT = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+_OF_GGUF = re.compile(r"(.+\.weight)\.lora_([ab])")
+# Settings of PEFT at which an adapter is the product alone.
+_PLAIN = {"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none", "layer_replication": None}
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """What is added to matrices of a model: `up @ down`, with the adapter's own scale and the caller's in `up`.
+
+    pairs: by canonical name, down F32 [rank, K] and up F32 [N, rank].
+    """
+
+    path: Path
+    pairs: Mapping[str, tuple[F32, F32]]
+
+
+def open_adapter(path: Path, checkpoint: Checkpoint, scale: float = 1.0) -> Adapter:
+    """Read an adapter for a model; `scale` multiplies it. Raises CheckpointError for one that is damaged or of another model."""
+    if not math.isfinite(scale):
+        raise CheckpointError(f"{path}: the scale of an adapter is a number, got {scale}")
+    kind, stored, own_scale = _read_gguf(path) if path.suffix == ".gguf" else _read_peft(path)
+    config, family = checkpoint.config, FAMILIES[checkpoint.config.architecture]
+    if family.folds_multipliers:
+        raise CheckpointError(f"{path}: adapters of {config.architecture} are not read: factors are in its matrices")
+    names = Names(family, kind)
+    wanted = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    pairs: dict[str, tuple[F32, F32]] = {}
+    for theirs, (down, up) in stored.items():
+        ours, rank = names.ours(theirs), down.shape[0]
+        if not ours or "@" in ours or ours == "embed" or ours.endswith(("delta_o", ".k_b|v_b", ".k_b", ".v_b")):
+            raise CheckpointError(f"{path}: {theirs} is no matrix of {checkpoint.name} that an adapter can change here")
+        if up.shape[1] != rank or rank == 0:
+            raise CheckpointError(f"{path}: {theirs} has products of {list(up.shape)} and {list(down.shape)}, wanted one rank")
+        thin = {name: (*shape[:-1], rank) for name, shape in wanted.items()}
+        factor, narrow = np.float32(scale * own_scale(theirs, rank)), np.ascontiguousarray(down.dequantize())
+        for name, rows in arranged(str(path), config, family, kind, {ours: up}, thin).items():
+            shape = wanted.get(name, ())
+            if len(shape) != 2 or not is_linear(name, shape):
+                raise CheckpointError(f"{path}: {theirs} is no matrix of {checkpoint.name} that an adapter can change here")
+            if got := [rows.shape[0], down.shape[1]] if (rows.shape[0], down.shape[1]) != shape else []:
+                raise CheckpointError(f"{path}: {theirs} is for a matrix {got}, and that of {checkpoint.name} is {list(shape)}")
+            pairs[name] = narrow, rows.dequantize() * factor
+    if not pairs:
+        raise CheckpointError(f"{path} has no matrices; wanted a LoRA adapter")
+    if bad := next((name for name, pair in pairs.items() if not all(np.isfinite(part).all() for part in pair)), ""):
+        raise CheckpointError(f"{path}: the adapter of {bad} has numbers that are not finite; it is damaged")
+    return Adapter(path, pairs)
+
+
+_Pairs = dict[str, tuple[QuantTensor, QuantTensor]]
+_Scale = Callable[[str, int], float]  # of a matrix by its name in the file, and its rank
+
+
+def _read_gguf(path: Path) -> tuple[int, _Pairs, _Scale]:
+    file = read_gguf(path)
+    if file.metadata.get("general.type") != "adapter" or file.metadata.get("adapter.type") != "lora":
+        raise CheckpointError(f"{path} is no LoRA adapter: its general.type is {file.metadata.get('general.type')!r}")
+    alpha = file.metadata.get("adapter.lora.alpha", 0.0)
+    if not isinstance(alpha, int | float):
+        raise CheckpointError(f"{path}: adapter.lora.alpha is {alpha!r}, wanted a number")
+    return GGUF, _paired(path, file.tensors, _OF_GGUF), lambda _, rank: alpha / rank if alpha else 1.0
+
+
+def _read_peft(directory: Path) -> tuple[int, _Pairs, _Scale]:
+    if not (directory / _CONFIG).exists():
+        raise CheckpointError(f"{directory} has no {_CONFIG}; wanted a directory of PEFT, or a GGUF file")
+    fields = Fields(str(directory / _CONFIG), read_json_object(directory / _CONFIG, _MAX_CONFIG_BYTES))
+    if fields.text("peft_type", "") != "LORA":
+        fields.fail("peft_type", "LORA")
+    for key, plain in _PLAIN.items():
+        if fields.value(key) not in (None, plain):
+            fields.fail(key, f"{plain}: others are not supported")
+    if fields.value("modules_to_save"):
+        fields.fail("modules_to_save", "none: matrices that were trained whole are not supported")
+    alpha, roots = fields.number("lora_alpha", 8.0), fields.boolean("use_rslora", False)
+    patterns = fields.value("alpha_pattern") or {}
+    if not isinstance(patterns, dict) or not all(isinstance(one, int | float) for one in patterns.values()):
+        fields.fail("alpha_pattern", "numbers by name")
+
+    def scale(name: str, rank: int) -> float:
+        module = name.removesuffix(".weight")
+        own = next((value for key, value in patterns.items() if module == key or module.endswith(f".{key}")), alpha)
+        return float(own) / (math.sqrt(rank) if roots else rank)
+
+    stored = {name: tensor.floats() for name, tensor in read_safetensors(directory / _WEIGHTS).items()}
+    return HF, _paired(directory, stored, _OF_PEFT), scale
+
+
+def _paired(path: Path, stored: Mapping[str, QuantTensor], pattern: re.Pattern[str]) -> _Pairs:
+    """Both parts of each matrix by its name in the model's files."""
+    found: dict[str, dict[str, QuantTensor]] = {}
+    for name, tensor in stored.items():
+        match = pattern.fullmatch(name)
+        if match is None or len(tensor.shape) != 2:
+            raise CheckpointError(f"{path}: tensor {name!r} {list(tensor.shape)} is no part of a LoRA adapter that is read here")
+        matrix = match[1] if match[1].endswith(".weight") else f"{match[1]}.weight"
+        found.setdefault(matrix, {})[match[2].lower()] = tensor
+    if lone := next((name for name, parts in found.items() if len(parts) < 2), ""):
+        raise CheckpointError(f"{path}: {lone} has one of the two parts of its product; the adapter is not whole")
+    return {name: (parts["a"], parts["b"]) for name, parts in found.items()}
