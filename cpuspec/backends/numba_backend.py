@@ -23,18 +23,18 @@ from cpuspec import model
 from cpuspec.backends.kv_memory import KVPlaces, Memory
 from cpuspec.backends.numa import interleave_pages, nodes_to_use, spread_new_pages
 from cpuspec.backends.packed import content_hash, packed_matrices
-from cpuspec.backends.recurrent_memory import RecurrentLayers, RecurrentMemory
+from cpuspec.backends.recurrent_memory import RecurrentLayers, RecurrentMemory, inputs_kept
 from cpuspec.backends.stored import ExpertStore, LayerExperts, Router, StoredTensor, packed_bytes, stored_matrices
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_matrix
 from cpuspec.checkpoints.mapped import place_in_file
-from cpuspec.config import DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope, ShortConv, memory_limit_bytes
+from cpuspec.config import DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope, memory_limit_bytes
 from cpuspec.environment import sources_digest, usable_cores
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, hadamard_size
-from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, commit, paged_bytes, reserved_bytes, unpack
+from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, paged_bytes, reserved_bytes, unpack
 from cpuspec.kernels import (
     attention,
     attention_plan,
@@ -51,21 +51,18 @@ from cpuspec.kernels import (
     program,
     sharing,
     simd,
-    state_space,
 )  # fmt: skip
 from cpuspec.kernels.layout import MAX_QUERIES
 from cpuspec.kernels.team import Team
 from cpuspec.layers import Layer, attention_layers
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
-from cpuspec.model.cache import KEPT_ROWS, BlockAccess, KVCache, StateAccess
-from cpuspec.model.recurrence import LENGTH_EPS, recurrent_mixers
+from cpuspec.model.cache import BlockAccess, KVCache, StateAccess
+from cpuspec.model.recurrence import LENGTH_EPS
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
 from cpuspec.platform import SYSTEM
 
 _log = logging.getLogger(__name__)
-
-_NOWHERE = 1 << 62
 
 _SMALL = 768  # hidden size under which a model is small
 
@@ -76,14 +73,12 @@ _PARTIALS_BYTES = 32 << 20
 
 @dataclass(slots=True)
 class _Storage:
-    """A cache slot's memory. folded: of a recurrent model, the tokens that its states cover, which are its truncation's limit."""
+    """A cache slot's memory."""
 
     memory: Memory
-    states: U8  # of recurrent layers, behind them (`kernels.recurrent`)
     address: int
     num_chunks: int
-    recurrent: RecurrentMemory | None  # of gated delta nets, where there are such
-    folded: int = 0
+    recurrent: RecurrentMemory | None  # of a model with recurrent layers
     room: int = 0  # chunks of each head that may be used
 
     def grow(self, places: KVPlaces, num_chunks: int) -> None:
@@ -94,18 +89,6 @@ class _Storage:
             except MemoryError:
                 raise CacheError("no memory for more tokens of a sequence; run fewer sequences, or shorter ones") from None
             self.room = num_chunks
-
-    def begin(self, length: int, rows: int, taps: int) -> None:
-        """Tell the kernels up to where a forward of so many rows folds the states of `length` tokens. `end` says that it has."""
-        if length == 0:
-            self.folded = 0
-        folds = max(self.folded, length - KEPT_ROWS, length + rows - (state_space.RING_ROWS - taps + 1))
-        self.states[:16].view(np.int64)[:] = self.folded, folds
-        self.folded = _NOWHERE  # should the forward not end
-
-    def end(self) -> None:
-        """The states are folded."""
-        self.folded = int(self.states[8:16].view(np.int64)[0])
 
 
 class NumbaBackend:
@@ -162,10 +145,8 @@ class NumbaBackend:
         kv_format, layers = get_kv_format(engine.kv_format), attention_layers(c)
         self._kv_places = KVPlaces(layers, kv_format)
         self._plans = _Plans(layers, self.max_rows, self.threads, kv_format.name)
-        self._recurrent = RecurrentLayers(c, self.max_rows) if isinstance(c.recurrent, DeltaNet) and c.is_recurrent else None
+        self._recurrent = RecurrentLayers(c, self.max_rows) if c.is_recurrent else None
         of_tiles = self._recurrent.tile_bytes if self._recurrent else 0
-        if isinstance(c.recurrent, Mamba2):
-            of_tiles = state_space.TILE_BYTES * c.recurrent.key_dims
         self._scratch = aligned_bytes((self.threads, max(self._plans.scratch_bytes, of_tiles, 64)))
         self._places = np.empty(self.max_rows, layout.PLACE)
         self._logits = np.empty((1, self._num_logits), np.float32)
@@ -218,15 +199,13 @@ class NumbaBackend:
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model, in the order that `kernels.attention` reads."""
-        c, places = self.config, self._kv_places
-        num_chunks, states = kv_rows.num_chunks(capacity), self._writer.places.num_bytes
-        size = num_chunks * places.chunk_bytes
+        places, recurrent = self._kv_places, self._recurrent
+        num_chunks = kv_rows.num_chunks(capacity)
 
         def new_storage() -> _Storage:
-            whole = reserved_bytes((size + states,))
-            commit(whole[size:])
-            memory = self._recurrent.new_memory() if self._recurrent else None
-            return _Storage(places.memory(whole, num_chunks), whole[size:], _at(whole), num_chunks, memory)
+            whole = reserved_bytes((num_chunks * places.chunk_bytes,))
+            memory = recurrent.new_memory() if recurrent else None
+            return _Storage(places.memory(whole, num_chunks), _at(whole), num_chunks, memory)
 
         def copy_rows(storage: _Storage, rows: I32, first: int) -> None:
             places.copy_rows(storage.memory, rows, first)
@@ -235,27 +214,26 @@ class NumbaBackend:
             storage.grow(places, kv_rows.num_chunks(length))
             places.copy_prefix(source.memory, storage.memory, length)
 
-        def memory_of(storage: _Storage) -> _Storage | RecurrentMemory:
-            return storage.recurrent or storage
-
-        def block_of(storage: _Storage) -> U8:
-            return storage.recurrent.block if storage.recurrent else storage.states
+        def memory_of(storage: _Storage) -> RecurrentMemory:
+            assert storage.recurrent, "the model has recurrent layers"
+            return storage.recurrent
 
         def reach(storage: _Storage, length: int) -> int:
             return length if memory_of(storage).folded <= length else 0
 
         def take(storage: _Storage, length: int, states: U8) -> None:
-            np.concatenate([block_of(storage), np.array([memory_of(storage).folded]).view(np.uint8)], out=states)
+            memory = memory_of(storage)
+            np.concatenate([memory.block, np.array([memory.folded]).view(np.uint8)], out=states)
 
         def put(storage: _Storage, states: U8, length: int) -> None:
-            block_of(storage)[:] = states[:-8]
-            memory_of(storage).folded = int(states[-8:].view(np.int64)[0])
+            memory = memory_of(storage)
+            memory.block[:], memory.folded = states[:-8], int(states[-8:].view(np.int64)[0])
 
         def views(storage: _Storage, number: int) -> tuple[U8, ...]:
             storage.grow(places, number + 1)
             return places.views(storage.memory, number)
 
-        of_states = self._recurrent.num_bytes if self._recurrent else states
+        of_states = recurrent.num_bytes if recurrent else 0
         return KVCache(
             num_slots,
             capacity,
@@ -265,7 +243,7 @@ class NumbaBackend:
             places.bytes_per_token,
             BlockAccess(kv_rows.CHUNK, simd.LANES, views),  # keys lie in blocks of LANES positions
             self._identity,
-            StateAccess(of_states + 8, reach, take, put) if c.is_recurrent else None,
+            StateAccess(of_states + 8, reach, take, put) if recurrent else None,
             of_states,
         )
 
@@ -296,10 +274,6 @@ class NumbaBackend:
         if batch.hidden_layers:
             kept, output.hidden = self._room_for_hidden(batch.hidden_layers, num_rows)
         lengths, addresses, num_chunks = self._entered(lists.slots, lists.q_start, cache)
-        if c.recurrent and c.is_recurrent and not self._recurrent:
-            for number, slot in enumerate(lists.slots):
-                rows = lists.q_start[number + 1] - lists.q_start[number]
-                cache.storage(slot).begin(cache.lengths[slot], rows, c.recurrent.taps)
         entered = self._prompt_program if batch.of_prompts else self._program
         entered.enter(
             lists.tokens,
@@ -325,9 +299,6 @@ class NumbaBackend:
             self._go_on(entered)
         if self._recurrent:
             self._recurrent.commit()
-        elif c.is_recurrent:
-            for slot in lists.slots:
-                cache.storage(slot).end()
         cache.advance(batch)
         output.weight_bytes = self._matrices.read_bytes(num_logits, int(entered.state["expert_bytes"]))
         if num_logits <= products.BLOCK_ROWS:
@@ -559,56 +530,6 @@ class _Rows:
     activation: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """Where a record of a recurrent layer's row has its keys and its updates, behind the decays of heads; and its bytes."""
-
-    keys: int
-    updates: int
-    num_bytes: int
-
-    @staticmethod
-    def of(mixer: Mamba2) -> "_Record":
-        keys = _round_up(4 * mixer.value_heads, 64)
-        updates = keys + _round_up(4 * mixer.key_heads * mixer.key_dims, 64)
-        return _Record(keys, updates, updates + _round_up(4 * mixer.value_heads * mixer.value_dims, 64))
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """Where a slot's states have those of one layer: the ring of inputs, the state, the ring of records."""
-
-    inputs: int
-    state: int
-    records: int
-
-
-class _StatePlaces:
-    """Where a slot keeps the state of each recurrent layer, behind its keys and values, and their bytes."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.of: list[_State] = []
-        end = 0
-        for mixer in recurrent_mixers(config):
-            if isinstance(mixer, DeltaNet):  # which `recurrent_memory` keeps
-                continue
-            inputs, state = end, end + state_space.RING_ROWS * 4 * _round_up(mixer.channels, GROUP)
-            records = end = state
-            if not isinstance(mixer, ShortConv):
-                records = state + 4 * mixer.value_heads * mixer.key_dims * mixer.value_dims
-                end = records + state_space.RING_ROWS * _Record.of(mixer).num_bytes
-            self.of.append(_State(inputs, state, records))
-        self.num_bytes = state_space.HEADER_BYTES + end if self.of else 0
-
-
-def _part(rows: F32, count: int, at: int, ring_bytes: int, factors: F32 | None = None, offset: int = 0) -> dict[str, int]:
-    """Of rows, `count` numbers from `offset` on, as a part that "remember" keeps."""
-    return {
-        "source": _at(rows) + 4 * offset, "factors": _at(factors), "stride": rows.strides[0], "bytes": 4 * count, "at": at,
-        "ring_bytes": ring_bytes,
-    }  # fmt: skip
-
-
 class _Writer:
     """Writes the operations of `model.transformer` down as those of a program, with the room that their results need.
 
@@ -635,13 +556,10 @@ class _Writer:
         self._kv_places, self._plans = kv_places, plans
         self._matrices, self._vectors, self._embedding = matrices, vectors, embedding
         self._orders = {name: np.concatenate([order, _rest(len(order))]) for name, order in orders.items()}
-        self.places = _StatePlaces(config)
-        self._kept: list[dict[str, int]] = []  # what the last convolution's layer keeps of its inputs
         self.rooms: dict[str, F32] = {}  # by the part of a layer whose result it holds
         self._sizes: dict[str, int] = {}  # of a part where it is met first
         self.first: dict[str, tuple[str | None, ...]] = {}  # rooms that are written before a forward, with the norms of their parts
         self._routing, self._recurrent = routing, recurrent
-        self._held: list[F32] = []  # arrays that operations have the addresses of
         self._inputs = _room_for_inputs(max_rows, max(m.shape[-1] for m in matrices.values()))
         if routing:  # of experts, whose segments may begin at any row
             widest = max(m.shape[-1] for m in matrices.values() if len(m.shape) == 3)
@@ -751,106 +669,73 @@ class _Writer:
         return _Rows(out)
 
     def convolve(self, layer: Layer, x: _Rows) -> _Rows:
+        return self._convolve(layer, x)
+
+    def short_conv(self, layer: Layer, b: _Rows, c: _Rows, x: _Rows) -> _Rows:
+        return self._convolve(layer, x, b.numbers, c.numbers)
+
+    def _convolve(self, layer: Layer, x: _Rows, factors: F32 | None = None, outer: F32 | None = None) -> _Rows:
         mixer, recurrent = layer.recurrent, self._recurrent
-        if not isinstance(mixer, DeltaNet):
-            assert mixer, "the layer has a state"
-            out = self._rows(f"{mixer.convolution} of", mixer.channels)
-            self._convolve(layer, x, out)
-            return _Rows(out)
+        assert mixer, "the layer has a state"
         assert recurrent, "and the model has memory for it"
-        out = self._rows("convolved", mixer.channels)
-        weights = np.ascontiguousarray(self._vectors[layer.weight("delta_conv")][:, : mixer.channels])
-        self._held.append(weights)
+        name, out = layer.weight(mixer.convolution), self._rows("convolved", mixer.channels)
+        weights = self._vectors[name]
         operands = {
-            "rows": _at(x.numbers), "stride": x.numbers.strides[0], "out": _at(out), "out_stride": out.strides[0],
-            "weights": _at(weights), "channels": mixer.channels, "taps": mixer.taps, **recurrent.offsets(layer, "inputs_at"),
+            "rows": _at(x.numbers), "stride": x.numbers.strides[0], "factors": _at(factors), "outer": _at(outer),
+            "weights": _at(weights), "bias": _at(self._vectors.get(name + "_bias")), "out": _at(out), "out_stride": out.strides[0],
+            "channels": weights.shape[1], "taps": mixer.taps, "inputs_at": recurrent.inputs_at(layer), "ring": inputs_kept(mixer),
         }  # fmt: skip
         self.operations.append(("convolve", operands))
         return _Rows(out)
 
-    def _convolve(self, layer: Layer, x: _Rows, out: F32, factors: F32 | None = None, outer: F32 | None = None) -> None:
-        mixer = layer.recurrent
-        assert mixer, "the layer has a state"
-        name, place = layer.weight(mixer.convolution), self.places.of[layer.state_index]
-        weight = self._vectors[name]
-        self.operations.append((
-            "convolve_kept",
-            {
-                "rows": _at(x.numbers), "stride": x.numbers.strides[0], "factors": _at(factors),
-                "outer": _at(outer), "weight": _at(weight), "bias": _at(self._vectors.get(name + "_bias")),
-                "out": _at(out), "out_stride": out.strides[0], "columns": weight.shape[1], "taps": mixer.taps,
-                "ring_at": place.inputs, "cache_bytes": self._kv_places.chunk_bytes,
-            },
-        ))  # fmt: skip
-        self._kept = [_part(x.numbers, weight.shape[1], place.inputs, 4 * weight.shape[1], factors)]
-
-    def _remember(self, parts: Sequence[dict[str, int]]) -> None:
-        operands = {"cache_bytes": self._kv_places.chunk_bytes, "num_parts": len(parts), "parts": list(parts)}
-        self.operations.append(("remember", operands))
-
-    def short_conv(self, layer: Layer, b: _Rows, c: _Rows, x: _Rows) -> _Rows:
-        out = self._rows("attention", self._config.hidden_size)
-        self._convolve(layer, x, out, b.numbers, c.numbers)
-        self._remember(self._kept)
-        return _Rows(out)
-
     def mamba2(self, layer: Layer, xbc: _Rows, dt: _Rows, z: _Rows) -> _Rows:
-        mixer, weight, vectors = layer.recurrent, layer.weight, self._vectors
+        mixer, vectors = layer.recurrent, self._vectors
         assert isinstance(mixer, Mamba2), "the layer has one"
-        place, heads = self.places.of[layer.state_index], mixer.value_heads
-        decays, factors = self._rows("decays", heads), self._rows("steps", heads)
-        values, out = self._rows("updates", mixer.inner), self._rows("ssm", mixer.inner)
-        of_values = {"value_heads": heads, "value_dims": mixer.value_dims}
-        of_rows = {
-            "decays": _at(decays), "decays_stride": decays.strides[0], "values": _at(values), "values_stride": values.strides[0],
-            "stride": xbc.numbers.strides[0],
-        }  # fmt: skip
-        step = {
-            "rows": _at(xbc.numbers), "steps": _at(dt.numbers), "steps_stride": dt.numbers.strides[0],
-            "rates": _at(vectors[weight("ssm_a")]), "factors": _at(factors), "factors_stride": factors.strides[0],
-            "least": mixer.least_step,
-        }  # fmt: skip
-        keys = _at(xbc.numbers) + 4 * mixer.inner
-        record = _Record.of(mixer)
-        recur = {
-            "keys": keys, "queries": keys + 4 * mixer.key_heads * mixer.key_dims, "out": _at(out), "out_stride": out.strides[0],
-            "key_heads": mixer.key_heads, "key_dims": mixer.key_dims, "cache_bytes": self._kv_places.chunk_bytes,
-            "state_at": place.state, "records_at": place.records, "record_bytes": record.num_bytes, "keys_at": record.keys,
-            "updates_at": record.updates,
-        }  # fmt: skip
-        self.operations += [("steps", of_rows | of_values | step), ("recur", of_rows | of_values | recur)]
-        size = mixer.key_heads * mixer.key_dims
-        self._remember([
-            *self._kept,
-            _part(decays, heads, place.records, record.num_bytes),
-            _part(xbc.numbers, size, place.records + record.keys, record.num_bytes, offset=mixer.inner),
-            _part(values, mixer.inner, place.records + record.updates, record.num_bytes),
-        ])  # fmt: skip
+        decays, keys = self._rows("decays", mixer.value_heads), mixer.key_heads * mixer.key_dims
+        rates, skip, norm = (vectors.get(layer.weight(f"ssm_{part}")) for part in ("a", "d", "norm"))
+        starts = 0, mixer.inner, mixer.inner + keys
+        out = self._recur(layer, mixer, xbc.numbers, starts, dt.numbers, decays, dt.numbers, rates, {"least": mixer.least_step})
         finish = {
-            "rows": _at(out), "stride": out.strides[0], "inputs": _at(xbc.numbers), "inputs_stride": xbc.numbers.strides[0],
-            "gate": _at(z.numbers), "gate_stride": z.numbers.strides[0], "skip": _at(vectors[weight("ssm_d")]),
-            "weight": _at(vectors[weight("ssm_norm")]) if mixer.normed else 0, "features": mixer.inner,
-            "groups": mixer.key_heads, "dims": mixer.value_dims, "eps": self._config.norm_eps,
+            "rows": _at(out), "stride": out.strides[0], "values": _at(xbc.numbers), "values_stride": xbc.numbers.strides[0],
+            "gate": _at(z.numbers), "gate_stride": z.numbers.strides[0], "skip": _at(skip), "weight": _at(norm),
+            "weight_bytes": 4 * mixer.inner // mixer.key_heads, "features": mixer.inner, "groups": mixer.key_heads,
+            "dims": mixer.value_dims, "eps": self._config.norm_eps,
         }  # fmt: skip
         self.operations.append(("finish", finish))
         return _Rows(out)
 
     def delta_net(self, layer: Layer, qkv: _Rows, beta: _Rows, alpha: _Rows) -> _Rows:
-        mixer, recurrent = layer.mixer, self._recurrent
+        mixer = layer.mixer
         assert isinstance(mixer, DeltaNet), "the layer is one"
-        assert recurrent, "and the model has memory for it"
-        out = self._rows("delta", mixer.value_heads * mixer.value_dims)
+        keys, values = mixer.key_heads * mixer.key_dims, mixer.value_heads * mixer.value_dims
         dt, rates, norm = (self._vectors[layer.weight(f"delta_{part}")] for part in ("dt", "decay", "norm"))
-        operands = {
-            "qkv": _at(qkv.numbers), "stride": qkv.numbers.strides[0], "beta": _at(beta.numbers),
-            "beta_stride": beta.numbers.strides[0], "decays": _at(alpha.numbers), "decays_stride": alpha.numbers.strides[0],
-            "dt": _at(dt), "rates": _at(rates), "out": _at(out), "out_stride": out.strides[0], "norm": _at(norm),
-            "key_heads": mixer.key_heads, "key_dims": mixer.key_dims, "value_heads": mixer.value_heads,
-            "value_dims": mixer.value_dims, "tiled": mixer.tiled, "eps": self._config.norm_eps, "length_eps": LENGTH_EPS,
-            **recurrent.offsets(layer, "state_at", "folded_at", "decays_at", "keys_at", "updates_at"),
+        others = {"dt": _at(dt), "corrects": 1, "tiled": mixer.tiled, "length_eps": LENGTH_EPS}
+        starts = 2 * keys, keys, 0
+        out = self._recur(layer, mixer, qkv.numbers, starts, alpha.numbers, alpha.numbers, beta.numbers, rates, others)
+        finish = {
+            "rows": _at(out), "stride": out.strides[0], "weight": _at(norm), "features": values, "groups": mixer.value_heads,
+            "eps": self._config.norm_eps,
         }  # fmt: skip
-        self.operations += [(name, operands) for name in ("delta_rows", "delta", "delta_norm")]
+        self.operations.append(("finish", finish))
         return _Rows(out)
+
+    def _recur(
+        self, layer: Layer, mixer: DeltaNet | Mamba2, rows: F32, starts: tuple[int, int, int], steps: F32, decays: F32,
+        factors: F32, rates: F32 | None, others: dict[str, float],
+    ) -> F32:  # fmt: skip
+        """starts: of values, keys and queries in `rows`. The other arguments are those of `layout`."""
+        assert self._recurrent, "the model has memory for the layer"
+        out, (values, keys, queries) = self._rows("recurred", mixer.value_heads * mixer.value_dims), starts
+        operands = {
+            "values": _at(rows) + 4 * values, "keys": _at(rows) + 4 * keys, "queries": _at(rows) + 4 * queries,
+            "stride": rows.strides[0], "steps": _at(steps), "steps_stride": steps.strides[0], "decays": _at(decays),
+            "decays_stride": decays.strides[0], "factors": _at(factors), "factors_stride": factors.strides[0],
+            "rates": _at(rates), "out": _at(out), "out_stride": out.strides[0], "key_heads": mixer.key_heads,
+            "key_dims": mixer.key_dims, "value_heads": mixer.value_heads, "value_dims": mixer.value_dims,
+            **self._recurrent.states_at(layer), **others,
+        }  # fmt: skip
+        self.operations += [("record", operands), ("recur", operands)]
+        return out
 
     def gate(self, gate: _Rows, up: _Rows | None, activation: str) -> _Rows:
         return _Rows(gate.numbers, None if up is None else up.numbers, activation)

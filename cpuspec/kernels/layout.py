@@ -132,18 +132,19 @@ TENSOR = _words(
 # and so are those that fill up the last group.
 COPY = _words("source", "to", "bytes", "apart", "padded")
 
-# The gated delta rule. decays: rows of alpha at first; rates: below 0, what a step is multiplied with; the last fields: where a
-# layer's states, what they cover and the rings begin in a slot's memory.
-_DELTA = _record(
-    **dict.fromkeys(("qkv", "stride", "beta", "beta_stride", "decays", "decays_stride", "dt", "rates", "out", "out_stride"), _I64),
-    **dict.fromkeys(("norm", "key_heads", "key_dims", "value_heads", "value_dims", "tiled"), _I64),
+# The recurrence of a layer (`recurrent`). queries, keys, values: rows with one stride. decays: exp(rates * step), with the step
+# softplus(steps + dt), at least `least`, and dt 0 for none; rates are below 0. factors: of updates, the sigmoid of what lies there
+# where the layer `corrects` its state as the delta rule does, else the steps. The next fields: where a layer's states, what they
+# cover and the rings begin in a slot's memory.
+_RECURRENCE = _record(
+    **dict.fromkeys(("queries", "keys", "values", "stride", "steps", "steps_stride", "dt", "rates"), _I64),
+    **dict.fromkeys(("factors", "factors_stride", "decays", "decays_stride", "out", "out_stride", "corrects"), _I64),
+    **dict.fromkeys(("key_heads", "key_dims", "value_heads", "value_dims"), _I64),
+    tiled=_I64,  # not 0: value heads i, i + key_heads, ... read key head i, else neighbours read one
     **dict.fromkeys(("state_at", "folded_at", "decays_at", "keys_at", "updates_at"), _I64),
-    eps=_F32,
+    least=_F32,
     length_eps=_F32,
 )
-# What "remember" keeps of a row, times factors where these are not 0: `bytes` of it at `at` in a slot's states, in a ring of rows
-# that are ring_bytes apart.
-PART = _words("source", "factors", "stride", "bytes", "at", "ring_bytes")
 
 # Operands by operation, in the order of their numbers.
 OPERANDS: Mapping[str, _DType] = MappingProxyType(
@@ -224,60 +225,25 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             weights_stride=_I64,
             scale=_F32,
         ),
-        # weights: f32 [taps][channels]; inputs_at: of their ring in a slot's memory of recurrent layers
-        "convolve": _words("rows", "stride", "out", "out_stride", "weights", "channels", "taps", "inputs_at"),
-        "delta_rows": _DELTA,
-        "delta": _DELTA,
-        "delta_norm": _DELTA,
-        # `state_space.convolve_kept`. cache_bytes, here and below: of a chunk of all keys and values, behind which a slot's states
-        # are.
-        # weight: f32 [taps, columns]; factors, bias, outer: addresses, or 0
-        "convolve_kept": _words(
-            "rows", "stride", "factors", "outer", "weight", "bias", "out", "out_stride", "columns", "taps", "ring_at", "cache_bytes"
+        # silu(convolution + bias) or, with `outer`, outer * convolution of rows * factors; bias, outer and factors may be 0.
+        # weights: f32 [taps][channels]; inputs_at: of their ring of `ring` rows in a slot's memory; outer, factors: rows like rows
+        "convolve": _words(
+            "rows", "stride", "factors", "outer", "weights", "bias", "out", "out_stride", "channels", "taps", "inputs_at", "ring"
         ),
-        "remember": _record(cache_bytes=_I64, num_parts=_I64, parts=to(PART)),
-        # rates, steps: what a decay is exp(rate * softplus(step)) of; least: that a step is. values = rows * step
-        "steps": _record(
-            **dict.fromkeys(
-                ("rows", "stride", "steps", "steps_stride", "rates", "decays", "decays_stride", "factors", "factors_stride"), _I64
-            ),
-            **dict.fromkeys(("values", "values_stride", "value_heads", "value_dims"), _I64),
-            least=_F32,
-        ),
-        # keys, queries: rows with one stride; keys_at, updates_at: where a record has them, behind its decays
-        "recur": _words(
-            "keys",
-            "queries",
-            "stride",
-            "values",
-            "values_stride",
-            "decays",
-            "decays_stride",
-            "out",
-            "out_stride",
-            "cache_bytes",
-            "key_heads",
-            "key_dims",
-            "value_heads",
-            "value_dims",
-            "state_at",
-            "records_at",
-            "record_bytes",
-            "keys_at",
-            "updates_at",
-        ),
-        # `state_space.finish_heads`
+        "record": _RECURRENCE,
+        "recur": _RECURRENCE,
+        # rows = RMS norm of (rows + skip * values) * silu(gate); skip, gate and weight may be 0. skip: f32, of each `dims` numbers;
+        # weight_bytes: from a group's weights to the next group's
         "finish": _record(
-            **dict.fromkeys(
-                ("rows", "stride", "inputs", "inputs_stride", "gate", "gate_stride", "skip", "weight", "features", "groups"), _I64
-            ),
-            dims=_I64,
+            **dict.fromkeys(("rows", "stride", "values", "values_stride", "gate", "gate_stride", "skip", "weight"), _I64),
+            **dict.fromkeys(("weight_bytes", "features", "groups", "dims"), _I64),
             eps=_F32,
         ),
     }
 )
-EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, KEEP, PICK, NORM, ROUTE, GATHER, COMBINE, *_RECURRENT = range(len(OPERANDS))
-CONVOLVE, DELTA_ROWS, DELTA, DELTA_NORM, CONVOLVE_KEPT, REMEMBER, STEPS, RECUR, FINISH = _RECURRENT
+EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, KEEP, PICK, NORM, ROUTE, GATHER, COMBINE, CONVOLVE, RECORD, RECUR, FINISH = range(
+    len(OPERANDS)
+)
 OPERATION: _DType = np.dtype(
     {
         "names": ["number", *OPERANDS],

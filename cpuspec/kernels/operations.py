@@ -25,10 +25,9 @@ from cpuspec.kernels.pointwise import (
     subtract,
 )
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS
-from cpuspec.kernels.recurrent import convolve, delta, delta_norm, delta_rows, num_convolved
+from cpuspec.kernels.recurrent import convolve, finish_heads, num_convolved, record, recur
 from cpuspec.kernels.sharing import PIECES, part_of_row, parts_of_row, piece, share, take
 from cpuspec.kernels.simd import emitted
-from cpuspec.kernels.state_space import convolve_kept, finish_heads, recur, remember, steps
 from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
 
 _INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
@@ -347,16 +346,12 @@ def _num_items(op, state, threads):
         return state.num_rows * op.gather.used if state.num_rows > 1 else 0
     if op.number == layout.CONVOLVE:
         return num_convolved(op.convolve, state)
-    if op.number == layout.DELTA_ROWS:
-        return state.num_rows * op.delta_rows.key_heads
-    if op.number == layout.DELTA:
-        return state.num_sequences * op.delta.value_heads * (op.delta.value_dims // simd.LANES)
-    if op.number == layout.DELTA_NORM:
-        return state.num_rows * op.delta_norm.value_heads
-    if op.number == layout.CONVOLVE_KEPT:
-        return state.num_rows * parts_of_row(op.convolve_kept.columns, state.num_rows, threads)
+    if op.number == layout.RECORD:
+        return state.num_rows * op.record.key_heads
     if op.number == layout.RECUR:
         return state.num_sequences * op.recur.value_heads * (op.recur.value_dims // simd.LANES)
+    if op.number == layout.FINISH:
+        return state.num_rows * op.finish.groups
     if op.number == layout.COMBINE:
         return state.num_rows * parts_of_row(op.combine.features, state.num_rows, threads)
     return state.num_rows
@@ -383,25 +378,14 @@ def _do(op, state, threads, thread, item):
         gather(op.gather, state, item)
     elif op.number == layout.CONVOLVE:
         convolve(op.convolve, state, item)
-    elif op.number == layout.DELTA_ROWS:
-        delta_rows(op.delta_rows, state, item)
-    elif op.number == layout.DELTA_NORM:
-        delta_norm(op.delta_norm, item)
-    elif op.number == layout.COMBINE:
-        _combine(op.combine, state, threads, item)
-    elif op.number == layout.CONVOLVE_KEPT:
-        parts = parts_of_row(op.convolve_kept.columns, state.num_rows, threads)
-        part = part_of_row(op.convolve_kept.columns, parts)
-        first = item % parts * part
-        convolve_kept(op.convolve_kept, state, item // parts, first, min(op.convolve_kept.columns, first + part))
-    elif op.number == layout.REMEMBER:
-        remember(op.remember, state, item)
-    elif op.number == layout.STEPS:
-        steps(op.steps, state, item)
+    elif op.number == layout.RECORD:
+        record(op.record, state, item)
     elif op.number == layout.RECUR:
         recur(op.recur, state, item, state.scratch + thread * state.scratch_bytes)
     elif op.number == layout.FINISH:
-        finish_heads(op.finish, state, item)
+        finish_heads(op.finish, item)
+    elif op.number == layout.COMBINE:
+        _combine(op.combine, state, threads, item)
     else:
         pick(op.pick, state, threads)
 
@@ -412,8 +396,6 @@ def _take_part(job, number, items, threads, thread):
     op, state, counter = job.operations[number], job.state, job.counters + 8 * number
     if op.number == layout.LINEAR:
         return _linear(op.linear, state, counter, 8 * job.num_operations, threads, thread)
-    if op.number == layout.DELTA:
-        return delta(op.delta, state, counter, items, thread)
     if op.number == layout.ATTEND:
         return _attend(op.attend, state, counter, threads, thread)
     count = max(1, items // (threads * 4 if op.number == layout.ROTATE else threads * 16))

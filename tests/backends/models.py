@@ -11,7 +11,7 @@ from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
-from cpuspec.config import EngineConfig, Latent, Mamba2, RopeScaling
+from cpuspec.config import DeltaNet, EngineConfig, Latent, Mamba2, RopeScaling
 from cpuspec.errors import BackendError
 from cpuspec.formats import Format, QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
@@ -73,6 +73,10 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "nemotron_h_moe": {"architecture": "nemotron_h_moe", "num_layers": 4, "shared_size": 96, "tied": False},
     "falcon-h1": {"architecture": "falcon-h1", "tied": False},
     "falcon-h1 with norms": {"architecture": "falcon-h1", "tied": False, "mamba2": Mamba2(2, 32, 16, 16, bias=False)},
+    "qwen35": {"architecture": "qwen35", "num_layers": 4},
+    "qwen35 with many taps": {"architecture": "qwen35", "tied": False, "delta": DeltaNet(1, 32, 2, 64, taps=16, tiled=True)},
+    "qwen35moe": {"architecture": "qwen35moe", "num_layers": 4, "shared_size": 96, "tied": False},
+    "qwen3next": {"architecture": "qwen3next", "num_layers": 5, "shared_size": 96, "tied": False},
 }
 
 

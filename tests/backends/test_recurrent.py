@@ -1,124 +1,191 @@
 """Layers with a convolution or a state: each backend means what the reference means, a state is truncated by setting a length, and
-compiled rows have the same bits whatever they are fed with.
+compiled rows have the same bits however the rows before them came, went and were folded.
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
+from threading import Event, Thread
 
 import numpy as np
 import pytest
 
-from cpuspec.backends import Backend, make_backend
+from cpuspec.backends import Backend, make_backend, stop_forward
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
+from cpuspec.model.batch import ForwardBatch, ForwardStoppedError
 from cpuspec.model.cache import KEPT_ROWS
 from tests.backends.models import RECURRENT, every_backend, forward, tiny
 
-TOKENS = np.random.default_rng(1).integers(0, 384, 200).tolist()
-FORMATS = ("f32", "q4_0")
+LENGTH = 150
+TEXTS = np.random.default_rng(1).integers(0, 384, (9, LENGTH)).tolist()
+every_model = pytest.mark.parametrize("model", RECURRENT)
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Checkpoint]:
-    return {
-        (name, weight_format): tiny(tmp_path_factory, weight_format=weight_format, **options)
-        for name, options in RECURRENT.items()
-        for weight_format in FORMATS
-    }
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    return {name: tiny(tmp_path_factory, weight_format="q8_0", **options) for name, options in RECURRENT.items()}
 
 
-def _backend(checkpoint: Checkpoint, name: str = "numba", threads: int = 1) -> Backend:
-    return make_backend(name, checkpoint, EngineConfig(kv_format="f32", threads=threads, keep_packed=False))
+def _backend(checkpoint: Checkpoint, name: str = "numba", threads: int = 1, kv_format: str = "f32") -> Backend:
+    return make_backend(name, checkpoint, EngineConfig(kv_format=kv_format, threads=threads, keep_packed=False))
 
 
-def _fed(backend: Backend, sizes: list[int], tokens: list[int] = TOKENS) -> np.ndarray:
+def _fed(backend: Backend, sizes: list[int], tokens: list[int] = TEXTS[0]) -> np.ndarray:
+    """Logits of tokens that are fed in parts of these sizes."""
     cache, starts = backend.new_cache(1, 256), np.cumsum([0, *sizes])
     return np.concatenate([forward(backend, cache, {0: tokens[a:b]}).logits.copy() for a, b in pairwise(starts.tolist())])
 
 
-@pytest.mark.parametrize("model", RECURRENT)
+@pytest.fixture(scope="module")
+def decoded(checkpoints: dict[str, Checkpoint]) -> dict[str, list[np.ndarray]]:
+    """Of each model the logits of each text, one token of each text at a time."""
+    found = {}
+    for model, checkpoint in checkpoints.items():
+        backend = _backend(checkpoint)
+        cache = backend.new_cache(len(TEXTS), 256)
+        columns = [dict(enumerate(zip(column, strict=True))) for column in zip(*TEXTS, strict=True)]
+        steps = [forward(backend, cache, rows).logits.copy() for rows in columns]
+        found[model] = list(np.stack(steps, axis=1))
+        backend.close()
+    return found
+
+
+@every_model
 @every_backend()
-def test_each_family_means_what_the_reference_means(checkpoints, model: str, name: str) -> None:  # type: ignore[no-untyped-def]
-    checkpoint = checkpoints[model, "f32"]
+def test_each_family_means_what_the_reference_means(tmp_path_factory: pytest.TempPathFactory, model: str, name: str) -> None:
+    checkpoint = tiny(tmp_path_factory, weight_format="f32", **RECURRENT[model])
     if name in ("onnxruntime", "openvino"):
-        with pytest.raises(
-            BackendError, match=r"layer 0 has a (short convolution|state of Mamba-2), which this graph cannot compute"
-        ):
+        with pytest.raises(BackendError, match=r"layer 0 has a (short|state of|gated delta) .*, which this graph cannot compute"):
             _backend(checkpoint, name)
         return
-    reference = make_backend("numpy", checkpoint, EngineConfig(kv_format="f32"))
-    wanted, backend = _fed(reference, [150]), _backend(checkpoint, name)
-    for sizes in ([150], [1, 70, 2, 64, 13]):
+    wanted, backend = _fed(_backend(checkpoint, "numpy"), [LENGTH]), _backend(checkpoint, name)
+    for sizes in ([LENGTH], [1, 70, 2, 64, 13]):
         assert np.abs(_fed(backend, sizes) - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
     backend.close()
 
 
-@pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("model", RECURRENT)
-def test_a_row_does_not_depend_on_its_batch_its_chunk_or_on_threads(checkpoints, model: str, weight_format: str) -> None:  # type: ignore[no-untyped-def]
-    checkpoint, rng = checkpoints[model, weight_format], np.random.default_rng(2)
-    one, two = _backend(checkpoint), _backend(checkpoint, threads=2)
-    alone = _fed(one, [1] * 200)
-    for backend, sizes in ((one, [7] * 28 + [4]), (two, [64] * 3 + [8]), (two, [200]), (two, [63, 65, 1, 71])):
-        assert np.array_equal(_fed(backend, sizes), alone)
-    cache = two.new_cache(4, 256)
-    for _ in range(20):  # sequences that join and leave, of other lengths
-        rows = {slot: TOKENS[cache.lengths[slot] :][: int(rng.integers(1, 12))] for slot in range(4) if rng.random() < 0.6}
-        starts = [cache.lengths[slot] for slot in rows]
-        got = forward(two, cache, rows).logits if rows else alone[:0]
-        wanted = [alone[start : start + len(some)] for start, some in zip(starts, rows.values(), strict=True)]
-        assert np.array_equal(got, np.concatenate([alone[:0], *wanted]))
-        cache.truncate(3, 0)
-    one.close()
-    two.close()
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@every_model
+def test_chunks_of_a_prompt_have_the_bits_of_decoding(checkpoints, decoded, model: str, threads: int) -> None:  # type: ignore[no-untyped-def]
+    backend = _backend(checkpoints[model], threads=threads)
+    for sizes in ([1] * 40, [7] * 21 + [3], [64, 64, 22], [LENGTH], [63, 65, 1, 21]):
+        assert np.array_equal(_fed(backend, sizes), decoded[model][0][: sum(sizes)])
+    backend.close()
 
 
-def _rejected(rng: np.random.Generator) -> Iterator[tuple[int, list[int], int]]:
-    """Positions, rows that go on there and end in wrong ones, and how many are right."""
-    position = 0
-    while position < 180:
-        kept, wrong = int(rng.integers(1, 12)), int(rng.integers(0, 8))
-        yield position, TOKENS[position : position + kept] + rng.integers(0, 384, wrong).tolist(), kept
-        position += kept
+@pytest.mark.parametrize("kv_format", ["f32", "int8"])
+@every_model
+def test_bits_do_not_depend_on_drafts_or_mates(checkpoints, decoded, model: str, kv_format: str) -> None:  # type: ignore[no-untyped-def]
+    """Sequences in random forwards, from 1 to 40 rows of each, of which random ones are wrong drafts and taken back."""
+    backend, rng = _backend(checkpoints[model], threads=2, kv_format=kv_format), np.random.default_rng(2)
+    wanted = decoded[model] if kv_format == "f32" else [_fed(backend, [LENGTH], text) for text in TEXTS]
+    cache, held = backend.new_cache(len(TEXTS), 256), [0] * len(TEXTS)
+    for _ in range(60):
+        rows, right = {}, {}
+        for slot in rng.permutation(len(TEXTS))[: rng.integers(1, 10)].tolist():
+            count = int(rng.choice([1, 1, 1, 2, 5, 9, 20, 40]))
+            right[slot] = TEXTS[slot][held[slot] :][:count]
+            rows[slot] = right[slot] + rng.integers(0, 384, rng.choice([0, 0, 1, 4, 7]) if count < 20 else 0).tolist()
+        logits = np.split(forward(backend, cache, rows).logits, np.cumsum([len(some) for some in rows.values()])[:-1])
+        for slot, got in zip(rows, logits, strict=True):
+            length = held[slot] + len(right[slot])
+            assert np.array_equal(got[: len(right[slot])], wanted[slot][held[slot] : length])
+            assert cache.truncate(slot, length) == length
+            held[slot] = length
+            if length > 20 and rng.random() < 0.1:  # a draft model takes back what it drafted token by token
+                held[slot] = cache.truncate(slot, length - int(rng.integers(1, 8)))
+            if held[slot] >= LENGTH - 8:
+                cache.drop(slot)
+                held[slot] = 0
+    backend.close()
 
 
-@pytest.mark.parametrize("name", ["numba", "numpy", "torch"])
-@pytest.mark.parametrize("model", RECURRENT)
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+@every_model
 def test_a_rejected_draft_leaves_nothing_behind(checkpoints, model: str, name: str) -> None:  # type: ignore[no-untyped-def]
-    backend = _backend(checkpoints[model, "f32"], name)
-    alone, cache = _fed(backend, [1] * 192), backend.new_cache(2, 256)
-    for position, rows, kept in _rejected(np.random.default_rng(3)):
-        got = forward(backend, cache, {1: rows}).logits
-        wanted = alone[position : position + kept]
-        assert np.abs(got[:kept] - wanted).max() < 1e-4 * np.abs(alone).max()
-        assert name != "numba" or np.array_equal(got[:kept], wanted)
-        assert cache.truncate(1, position + kept) == position + kept
-    backend.close()
+    backend, rng, position = _backend(checkpoints[model], name), np.random.default_rng(3), 0
+    alone, cache = _fed(backend, [100]), backend.new_cache(2, 256)
+    while position < 90:
+        kept, wrong = int(rng.integers(1, 12)), int(rng.integers(0, 8))
+        rows = [*TEXTS[0][position:][:kept], *rng.integers(0, 384, wrong).tolist()]
+        got = forward(backend, cache, {1: rows}).logits[:kept]
+        assert np.abs(got - alone[position:][: len(got)]).max() < 1e-4 * np.abs(alone).max() if position + kept <= 100 else True
+        position += kept
+        assert cache.truncate(1, position) == position
 
 
-@pytest.mark.parametrize("model", RECURRENT)
-def test_rows_before_a_forward_can_be_taken_back_and_a_copy_goes_on_alike(checkpoints, model: str) -> None:  # type: ignore[no-untyped-def]
-    backend = _backend(checkpoints[model, "f32"])
-    alone, cache = _fed(backend, [1] * 120), backend.new_cache(2, 256)
-    for token in TOKENS[:100]:
+@every_model
+def test_rows_before_a_forward_can_be_taken_back_and_a_copy_goes_on_alike(checkpoints, decoded, model: str) -> None:  # type: ignore[no-untyped-def]
+    backend, alone = _backend(checkpoints[model]), decoded[model][0]
+    cache = backend.new_cache(2, 256)
+    for token in TEXTS[0][:100]:
         forward(backend, cache, {0: [token]})
-    assert cache.truncate(0, 100 - KEPT_ROWS) == 100 - KEPT_ROWS
-    assert cache.copy(0, 1, 100 - KEPT_ROWS) == 100 - KEPT_ROWS
-    assert np.array_equal(forward(backend, cache, {1: TOKENS[100 - KEPT_ROWS : 120]}).logits, alone[100 - KEPT_ROWS :])
-    assert np.array_equal(forward(backend, cache, {0: TOKENS[100 - KEPT_ROWS : 110]}).logits, alone[100 - KEPT_ROWS : 110])
-    assert cache.truncate(0, 20) == 0, "its state is nowhere: the caller feeds the tokens again"
-    assert np.array_equal(forward(backend, cache, {0: TOKENS[:30]}).logits, alone[:30])
+    kept = 100 - KEPT_ROWS
+    assert cache.truncate(0, kept) == kept
+    assert cache.copy(0, 1, kept) == kept
+    assert np.array_equal(forward(backend, cache, {1: TEXTS[0][kept:120]}).logits, alone[kept:120])
+    assert np.array_equal(forward(backend, cache, {0: TEXTS[0][kept:110]}).logits, alone[kept:110])
+    assert (cache.reachable(0, 20), cache.copy(0, 1, 20), cache.truncate(0, 20), cache.lengths[0]) == (0, 0, 0, 0)
+    assert np.array_equal(forward(backend, cache, {0: TEXTS[1][:30]}).logits, decoded[model][1][:30])
     backend.close()
 
 
-def test_a_wrong_state_would_be_seen(checkpoints) -> None:  # type: ignore[no-untyped-def]
-    """A row folded once too often changes what follows: the comparisons above look at something."""
-    checkpoint = checkpoints["mamba2", "f32"]
-    backend = _backend(checkpoint, "numpy")
-    alone, cache = _fed(backend, [40]), backend.new_cache(1, 256)
-    forward(backend, cache, {0: TOKENS[:30]})
+@every_model
+def test_a_forward_that_is_stopped_changes_nothing(checkpoints, decoded, model: str) -> None:  # type: ignore[no-untyped-def]
+    """At any operation: a thread asks for the end all the time, and each forward ends somewhere else, or not at all."""
+    backend, stops = _backend(checkpoints[model]), 0
+    cache = backend.new_cache(1, 512)
+    forward(backend, cache, {0: TEXTS[0][:30]})
+    for size in (250, 5, 250, 8):  # the short ones seldom take long enough
+        held = cache.lengths[0]
+        wrong = ForwardBatch((TEXTS[1] * 2)[:size], list(range(held, held + size)), [0], [0, size], logit_rows=[], stops_early=True)
+        for _ in range(10):
+            ended = Event()
+            stopper = Thread(target=_stop_until, args=(backend, ended))
+            stopper.start()
+            try:
+                backend.forward(wrong, cache)
+                if cache.truncate(0, held) < held:
+                    forward(backend, cache, {0: TEXTS[0][:held]})
+            except ForwardStoppedError:
+                stops += 1
+            ended.set()
+            stopper.join()
+            assert cache.lengths[0] == cache.reachable(0, held) == held
+        assert np.array_equal(forward(backend, cache, {0: TEXTS[0][held : held + 5]}).logits, decoded[model][0][held : held + 5])
+    assert stops
+    backend.close()
+
+
+def _stop_until(backend: Backend, ended: Event) -> None:
+    while not ended.is_set():
+        stop_forward(backend)
+
+
+@pytest.mark.parametrize("model", ["mamba2", "qwen35"])
+def test_a_wrong_state_would_be_seen(checkpoints, decoded, model: str) -> None:  # type: ignore[no-untyped-def]
+    """The comparisons above look at something: a row folded once too often, or one tile of many that covers other tokens."""
+    slow = _backend(checkpoints[model], "numpy")
+    alone, cache = _fed(slow, [40]), slow.new_cache(1, 256)
+    forward(slow, cache, {0: TEXTS[0][:30]})
     state = cache.storage(0).states[0]
     state.begin(30)
     state.state = state.step(state.state, state.records[0])
-    assert np.abs(forward(backend, cache, {0: TOKENS[30:40]}).logits - alone[30:]).max() > 1e-3
+    assert np.abs(forward(slow, cache, {0: TEXTS[0][30:40]}).logits - alone[30:]).max() > 1e-3
+    backend = _backend(checkpoints[model])
+    cache = backend.new_cache(1, 256)
+    forward(backend, cache, {0: TEXTS[0][:60]})
+    memory = cache.storage(0).recurrent
+    covered = memory.block.view(np.int64)
+    (first, *_) = np.flatnonzero(covered == memory.folded)
+    covered[first] = 59  # of the 36 that it covers
+    assert not np.array_equal(forward(backend, cache, {0: [TEXTS[0][60]]}).logits[0], decoded[model][0][60])
+    backend.close()
+
+
+@every_model
+def test_trees_are_refused(checkpoints, model: str) -> None:  # type: ignore[no-untyped-def]
+    backend = _backend(checkpoints[model])
+    with pytest.raises(BackendError, match="recurrent layer"):
+        forward(backend, backend.new_cache(1, 32), {0: [1, 2]}, parents=[-1, -1])
+    backend.close()

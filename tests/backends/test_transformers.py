@@ -46,10 +46,7 @@ MODELS = {
     **MIXTURES,
     **RECURRENT,
     **LATENT,
-    "qwen35": {"architecture": "qwen35", "num_layers": 4},
-    "qwen35 with one layer of each kind": {"architecture": "qwen35", "tied": False},
-    "qwen35moe": {"architecture": "qwen35moe", "num_layers": 4, "shared_size": 96, "tied": False},
-    "qwen3next": {"architecture": "qwen3next", "num_layers": 5, "shared_size": 96, "tied": False, "dense_layers": (0,)},
+    "qwen3next with a dense layer": {**RECURRENT["qwen3next"], "num_layers": 5, "dense_layers": (0,)},
     "gpt-oss": {
         **{"architecture": "gpt-oss", "num_layers": 3, "tied": False, "rope_base": 150000.0},
         "rope_scaling": RopeScaling("yarn", 32.0, original_context_length=64, truncate=False),
