@@ -1,6 +1,7 @@
 """Fixtures and marks that all tests share."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ MARKS: Mapping[str, tuple[str, ...]] = {
     "slow": ("server/test_faults.py", "server/test_prefix_cache.py", "load/test_bench_serve.py", "ray", "test_cli.py"),
 }
 ROOT = Path(__file__).parent
+_NO_LINKS = 1314  # ERROR_PRIVILEGE_NOT_HELD
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,6 +29,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if any(item.path.is_relative_to(path) for path in paths):
                 item.add_marker(mark)
+    if os.name != "posix":
+        for item in items:
+            if item.get_closest_marker("posix"):
+                item.add_marker(pytest.mark.skip(reason="Windows has no such files, modes, forks, limits or signals"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Skip a test that makes symbolic links where this user may not, as Windows' users without developer mode."""
+    try:
+        return (yield)
+    except OSError as error:
+        if getattr(error, "winerror", None) != _NO_LINKS:
+            raise
+        pytest.skip("this user may make no symbolic links")
+
+
+pytest_runtest_setup = pytest_runtest_call  # fixtures make them as well
 
 
 @pytest.fixture

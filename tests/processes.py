@@ -1,17 +1,22 @@
 """Real `cpuspec` processes for tests: interruptible wherever the tests run, and ended whatever a test does."""
 
+import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import cpuspec
 
 ROOT = Path(cpuspec.__file__).parent.parent
+make_pipe = getattr(os, "mkfifo", os.mkdir)  # of a path; Windows' pipes have no place among files, and a directory is as irregular
 HANG_S = 900.0  # a process that lives for longer hangs; no loaded machine is that slow
 
 
@@ -48,6 +53,21 @@ def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[bytes]
                 # What a broken pipe did not take is lost on purpose.
                 with suppress(BrokenPipeError):
                     stream.close()
+
+
+def interrupt(process: subprocess.Popen[bytes], number: int = signal.SIGINT) -> None:
+    """Send Ctrl-C to a process, or another signal that ends it. Windows has Ctrl-C alone, of a console for all its processes."""
+    if sys.platform != "win32":
+        process.send_signal(number)
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        os.kill(0, signal.CTRL_C_EVENT)
+        time.sleep(0.5)
+    except (OSError, SystemError):
+        pytest.skip("there is no console that sends Ctrl-C")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def wait_for(stream: Any, text: bytes) -> None:

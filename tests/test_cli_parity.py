@@ -1,7 +1,6 @@
 """`cpuspec parity`: what it prints, writes and exits with. What its figures mean is tested with the package that makes them."""
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from cpuspec.backends import BACKENDS
 from tests import command
 from tests.command import small_model
-from tests.processes import started, wait_for
+from tests.processes import interrupt, started, wait_for
 
 pytestmark = pytest.mark.usefixtures("offline")
 FIGURES = {"max_abs_logit_difference", "kl_mean", "kl_max", "same_top", "greedy_identical", "num_identical", "num_prompts"}
@@ -183,7 +182,7 @@ def test_ctrl_c_ends_it_with_130_and_no_half_record(model: str, tmp_path: Path) 
     options = ("numpy", "-m", model, "--record", str(tmp_path / "x.json"), "--tokens", "400")
     with started("parity", *options) as process:
         wait_for(process.stderr, b"recording numpy")
-        process.send_signal(signal.SIGINT)
+        interrupt(process)
         out, errors = process.communicate()
     assert (process.returncode, out) == (130, b"")
     assert b"interrupted" in errors

@@ -7,6 +7,7 @@ import pytest
 
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.files import read_file, replacing, write_file
+from tests.processes import make_pipe
 
 
 def test_a_regular_file_within_the_bound_is_read(tmp_path: Path) -> None:
@@ -19,7 +20,7 @@ def test_a_regular_file_within_the_bound_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [ConfigError, CheckpointError])
 def test_no_other_file_is_opened_or_believed(tmp_path: Path, error: type[Exception]) -> None:
-    os.mkfifo(tmp_path / "pipe")
+    make_pipe(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "directory").mkdir()
     for name in ("pipe", "zero", "directory"):
@@ -57,6 +58,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["a"]
 
 
+@pytest.mark.posix
 def test_a_file_of_ours_can_be_written_by_nobody_else(tmp_path: Path) -> None:
     before = os.umask(0)
     try:

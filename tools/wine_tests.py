@@ -6,12 +6,13 @@ PYTHON: a python.exe, or a program that starts one with its arguments; cpuspec's
 COPY: a directory of Wine's drive C, into which the files of this checkout are copied first. Drive Z shows Linux's /proc and /sys.
 TEST: files or directories of tests; all of them by default. $WINEPREFIX names the prefix, and $CPUSPEC_CACHE, if set, a cache.
 
-Each file of tests has a process of its own, at low priority: one that hangs or crashes takes no other's results. At the end
+Each file of tests has a process of its own: one that hangs or crashes takes no other's results. At the end
 there are the totals by directory. Exits with 1 if a test failed.
 """
 
 import argparse
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ REPORT = "wine-tests.xml"
 HANG_S = 600  # of one test: then the process tells where each thread is, and ends
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={HANG_S}", "-o", "faulthandler_exit_on_timeout=true")
 ENVIRONMENT = {"PYTHONPATH": ".", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+_, TERMINAL = pty.openpty()  # without one, Wine has no console, and no Ctrl-C
 
 
 def copy_checkout(copy: Path) -> None:
@@ -60,7 +62,7 @@ def run(python: str, copy: Path, name: str) -> Iterator[tuple[str, str, str]]:
     report.unlink(missing_ok=True)
     command = [*(("wine",) if python.endswith(".exe") else ()), python, "-m", "pytest", *OPTIONS, f"--junitxml={REPORT}", name]
     process = subprocess.Popen(
-        command, cwd=copy, env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=copy, env=os.environ | ENVIRONMENT, stdin=TERMINAL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     assert process.stdout
     # Until the process ends, not until the pipe does: a server of Wine that it starts holds the pipe open.
@@ -82,7 +84,6 @@ def main() -> int:
     parser.add_argument("copy", metavar="COPY", type=Path)
     parser.add_argument("tests", metavar="TEST", nargs="*", default=["tests"])
     given = parser.parse_args()
-    os.nice(10)
     copy_checkout(given.copy)
     totals: dict[str, Counter[str]] = defaultdict(Counter)
     failures = []

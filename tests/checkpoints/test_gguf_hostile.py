@@ -1,4 +1,3 @@
-import os
 import struct
 
 import numpy as np
@@ -8,6 +7,7 @@ from cpuspec.checkpoints import open_checkpoint
 from cpuspec.errors import CheckpointError
 from tests.fuzz.gguf_fields import structural_fields
 from tests.model_files import copy_gguf, few_bytes, write_anew
+from tests.processes import make_pipe
 from tools.make_tiny_model import make_tiny_gguf
 
 
@@ -167,7 +167,7 @@ def test_what_is_not_a_file_is_a_clear_error(tmp_path):
         open_checkpoint(tmp_path / "missing.gguf")
     with pytest.raises(CheckpointError, match="not a path"):
         open_checkpoint("a\0b")
-    os.mkfifo(tmp_path / "pipe.gguf")
+    make_pipe(tmp_path / "pipe.gguf")
     # Opening it would wait for a writer for ever.
     with pytest.raises(CheckpointError, match="not a regular file"):
         open_checkpoint(tmp_path / "pipe.gguf")

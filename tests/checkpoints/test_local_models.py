@@ -8,6 +8,7 @@ from cpuspec.checkpoints.download import find_model, resolve_model
 from cpuspec.checkpoints.hub import HubModel, read_hub_name, revision_of
 from cpuspec.checkpoints.local_models import local_models
 from cpuspec.errors import ConfigError, CpuspecError
+from tests.processes import make_pipe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 DIGEST = "ab" * 32
@@ -152,18 +153,18 @@ def test_hostile_content_is_left_out(home: Path, tmp_path: Path) -> None:
     (models / "blobs" / f"sha256-{'02' * 32}").symlink_to(outside)
     layer = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{'02' * 32}"}
     put_ollama(models, "registry.ollama.ai/library/leads-out/x", manifest=json.dumps({"layers": [layer]}))
-    os.mkfifo(models / "manifests" / "registry.ollama.ai" / "library" / "pipe")
-    os.mkfifo(models / "manifests" / "registry.ollama.ai" / "library" / "huge" / "pipe")
+    make_pipe(models / "manifests" / "registry.ollama.ai" / "library" / "pipe")
+    make_pipe(models / "manifests" / "registry.ollama.ai" / "library" / "huge" / "pipe")
     (models / "manifests" / "registry.ollama.ai" / "library" / "loop").symlink_to("loop")
     studio = home / ".lmstudio" / "models"
     put(studio / "a" / "b" / "ok.gguf")
-    os.mkfifo(studio / "a" / "b" / "pipe.gguf")
+    make_pipe(studio / "a" / "b" / "pipe.gguf")
     (studio / "a" / "b" / "out.gguf").symlink_to(outside)
     (studio / "a" / "b" / "zero.gguf").symlink_to("/dev/zero")
     (studio / "a" / "linked").symlink_to(tmp_path)
     snapshot = put_snapshot(home, **{"x-Q8_0.gguf": b"x"})
     (snapshot / "y-Q4_0.gguf").symlink_to(outside)
-    os.mkfifo(snapshot / "z-Q5_0.gguf")
+    make_pipe(snapshot / "z-Q5_0.gguf")
     put_snapshot(home, "some/huge-ref", "main", **{"x-Q8_0.gguf": b"x"}).parent.parent.joinpath("refs", "big").write_bytes(
         b"0" * 10_000_000
     )

@@ -1,4 +1,3 @@
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
 from cpuspec.files import why_unwritable
 from cpuspec.platform import SYSTEM
+from tests.processes import make_pipe
 
 GOOD = f"""
 name = "tiny"
@@ -275,7 +275,7 @@ def test_levels_nested_too_deep_are_a_config_error(tmp_path: Path, depth: int) -
 
 
 def test_a_recipe_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.toml")
+    make_pipe(tmp_path / "pipe.toml")
     (tmp_path / "zero.toml").symlink_to("/dev/zero")
     (tmp_path / "directory.toml").mkdir()
     for name in ("pipe", "zero", "directory"):
@@ -328,7 +328,7 @@ def test_a_users_recipe_is_found_by_name_by_path_and_before_a_shipped_one(cache:
 def test_a_recipe_that_cannot_be_read_hurts_only_who_asks_for_it(cache: Path) -> None:
     write(cache / "recipes" / "broken.toml", "name = ")
     write(cache / "recipes" / "other-name.toml", GOOD)
-    os.mkfifo(cache / "recipes" / "pipe.toml")
+    make_pipe(cache / "recipes" / "pipe.toml")
     write(cache / "recipes" / "Not a name.toml", "")
     recipes, _, problems = load_all()
     assert DEFAULT_RECIPE in recipes

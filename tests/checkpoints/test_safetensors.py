@@ -1,5 +1,4 @@
 import json
-import os
 import struct
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from cpuspec.config import ModelConfig, RopeScaling
 from cpuspec.errors import CheckpointError
 from tests.checkpoints.conftest import TINIEST
 from tests.model_files import few_bytes, join_safetensors, read_tensors, write_anew, write_tensors
+from tests.processes import make_pipe
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf, random_weights, tiny_config
 
 SCALINGS = [
@@ -465,7 +465,7 @@ def test_a_directory_without_weights_or_configuration_is_a_clear_error(directory
     (directory / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         open_checkpoint(directory)
-    os.mkfifo(directory / "config.json")
+    make_pipe(directory / "config.json")
     with pytest.raises(CheckpointError, match="not a regular file"):
         open_checkpoint(directory)
     (directory / "config.json").unlink()

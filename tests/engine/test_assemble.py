@@ -442,3 +442,9 @@ def test_a_draft_on_another_backend_has_none_of_the_settings_of_the_targets(mode
     with LLM(models / "target.gguf", f"numba:{models / 'draft.gguf'}", "torch:cpu,dtype=bf16", threads=1) as llm:
         assert [draft.context.backend.name for draft in llm._drafts] == ["numba"]
         assert len(llm.generate("x", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
+
+
+@pytest.mark.parametrize("before", ["", "text:", "numba:", "torch:cuda,dtype=bf16:", "draw:"])
+def test_the_letter_of_a_windows_drive_names_no_drafter_and_no_backend(before: str) -> None:
+    path = r"C:\models\draft.gguf"
+    assert draft_models(SpecConfig.parse(f"suffix,{before}{path}@4:0.5")) == [path]

@@ -1,7 +1,6 @@
 """`cpuspec bench-serve` against a server of ours: what it prints, writes and exits with."""
 
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import command
-from tests.processes import started, wait_for
+from tests.processes import interrupt, started, wait_for
 from tests.server.running import Running, load, serving, tiny_model
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -119,7 +118,7 @@ def test_ctrl_c_shows_what_came_until_then(server: Running) -> None:
     endless = ("--num-prompts", "1000", "--request-rate", "2", "--random-input-len", "4", "--random-output-len", "2")
     with started("bench-serve", "--base-url", server.url, "--json", *endless) as process:
         wait_for(process.stderr, b"requests: 0 %")
-        process.send_signal(signal.SIGINT)
+        interrupt(process)
         out, _ = process.communicate()
     assert process.returncode == 130
     found = json.loads(out)

@@ -27,7 +27,7 @@ from cpuspec.server import answering, connections, gate
 from cpuspec.server.app import listen, serve
 from cpuspec.server.errors import EngineFailedError
 from cpuspec.server.server import Server
-from tests.processes import started, wait_for
+from tests.processes import interrupt, started, wait_for
 from tests.server.asgi import Application, application
 from tests.server.running import PATIENCE_S, SMALL, Running, before_forwards, events, load, request_bytes, serving, tiny_model
 
@@ -613,7 +613,7 @@ def test_sigterm_lets_running_answers_end(tmp_path: Path) -> None:
         ):
             lines = reply.iter_lines()
             first = next(lines)
-            process.send_signal(signal.SIGTERM)
+            interrupt(process, signal.SIGTERM)
             rest = [line for line in lines if line]
         assert first.startswith("data: ")
         assert rest[-1] == "data: [DONE]"

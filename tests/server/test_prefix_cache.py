@@ -12,7 +12,7 @@ import pytest
 
 from cpuspec.engine.changing_lines import RULES
 from cpuspec.server import model as served_model
-from tests.processes import started, wait_for
+from tests.processes import interrupt, started, wait_for
 from tests.server.running import PATIENCE_S, Running, before_forwards, load, serving
 
 PROMPT = list(range(3, 203)) * 2
@@ -52,7 +52,7 @@ def test_a_restarted_server_finds_what_the_last_one_computed(path: Path, tmp_pat
             assert url
             wait_for(process.stderr, b"ready: ")
             answers.append(ask(url[0]))
-            process.send_signal(number)
+            interrupt(process, number)
             assert process.wait(PATIENCE_S) == 0
     assert list(directory.glob("*.prefix"))
     (fresh, num_fresh), (again, num_again) = answers

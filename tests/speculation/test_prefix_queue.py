@@ -231,6 +231,7 @@ queue.flush()
 """
 
 
+@pytest.mark.posix
 def test_a_process_that_dies_in_the_middle_of_a_write_leaves_no_file_that_is_read(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, timeout=PATIENCE_S * 4, check=False)
     assert done.returncode < 0, done.stderr.decode()

@@ -21,6 +21,7 @@ from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.prefix_files import PrefixDirectory
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from tests.oracles import RecurrentBackend, ToyBackend
+from tests.processes import make_pipe
 
 BLOCK = 4
 NO_DRAFT = Draft.chain([], "test")
@@ -457,7 +458,7 @@ def test_a_saved_prefix_is_restored(tmp_path: Path) -> None:
     assert restore_prefix(fresh, beginning) == 4
     with pytest.raises(CacheError, match="holds the middle of a prefix; wanted a file that save_prefix wrote"):
         restore_prefix(fresh, middle)
-    os.mkfifo(tmp_path / "pipe")
+    make_pipe(tmp_path / "pipe")
     for name in ("pipe", "gone", "a\0b"):
         with pytest.raises(CacheError, match=r"is not a file|cannot be read"):
             restore_prefix(fresh, tmp_path / name)

@@ -363,6 +363,7 @@ def test_no_template_costs_more_than_its_limits(name: str, monkeypatch: pytest.M
     assert ChatTemplate("{{ messages[0].content }}", {}).render(chat("next"), True) == "next"
 
 
+@pytest.mark.posix
 def test_the_process_that_renders_cannot_open_files_or_start_programs() -> None:
     script = (
         f"import os, sys; sys.path.append({str(Path(template_worker.__file__).parent)!r}); import template_worker as worker\n"

@@ -20,6 +20,7 @@ from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.errors import TokenizerError
 from cpuspec.text import Tokenizer, byte_pairs, hf_vocabulary, make_tokenizer
 from cpuspec.text.pre_tokenizers import PRE_TOKENIZERS
+from tests.processes import make_pipe
 
 CORPUS = (
     "the quick brown fox jumps over the lazy dog; the fox doesn't care, and they'll say it's 1234 or 56.\n"
@@ -823,7 +824,7 @@ SIDE_FILES = ("tokenizer_config.json", "generation_config.json", "special_tokens
 
 
 UNREADABLE: dict[str, Callable[[Path], object]] = {
-    "a pipe": os.mkfifo,
+    "a pipe": make_pipe,
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a directory": Path.mkdir,
     "a dangling link": lambda path: path.symlink_to("nowhere"),

@@ -1,7 +1,6 @@
 """`cpuspec train answers` and `cpuspec extract`: from prompts to samples, and what wrong usage says."""
 
 import json
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typer.testing import CliRunner
 
 from cpuspec.cli.app import app
 from cpuspec.train.samples import open_samples
-from tests.processes import started
+from tests.processes import interrupt, started
 from tests.train.models import tiny
 
 QUICK = ("--threads", "1")
@@ -73,7 +72,7 @@ def test_ctrl_c_ends_a_run_with_whole_lines(model: str, tmp_path: Path) -> None:
     with started("train", "answers", model, str(prompts), str(out), *ASKED) as process:
         while process.poll() is None and not (out.exists() and out.stat().st_size):
             waited.wait(0.05)
-        process.send_signal(signal.SIGINT)
+        interrupt(process)
         told = process.communicate()[1].decode()
     assert (process.returncode, "interrupted: the same command goes on from here" in told) == (130, True), told
     content = out.read_bytes()
