@@ -43,6 +43,7 @@ from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampl
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels import machine_code
 from cpuspec.platform import SYSTEM, Core, Memory, Node, Topology
+from tests.backends.models import missing
 from tests.block_heads import make_block_head
 from tests.command import SMALL, ok, refused, report_of, run, small_model
 from tests.processes import HANG_S, interrupt, interruptible_children, started, wait_for
@@ -224,7 +225,7 @@ def test_a_chain_of_drafts_shows_figures_and_memory_of_every_level(model: str, t
     assert f"{stats['num_forwards_saved']} forwards saved" in said
     assert re.search(r"^memory: tiny.gguf [0-9.]+ .B of weights.* \| target ", said, re.M)
     recipe = tmp_path / "fast.toml"
-    recipe.write_text(f'name = "fast"\ndescription = "x"\ntarget = "{model}"\nlevels = ["ngram@2"]\n')
+    recipe.write_text(f'name = "fast"\ndescription = "x"\ntarget = \'{model}\'\nlevels = ["ngram@2"]\n')
     assert answer_of("-m", str(recipe), "--max-tokens", "2")["draft"] == "ngram@2"
 
 
@@ -332,6 +333,7 @@ def test_an_answer_that_drafts_changed_fails_only_where_it_is_greedy(
     assert ("this backend cannot promise" in result.stderr) == (exit_code == 1)
 
 
+@pytest.mark.skipif(bool(missing("torch")), reason=missing("torch"))
 def test_settings_of_torch_reach_it_and_no_other_backend(model: str) -> None:
     def bytes_read(*options: str) -> int:
         found = report_of("generate", "hello", "-m", model, "--backend", "torch", "--max-tokens", "2", "--draft", "none", *options)
@@ -371,7 +373,7 @@ def test_a_stop_text_ends_the_answer_before_it(model: str) -> None:
 
 def test_the_prompt_comes_from_the_argument_a_file_or_stdin(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "prompt.txt"
-    path.write_text("two\nlines\n", "utf-8")
+    path.write_bytes(b"two\nlines\n")
     seen: list[object] = []
     monkeypatch.setattr(LLM, "stream", lambda self, prompt, params, shown: seen.append(prompt) or iter(()))
     for arguments, stdin in ((("two\nlines",), None), (("-f", str(path)), None), ((), "two\nlines\n"), (("-f", "-"), "two\nlines")):
@@ -629,7 +631,7 @@ def test_ctrl_c_during_the_start_is_quiet(model: str, module: str) -> None:
         _, errors = process.communicate()
     assert process.returncode == 130
     assert b"Traceback" not in errors
-    assert errors.endswith(b"interrupted\n")
+    assert errors.splitlines()[-1] == b"interrupted"
 
 
 @pytest.mark.posix
@@ -1049,6 +1051,7 @@ def test_pull_checks_every_name_before_it_fetches_one(recipe: SimpleNamespace) -
     assert not recipe.path.exists()
 
 
+@pytest.mark.posix
 def test_pull_of_a_chain_fetches_target_and_drafts(recipe: SimpleNamespace, cache: Path, tmp_path: Path, hub: StandInHub) -> None:
     (cache / "recipes" / "tiny-fast.toml").write_text(
         'name = "tiny-fast"\ndescription = "d"\ntarget = "tiny"\nlevels = ["auto", "match:some/one:Q4_K_M", "some/one:Q8_0"]\n'
@@ -1099,7 +1102,7 @@ def test_a_heads_recipe_fetches_and_runs_it_with_its_target(
 def test_pull_follows_a_branch_of_the_hub(hub: StandInHub) -> None:
     ok("pull", "some/one:Q8_0")
     hub.repositories["some/one"].commit = "f" * 40
-    assert f"snapshots/{'f' * 40}/tiny-Q8_0.gguf" in ok("pull", "some/one:Q8_0")
+    assert Path(ok("pull", "some/one:Q8_0").strip()).parts[-3:] == ("snapshots", "f" * 40, "tiny-Q8_0.gguf")
 
 
 def test_a_hub_name_can_be_generated_with_and_json_has_its_revision(hub: StandInHub) -> None:
@@ -1178,6 +1181,7 @@ def test_inspect_tells_of_a_layer_for_prediction(tmp_path: Path) -> None:
     assert "blk.2.nextn.eh_proj.weight" in shown
 
 
+@pytest.mark.posix
 def test_inspect_verifies_the_file_and_packed_weights(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "read_bandwidth", lambda threads: 1e9)
     monkeypatch.setattr(packed, "_SMALLEST_BYTES", 0)
@@ -1234,6 +1238,7 @@ def test_sizes_are_given_in_decimal_units(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
 
 
+@pytest.mark.skipif(bool(missing("onnxruntime")), reason=missing("onnxruntime"))
 def test_export_prints_the_file_that_it_wrote(model: str, tmp_path: Path) -> None:
     out = tmp_path / "model.onnx"
     result = run("export", model, str(out))
@@ -1261,7 +1266,7 @@ SHORT = ("-p", "9", "-n", "2", "-r", "2", "--rows-depth", "3", "--backend", "num
 def test_a_chain_is_inspected_and_measured_as_its_target(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "read_bandwidth", lambda threads: 1e9 * threads)
     recipe = tmp_path / "fast.toml"
-    recipe.write_text(f'name = "fast"\ndescription = "x"\ntarget = "{model}"\nlevels = ["ngram@2"]\n')
+    recipe.write_text(f'name = "fast"\ndescription = "x"\ntarget = \'{model}\'\nlevels = ["ngram@2"]\n')
     chain, target = (json.loads(ok("inspect", one, "--json", "--threads", "1")) for one in (str(recipe), model))
     assert chain["config"] == target["config"]
     assert report_of("bench", str(recipe), *SHORT, "--rows", "1")["rows"][0]["rows"] == 1
@@ -1288,6 +1293,7 @@ def test_bench_as_json_is_what_scripts_rely_on(model: str) -> None:
     assert json.loads(ok("bench", model, *SHORT, *options, "-o", "json")).keys() == shown.keys()
 
 
+@pytest.mark.skipif(bool(missing("torch")), reason=missing("torch"))
 @pytest.mark.usefixtures("bandwidth")
 def test_bench_measures_a_backend_with_its_settings_and_says_which(model: str) -> None:
     options = (*SHORT, "--rows", "1", "--backend", "torch", "--device", "cpu", "--dtype", "bf16", "--weights", "values")

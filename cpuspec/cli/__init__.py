@@ -7,15 +7,15 @@ import os
 import signal
 from types import FrameType
 
-from cpuspec.platform import SYSTEM
-
 INTERRUPTED = 130
+# Ctrl-C, and Windows' Ctrl-Break. Not asked of `platform`, which would be imported before they are handled.
+INTERRUPTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGBREAK") if hasattr(signal, name))
 
 
 def main() -> None:
     """Run the `cpuspec` command with this process's arguments, and exit."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job ignores Ctrl-C, and still does
-        for number in SYSTEM.interrupts:
+        for number in INTERRUPTS:
             signal.signal(number, end_at_once)
     from cpuspec.cli.app import run
 

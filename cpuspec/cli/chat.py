@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import json
+import os
 import re
 import shlex
 import sys
@@ -402,7 +403,10 @@ _SETTINGS: Mapping[str, Callable[[str, str], Any]] = {
 
 def _save(chat: Chat, argument: str) -> None:
     try:
-        names = shlex.split(argument)
+        words = shlex.shlex(argument, posix=True)
+        words.whitespace_split, words.commenters = True, ""
+        words.escape = words.escape.replace(os.sep, "")  # which separates names of a path on Windows
+        names = list(words)
     except ValueError:
         names = [argument]
     if len(names) != 1:

@@ -18,7 +18,7 @@ from typing import Any, TextIO, cast
 
 import typer
 
-from cpuspec.cli import INTERRUPTED, end_at_once
+from cpuspec.cli import INTERRUPTED, INTERRUPTS, end_at_once
 from cpuspec.errors import CpuspecError, printable
 from cpuspec.platform import SYSTEM
 
@@ -126,12 +126,12 @@ def interruptible() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not end_at_once:
         yield
         return
-    for number in SYSTEM.interrupts:
+    for number in INTERRUPTS:
         signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        for number in SYSTEM.interrupts:
+        for number in INTERRUPTS:
             signal.signal(number, end_at_once)
 
 

@@ -130,7 +130,6 @@ SYSTEM = System(
     start_helper=start_helper,
     end_session=subprocess.Popen.kill,
     interrupt_main=_thread.interrupt_main,
-    interrupts=(signal.SIGINT,),
     end_signals=(signal.SIGTERM, signal.SIGINT),
     has_namespaces=False,
     yield_function="sched_yield",

@@ -73,8 +73,7 @@ class System:
     end_session: Callable[[Popen[bytes]], None]
     # Raise KeyboardInterrupt in the main thread, soon.
     interrupt_main: Callable[[], None]
-    # The signals that a terminal's keys send to interrupt a process, and those that ask a process to end.
-    interrupts: tuple[int, ...]
+    # The signals that ask a process to end.
     end_signals: tuple[int, ...]
     # Whether programs of strangers can be shut away in namespaces of their own (`evaluate.sandbox`).
     has_namespaces: bool

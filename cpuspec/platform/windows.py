@@ -21,7 +21,6 @@ from typing import IO, Any
 from cpuspec.platform import generic
 from cpuspec.platform.topology import Core, Memory, Topology
 
-_INTERRUPTS = (signal.SIGINT, *filter(None, [getattr(signal, "SIGBREAK", None)]))  # Ctrl-C and Ctrl-Break
 _ctypes: Any = ctypes  # other systems' ctypes lack its Windows half
 
 _RELATION_PROCESSOR_CORE = 0
@@ -225,8 +224,7 @@ SYSTEM = replace(
     try_lock=try_lock,
     cache_home=cache_home,
     pipe_encoding="utf-8",
-    interrupts=_INTERRUPTS,
-    end_signals=(signal.SIGTERM, *_INTERRUPTS),
+    end_signals=(*generic.SYSTEM.end_signals, *filter(None, [getattr(signal, "SIGBREAK", None)])),
     yield_function="SwitchToThread",
     sleep="WaitOnAddress",
 )

@@ -129,7 +129,10 @@ def _start() -> subprocess.Popen[bytes]:
     directories = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
     script = ["-I", "-S", str(Path(__file__).with_name("template_worker.py")), *directories]
     try:
-        return SYSTEM.start_helper(script, None, _WORKER_BYTES, subprocess.PIPE, subprocess.DEVNULL)  # ends when stdin is closed
+        worker = SYSTEM.start_helper(script, None, _WORKER_BYTES, subprocess.PIPE, subprocess.DEVNULL)  # ends when stdin is closed
+        assert worker.stdout is not None
+        worker.stdout.readline()  # it is ready, so the time of a request is not that of the start
+        return worker
     except OSError as error:
         raise TokenizerError(f"the process that renders chat templates cannot be started: {error}; use --raw instead") from error
 

@@ -1,14 +1,17 @@
 """A script that renders chat templates within limits of time and memory, so that a hostile one costs its own process only.
 
-Reads one JSON object a line from stdin and answers with one a line on stdout. A request has `source`, `variables` and `seconds` of
-processor time; an answer has `text`, or `error` and its `kind`. The arguments are the libraries' directories. The parent limits the
-memory. The script imports nothing of the package, so that it starts quickly.
+Says "ready", then reads one JSON object a line from stdin and answers with one a line on stdout. A request has `source`,
+`variables` and `seconds` of processor time; an answer has `text`, or `error` and its `kind`. The arguments are the libraries'
+directories. The parent limits the memory. The script imports nothing of the package, so that it starts quickly.
 """
 
 import json
+import math
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
@@ -32,16 +35,39 @@ def main() -> None:
 
     render = _make_render()
     render("{{ strftime_now('%c %Z') }}", {})
+    set_timer = _make_timer()
     _limit()
+    _say(b"ready")
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        with suppress(AttributeError):  # Windows has no such timer: the caller's own limit must do
-            signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # its signal ends this process
+        set_timer(request["seconds"])
         answer = _answer(render, request, _ROOM_AT_LEAST + _GROWTH * len(line))
-        with suppress(AttributeError):
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(answer + b"\n")
-        sys.stdout.buffer.flush()
+        set_timer(0)
+        _say(answer)
+
+
+def _say(line: bytes) -> None:
+    sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _make_timer() -> Callable[[float], object]:
+    """A function that ends this process after so many more seconds of processor time; 0 for never."""
+    if hasattr(signal, "setitimer"):
+        return lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+    end = [math.inf]  # Windows: a thread looks, between the instructions of Python
+
+    def watch() -> None:
+        while time.process_time() < end[0]:
+            time.sleep(0.05)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+    def set_timer(seconds: float) -> None:
+        end[0] = time.process_time() + seconds if seconds else math.inf
+
+    return set_timer
 
 
 def _limit() -> None:

@@ -3,13 +3,14 @@
 import itertools
 
 import pytest
-import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpuspec.errors import TokenizerError
 from cpuspec.text.pattern_cost import pattern_cost
 from cpuspec.text.pre_tokenizers import PRE_TOKENIZERS
+
+regex = pytest.importorskip("regex")
 
 # As tokenizer.json files of well-known models have them.
 _O200K = (
