@@ -212,9 +212,12 @@ def read_rows(text: str) -> list[int]:
 
 
 def weight_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes of the matrices that one decoded token reads, as they are in the file."""
-    unread = () if checkpoint.config.tied_embeddings else ("embed",)
-    return sum(tensor.num_bytes for name, tensor in checkpoint.tensors.items() if len(tensor.shape) == 2 and name not in unread)
+    """Bytes of the matrices that one decoded token reads, as they are in the file; of experts, of those that it goes through."""
+    config, tensors = checkpoint.config, checkpoint.tensors
+    unread = () if config.tied_embeddings else ("embed",)
+    dense = sum(tensor.num_bytes for name, tensor in tensors.items() if len(tensor.shape) == 2 and name not in unread)
+    of_experts = sum(tensor.num_bytes for tensor in tensors.values() if len(tensor.shape) == 3)
+    return dense + (of_experts * config.experts.used // config.experts.count if config.experts else 0)
 
 
 def _check_depth(checkpoint: Checkpoint, figures: Sequence[Figure]) -> None:

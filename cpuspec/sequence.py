@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cpuspec.config import SamplingParams
+from cpuspec.errors import CpuspecError
 from cpuspec.sampling import Draws, Legal, Noise, Row, TokenHistory
 
 
@@ -46,7 +47,7 @@ class Sequence:
     prediction: Seq[int] = ()  # tokens that the answer may repeat, which lookups draft from
     turns: Seq[int] = ()  # numbers of first tokens behind which a later prompt may well go another way (`Tokenizer.turns`)
     finish_reason: str | None = None  # "stop", "length", "error", "aborted"
-    error: str | None = None  # why it cannot go on
+    error: CpuspecError | None = None  # why it cannot go on
     _num_committed: int | None = None  # of the tokens, where others follow them; see `ahead`
     _history: TokenHistory | None = None
     _num_counted: int = 0  # of the tokens, in the history

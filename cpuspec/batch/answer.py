@@ -30,8 +30,8 @@ from cpuspec.server.schema import (
 from cpuspec.server.structured import check_strict
 
 _MOST_ANSWERS = 128  # to one line, as OpenAI's API allows
-_LINES_AHEAD = 16  # answers that may wait for an earlier one, for each sequence that the LLM runs
-# Fields that change no answer here, besides those that the bodies ignore. One model answers the whole batch.
+_LINES_AHEAD = 16  # for each sequence that the LLM runs: finished answers may wait for that of an earlier line
+# Fields that a batch ignores, besides those that the server's bodies ignore.
 _IGNORED = frozenset(
     [
         "metadata",
@@ -58,9 +58,9 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 def answer_lines(llm: LLM, lines: Iterator[Line], given: Mapping[str, Any]) -> Generator[dict[str, Any]]:
     """Yield the answer of each line, in order. As many run at once as the LLM has room for, and few lines are read ahead.
 
-    given: fields of SamplingParams for lines without them; where both have none, the model's recommendation counts. Threads may
-    share one LLM and its batch; a step that fails ends the answers of all of them. A line that cannot be run gets an error as its
-    answer. Raises what `LLM.step` raises.
+    given: fields of SamplingParams for lines that do not set them. The model's recommendation fills in a field that neither sets.
+    A line that cannot be run gets an error as its answer. Several threads may share one LLM; a failed step ends the answers of all
+    threads. Raises what `LLM.step` raises.
     """
     begun: deque[_Job] = deque()
     try:
@@ -167,13 +167,16 @@ class _Job:
         if any(last.finish_reason == "aborted" for last in lasts):
             raise CpuspecError("an answer was broken off, because another caller of this LLM was interrupted; ask again")
         if error := next((last.error for last in lasts if last.error), None):
-            return error_line(self._line, CpuspecError(error))
+            return error_line(self._line, error)
         stats = [last.stats for last in lasts if last.stats is not None]
         return answer_line(self._line, 200, self._writer.whole(self._chunks, stats))
 
 
 def _body(url: str, fields: Mapping[str, Any]) -> ChatBody | CompletionBody:
-    """The server's body of a request. Raises ConfigError for fields that the server ignores: a line has no header to name them."""
+    """The server's body of a request.
+
+    Raises ConfigError for a field that the server would ignore: its response names such fields in a header, and a line has none.
+    """
     kind: type[ChatBody | CompletionBody] = ChatBody if url == CHAT else CompletionBody
     found, unknown = read(kind.declared(), {name: value for name, value in fields.items() if name not in _IGNORED})
     if unknown:
@@ -190,7 +193,7 @@ def _body(url: str, fields: Mapping[str, Any]) -> ChatBody | CompletionBody:
 def _strict(keeps_to: dict[str, Any]) -> dict[str, Any]:
     """The grammar of an answer.
 
-    Raises RequestError for a schema with parts that no grammar can hold: a line has no header that could name them.
+    Raises RequestError for a schema with parts that no grammar can enforce: the server would name them in a header.
     """
     if "json_schema" in keeps_to:
         check_strict(keeps_to["json_schema"], "the JSON schema of a line", "response_format")
@@ -199,7 +202,7 @@ def _strict(keeps_to: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _BatchModel:
-    """An LLM as the server's functions take a model. given: fields of SamplingParams for lines that do not have them."""
+    """An LLM in the shape of the server's model. given: fields of SamplingParams for lines that do not set them."""
 
     llm: LLM
     name: str

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuspec.errors import CpuspecError, in_one_line
+from cpuspec.server.errors import as_request_error
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_LINE_BYTES = 64 << 20
@@ -88,9 +89,9 @@ def answer_line(line: Line, status: int, body: Mapping[str, Any]) -> dict[str, A
 
 
 def error_line(line: Line, error: CpuspecError) -> dict[str, Any]:
-    """The answer to a line that cannot be run: an error with status 400, or for a line that is not a request the fault alone."""
+    """The answer to a line that cannot be run: the server's error, or for a line that is not a request the fault alone."""
     if isinstance(error, LineError):
         told = {"code": error.code, "message": str(error)}
         return {_ID_KEY: f"{_ID_BEGINS}{line.number}", "custom_id": line.custom_id, "response": None, "error": told}
-    fault = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
-    return answer_line(line, 400, {"error": fault})
+    found = as_request_error(error)
+    return answer_line(line, found.status, {"error": {"message": str(found), "type": found.kind, "param": None, "code": None}})

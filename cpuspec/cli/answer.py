@@ -1,4 +1,4 @@
-"""One streamed answer: collected while it is shown, kept when it is interrupted, and its figures in a line."""
+"""Streams one answer to the terminal, keeps it if the user interrupts it, and describes it in a line of figures."""
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -19,9 +19,9 @@ from cpuspec.server.parsing import Piece, answer_parser, opens_reasoning, shown_
 
 @dataclass
 class Answer:
-    """An answer, perhaps unfinished. finish_reason "aborted": it was interrupted, and its stats end there.
+    """An answer. finish_reason is "aborted" if the user interrupted it; its stats then end there.
 
-    content, reasoning: the parts of the text. The whole answer to a raw prompt is content.
+    content, reasoning: the two parts of the text. The answer to a raw prompt is all content.
     """
 
     params: SamplingParams
@@ -46,9 +46,9 @@ def collect(
     show_apart: Callable[[str], None] = keep_quiet,
     variables: Mapping[str, Any] | None = None,
 ) -> Answer:
-    """Stream the answer through `show`. Ctrl-C ends the answer, not the command: the text until then is returned.
+    """Stream the answer's content to `show`, and its reasoning and tool calls to `show_apart`.
 
-    show_apart: gets the reasoning and, in channels, calls. variables: of the chat template.
+    Ctrl-C ends the answer, not the command: the tokens so far are returned. variables: of the chat template.
     """
     answer, parser, shown = Answer(params), None, frozenset[int]()
     asked: Any = prompt
@@ -85,7 +85,7 @@ def collect(
 
 @dataclass(frozen=True)
 class ExactCheck:
-    """An answer beside the plain one to the same question. first_difference: position of the first token that differs, or None."""
+    """The comparison of an answer with the one without drafts. first_difference: position of the first token that differs."""
 
     identical: bool
     greedy: bool
@@ -113,7 +113,7 @@ class ExactCheck:
 
 
 def check_exact(answer: Answer, plain: Answer, row_invariant: bool) -> ExactCheck | None:
-    """Compare an answer with the same one without drafts. None if that one was interrupted."""
+    """Compare an answer with `plain`, the one without drafts. None if `plain` was interrupted."""
     if plain.finish_reason == "aborted":
         return None
     same = shared_prefix(answer.token_ids, plain.token_ids)
@@ -122,7 +122,7 @@ def check_exact(answer: Answer, plain: Answer, row_invariant: bool) -> ExactChec
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
-    """The params, with a random seed where a sampled answer has none, so that it can be repeated."""
+    """The params. Sampled answers without a seed get a random one, so that they can be repeated."""
     return params if params.greedy or params.seed is not None else replace(params, seed=randbits(32))
 
 
@@ -134,7 +134,7 @@ def describe_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def describe_sampling(params: SamplingParams, defaults: SamplingDefaults) -> str:
-    """The sampling in words, with the settings that are the model's own: `sampled at temperature 0.2 (model's own)`."""
+    """The sampling in words, such as `sampled at temperature 0.2 (model's own)` where the model recommends that value."""
     names = [name for name in (*SAMPLING_FIELDS, "presence_penalty", "frequency_penalty") if not params.greedy or "penalty" in name]
     used = [name for name in names if getattr(params, name) != getattr(SamplingParams, name)]
     own = [name for name in used if getattr(params, name) == defaults.fields().get(name)]
@@ -151,7 +151,7 @@ def _spoken(name: str) -> str:
 
 
 def figures(answer: Answer, defaults: SamplingDefaults) -> str:
-    """The closing line: tokens, latency, rates, what the draft levels contributed, and how tokens were chosen."""
+    """The line behind an answer: tokens, latency, rates, accepted drafts of each level, and the sampling."""
     stats = answer.stats
     interrupted = [f"interrupted after {len(answer.token_ids)} tokens"] if answer.finish_reason == "aborted" else []
     chosen = describe_sampling(answer.params, defaults)
@@ -177,7 +177,7 @@ def figures(answer: Answer, defaults: SamplingDefaults) -> str:
 
 
 def memory(llm: LLM) -> str:
-    """A line about the memory of a chain's models; empty where the target is alone."""
+    """A line about the memory of each model of a chain; empty for a target without draft models."""
     levels = llm.memory()
     if len(levels) < 2:
         return ""
@@ -189,14 +189,14 @@ def memory(llm: LLM) -> str:
 
 
 def from_disk(disk: DiskReads, num_forwards: int) -> str:
-    """What forwards have read from the disk, and how long they waited for it."""
+    """A text about experts on the disk: bytes read in a forward, the time waited for them, and the share found in memory."""
     found = f"{100 * disk.num_found / max(disk.num_experts, 1):.0f} % of the experts needed were in memory"
     each = f"{size(disk.num_bytes / num_forwards)} read from the disk and {1e3 * disk.wait_s / num_forwards:.1f} ms waited for it"
     return f"{each} in each; {found}"
 
 
 def explanation(llm: LLM) -> list[str]:
-    """Lines about the weights that each model read, and about the figures that `auto` decided from; a remark for other specs."""
+    """Lines about the weights that each model has read, and about the figures from which `auto` chose its drafts."""
     drafters = llm.explain()
     lines = [
         f"{one.name}: {counted(one.num_forwards, 'forward')}, {size(one.weight_bytes / one.num_forwards)} of weights read in each"

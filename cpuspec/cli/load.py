@@ -40,7 +40,7 @@ _TITLES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """The requests to send, and the figures to compute of their answers. dataset: None for random words."""
+    """The requests to send, and the figures to compute from the answers. dataset None sends random words."""
 
     num_prompts: int = 100
     dataset: Path | None = None

@@ -12,7 +12,7 @@ from cpuspec.backends import stop_forward
 from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.engine.text import StopText
-from cpuspec.errors import ConfigError
+from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.metrics import LevelCounters, Reads, RequestMeter, RequestStats
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
@@ -48,7 +48,7 @@ class Output:
     token_sources: list[str] = field(default_factory=list)
     cycles: list[tuple[Cycle, ...]] = field(default_factory=list)
     num_read_tokens: int | None = None
-    error: str | None = None
+    error: CpuspecError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,8 @@ class Engine:
                 path = seq.tokens[seq.num_prompt_tokens : before + num_taken]
                 if seq.answer_constraint.legal(path) is None:
                     reason = "stop" if seq.answer_constraint.accepts(path) else "error"
-                    error = None if reason == "stop" else "the grammar leads nowhere here, or is too complex; simplify it"
+                    if reason == "error":
+                        error = ConfigError("the grammar leads nowhere here, or is too complex; simplify it")
                     break
             if before + num_taken == request.max_length:
                 reason = "length"
@@ -288,7 +289,7 @@ class Engine:
         seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
         return self._end(request, output, reason, error)
 
-    def _end(self, request: Request, output: Output, reason: str, error: str | None = None) -> Output:
+    def _end(self, request: Request, output: Output, reason: str, error: CpuspecError | None = None) -> Output:
         """Forget a request and free its slot; returns its last output, completed."""
         request.seq.finish_reason = reason
         self._scheduler.remove(request.seq)

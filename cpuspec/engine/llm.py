@@ -61,10 +61,11 @@ _Settings = TypeVar("_Settings", EngineConfig, SamplingParams)
 class Completion:
     """The answer to one prompt.
 
+    text: all that the model wrote, its reasoning and tool calls included; the server's protocols split these (`server/parsing`).
+    token_ids include the token that ended it, text does not.
     finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end), or "error": then `error` says
-    why the answer ends here, while others went on.
-    token_ids include the token that ended it, text does not. logprobs: one for each token if asked for, else empty.
-    index: its number among the `n` answers to the prompt.
+    why this answer ended, while others went on.
+    logprobs: one for each token if asked for, else empty. index: its number among the `n` answers to the prompt.
     """
 
     text: str
@@ -539,7 +540,7 @@ class LLM:
                 self._shared.drop(request_id)
         errors = [parts[-1].error for parts in outputs]
         if errors and errors[0] is not None and None not in errors:
-            raise CpuspecError(errors[0])
+            raise errors[0]
         indices = [index for one in params for index in range(one.n)]
         return [_completion(parts, index) for parts, index in zip(outputs, indices, strict=True)]
 
@@ -550,7 +551,7 @@ class LLM:
             for output in self._shared.outputs(request_id):
                 yield output
                 if output.error:
-                    raise CpuspecError(output.error)
+                    raise output.error
         finally:
             self._shared.drop(request_id)
 
@@ -636,7 +637,7 @@ def _completion(parts: list[Output], index: int) -> Completion:
         logprobs=[one for part in parts for one in part.logprobs],
         stats=last.stats,
         index=index,
-        error=last.error,
+        error=None if last.error is None else str(last.error),
     )
 
 

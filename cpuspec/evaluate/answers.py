@@ -1,4 +1,4 @@
-"""Answers many prompts with an LLM or a server of this machine, as many at once as there is room for, and measures their cost."""
+"""Answers many prompts at once, with an LLM or a server of this machine, and measures what the answers cost."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ OnAnswer = Callable[[int], None]  # answers that are done
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer. content: its text without reasoning, which only conversations have."""
+    """One answer. content: the text without its reasoning. Raw prompts have no reasoning, so there the two are equal."""
 
     text: str
     content: str
@@ -31,9 +31,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Cost:
-    """What answers took. Latencies are in seconds, at p50, p95 and p99 of the answers; an answer's tokens/s counts its own time.
+    """The cost of a set of answers. Latencies are in seconds, at p50, p95 and p99 of the answers.
 
-    tokens_per_s: tokens of all answers over the time from the first's beginning to the last's end.
+    tokens_per_s: new tokens of all answers over `duration_s`, which runs from the first request to the last token.
+    decode_tokens_per_s: median of the answers' own rates. memory_bytes: weights, keys and values; bytes that several models share
+    count once. None for a server, which does not tell.
     """
 
     num_answers: int
@@ -43,12 +45,12 @@ class Cost:
     num_accepted_tokens: int
     duration_s: float
     tokens_per_s: float
-    decode_tokens_per_s: float | None  # median of the answers
+    decode_tokens_per_s: float | None
     ttft_s: dict[str, float]
     tpot_s: dict[str, float]
     answer_s: dict[str, float]
     levels: dict[str, dict[str, Any]]
-    memory_bytes: int | None  # weights, and keys and values; what models share counts once; None of a server
+    memory_bytes: int | None
 
     def price(self, price_per_hour: float, num_passed: int) -> dict[str, float | None]:
         """The price of a million new tokens and of a right answer, at the machine's price; None without tokens or answers."""
@@ -62,11 +64,9 @@ class Cost:
 def answer_all(
     llm: LLM, requests: Sequence[tuple[Prompt | list[int], SamplingParams]], on_answer: OnAnswer = lambda done: None
 ) -> tuple[list[Answer], Cost]:
-    """Answer every prompt, in their order; `llm.max_sequences` run at once. The LLM must have no other callers.
+    """Answer the prompts in their order, `llm.max_sequences` at once. The LLM must have no other callers.
 
-    Prompts are raw texts, conversations, or token ids.
-
-    Raises ConfigError for prompts that cannot be run, before running any.
+    A prompt is a text, a conversation, or token ids. Raises ConfigError for a prompt that cannot be run, before any is run.
     """
     tokenizer = llm.tokenizer
     prompts = [_ids(llm, prompt) for prompt, _ in requests]
@@ -114,7 +114,7 @@ def _ids(llm: LLM, prompt: Any) -> list[int]:
 def _answer(llm: LLM, prompt: Prompt | list[int], ids: list[int], parts: Sequence[Output]) -> Answer:
     last, text = parts[-1], "".join(part.text for part in parts)
     if last.finish_reason in (None, "aborted", "error") or last.stats is None:
-        raise CpuspecError(last.error or "an answer was broken off; ask again")
+        raise last.error or CpuspecError("an answer was broken off; ask again")
     tokens = tuple(token for part in parts for token in part.token_ids)
     return Answer(text, _content(llm, ids, text) if _is_conversation(prompt) else text, tokens, str(last.finish_reason), last.stats)
 
@@ -150,7 +150,7 @@ def _cost(llm: LLM, stats: Sequence[RequestStats], duration_s: float, took_s: Se
 
 
 def cost_of_server(answers: Sequence[RequestResult], duration_s: float) -> Cost:
-    """The cost of a server's answers, all of which came. What it does not tell counts as 0."""
+    """The cost of a server's answers. All of them must have come. A count that the server does not report is 0."""
     num_new = sum(one.num_new_tokens for one in answers)
     times = [one.tpot_s for one in answers if one.tpot_s]
     return Cost(

@@ -1,10 +1,7 @@
 """Reads result files of other engines and of cpuspec into one form, so that they can stand beside each other.
 
-Kinds: llama-bench, vLLM's `bench serve` and `bench latency`, cpuspec's `parity --record`, `bench`, `eval task` and `eval arms`, and
-plain figures that a user wrote down, as of transformers: an object with `engine` and some of FIGURES.
-
 Sources: llama.cpp, tools/llama-bench (`-o json`: a list with n_prompt, n_gen, avg_ts); vLLM, `vllm bench serve --save-result` and
-`vllm bench latency --output-json`.
+`vllm bench latency --output-json`. A user may write figures down, too, as of transformers: an object with `engine` and FIGURES.
 """
 
 import json
@@ -19,6 +16,7 @@ from cpuspec.evaluate.parity_file import FORMAT, read_recording
 from cpuspec.files import read_file
 
 _MOST_BYTES = 64 << 20
+_UNKNOWN = "not told"
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,8 @@ class Run:
 
     source: str
     engine: str
-    model: str = "not told"
-    machine: str = "not told"
+    model: str = _UNKNOWN
+    machine: str = _UNKNOWN
     what: str = ""
     prefill_tokens_per_s: float | None = None
     decode_tokens_per_s: float | None = None
@@ -49,7 +47,7 @@ class Run:
     def price_per_million(self) -> float | None:
         """The price of a million new tokens: of all requests together, else of one sequence."""
         rate = self.tokens_per_s or self.decode_tokens_per_s
-        return self.price_per_hour / 3600 / rate * 1e6 if self.price_per_hour is not None and rate else None
+        return None if self.price_per_hour is None else _over(self.price_per_hour / 3600 * 1e6, rate)
 
     @property
     def price_per_answer(self) -> float | None:
@@ -71,125 +69,100 @@ def read_runs(path: Path, price_per_hour: float | None = None) -> list[Run]:
         found = _runs(value, path)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(f"{path} has not the shape that its engine writes ({type(error).__name__}: {error})") from None
-    return [replace(one, price_per_hour=price_per_hour) for one in found]
+    return [replace(one, source=path.name, price_per_hour=price_per_hour) for one in found]
 
 
 def _runs(value: Any, path: Path) -> list[Run]:
     match value:
         case [{"avg_ts": _, "n_prompt": _, "n_gen": _}, *_]:
-            return [_llama_bench(value, path.name)]
+            return [_llama_bench(value)]
         case {"output_throughput": _, "completed": _}:
-            return [_bench_serve(value, path.name)]
+            return [_bench_serve(value)]
         case {"avg_latency": latency}:
-            return [Run(path.name, "vLLM", what=f"bench latency: {float(latency):.3f} s a batch")]
+            return [_run("vLLM", {}, f"bench latency: {float(latency):.3f} s a batch")]
         case {"format": kind} if kind == FORMAT:
             return [_parity(read_recording(path))]
         case {"benchmark": "task"}:
-            return [_task(value, path.name)]
+            return [_task(value)]
         case {"benchmark": "arms", "arms": list(arms)}:
-            return [_task({**value, **arm, **task}, path.name, arm["arm"]) for arm in arms for task in arm["tasks"]]
-        case {"decode": _, "prefill": _, "processor": str()}:
-            return [_bench(value, path.name)]
-        case {"engine": str(), **rest} if any(name in rest for name in FIGURES):
-            return [_plain(value, path.name)]
+            return [_task({**value, **arm, **task}, [arm["arm"]]) for arm in arms for task in arm["tasks"]]
+        case {"decode": decode, "prefill": prefill, "processor": str()}:
+            rates = {
+                f"{name}_tokens_per_s": one and one["tokens_per_s"] for name, one in (("decode", decode), ("prefill", prefill))
+            }
+            return [_run(f"cpuspec {value['backend']}", value, "bench", **rates)]
+        case {"engine": str(engine), **rest} if any(name in rest for name in FIGURES):
+            return [_run(engine, rest, str(rest.get("what", "")), **{name: rest.get(name) for name in FIGURES})]
     raise ConfigError(
         f"{path} is no result that is known; wanted JSON of llama-bench, vllm bench serve or latency, cpuspec parity --record, "
         f"eval or bench --json, or an object with engine and some of {', '.join(FIGURES)}"
     )
 
 
-def _llama_bench(rows: list[dict[str, Any]], source: str) -> Run:
-    prefill = next((row for row in rows if row["n_gen"] == 0), None)
-    decode = next((row for row in rows if row["n_prompt"] == 0), None)
-    first = rows[0]
-    return Run(
-        source,
-        f"llama.cpp {first.get('build_number', '')}".strip(),
-        Path(str(first.get("model_filename", "not told"))).name,
-        str(first.get("gpu_info") or first.get("cpu_info") or "not told"),
-        ", ".join(f"{test}{row[count]}" for test, count, row in (("pp", "n_prompt", prefill), ("tg", "n_gen", decode)) if row),
-        prefill_tokens_per_s=float(prefill["avg_ts"]) if prefill else None,
-        decode_tokens_per_s=float(decode["avg_ts"]) if decode else None,
-    )
+def _run(engine: str, about: Mapping[str, Any], what: str, **figures: Any) -> Run:
+    """A run, with the model and the machine that `about` names. Figures are numbers, or None."""
+    machine = str(about.get("machine") or about.get("processor") or _UNKNOWN)
+    known: dict[str, Any] = {name: None if value is None else float(value) for name, value in figures.items()}
+    return Run("", engine, str(about.get("model", _UNKNOWN)), machine, what, **known)
 
 
-def _bench_serve(value: Mapping[str, Any], source: str) -> Run:
-    def seconds(name: str) -> float | None:
-        found = value.get(f"median_{name}_ms", value.get(f"mean_{name}_ms"))
-        return None if found is None else float(found) / 1e3
+def _over(part: float | None, whole: float | None) -> float | None:
+    """A quotient; None of an unknown part, and of an unknown whole or 0."""
+    return part / whole if whole and part is not None else None
 
-    drafted, taken = value.get("total_draft_tokens"), value.get("total_accepted_draft_tokens")
-    acceptance = taken / drafted if drafted and taken is not None else value.get("spec_decode_acceptance_rate")
-    tpot_s = seconds("tpot")
-    return Run(
-        source,
-        str(value.get("backend", "not told")),
-        str(value.get("model_id", "not told")),
-        what=f"{value['completed']} requests at {value.get('request_rate', 'inf')} a second",
-        decode_tokens_per_s=1 / tpot_s if tpot_s else None,
+
+def _llama_bench(rows: list[dict[str, Any]]) -> Run:
+    first, tests = rows[0], (("pp", "n_prompt", "n_gen"), ("tg", "n_gen", "n_prompt"))
+    found = {test: (row[count], row["avg_ts"]) for test, count, other in tests for row in rows[::-1] if row[other] == 0}
+    about = {
+        "model": Path(str(first.get("model_filename", _UNKNOWN))).name,
+        "machine": first.get("gpu_info") or first.get("cpu_info"),
+    }
+    rates = {f"{name}_tokens_per_s": found.get(test, (0, None))[1] for name, test in (("prefill", "pp"), ("decode", "tg"))}
+    what = ", ".join(f"{test}{found[test][0]}" for test, *_ in tests if test in found)
+    return _run(f"llama.cpp {first.get('build_number', '')}".strip(), about, what, **rates)
+
+
+def _bench_serve(value: Mapping[str, Any]) -> Run:
+    ttft, tpot = (value.get(f"median_{name}_ms", value.get(f"mean_{name}_ms")) for name in ("ttft", "tpot"))
+    acceptance = _over(value.get("total_accepted_draft_tokens"), value.get("total_draft_tokens"))
+    return _run(
+        str(value.get("backend", _UNKNOWN)),
+        {"model": value.get("model_id", _UNKNOWN)},
+        f"{value['completed']} requests at {value.get('request_rate', 'inf')} a second",
+        decode_tokens_per_s=_over(1000, tpot),
         tokens_per_s=float(value["output_throughput"]),
-        ttft_s=seconds("ttft"),
-        tpot_s=tpot_s,
-        acceptance=None if acceptance is None else float(acceptance),
+        ttft_s=_over(ttft, 1000),
+        tpot_s=_over(tpot, 1000),
+        acceptance=value.get("spec_decode_acceptance_rate") if acceptance is None else acceptance,
     )
 
 
 def _parity(run: Recording) -> Run:
     answers = [one for one in run.answers if one.decode_s]
-    taken_s = sum(one.decode_s for one in answers)
     levels = [counts for one in run.drafts if one is not None for counts in (one.levels or {}).values()]
-    drafted = sum(counts.num_draft_tokens for counts in levels)
     device = str(run.about.get("device", "cpu"))
-    return Run(
-        str(run.about["recorded"]),
+    return _run(
         f"cpuspec {run.about['name']}",
-        run.model.name,
-        device if device != "cpu" else str(run.about.get("processor", "not told")),
+        {"model": run.model.name, "machine": device if device != "cpu" else run.about.get("processor")},
         f"{len(answers)} greedy answers, plain",
-        decode_tokens_per_s=sum(one.num_decoded for one in answers) / taken_s if taken_s else None,
-        acceptance=sum(counts.num_accepted_tokens for counts in levels) / drafted if drafted else None,
+        decode_tokens_per_s=_over(sum(one.num_decoded for one in answers), sum(one.decode_s for one in answers)),
+        acceptance=_over(sum(one.num_accepted_tokens for one in levels), sum(one.num_draft_tokens for one in levels)),
     )
 
 
-def _task(value: Mapping[str, Any], source: str, arm: str = "") -> Run:
+def _task(value: Mapping[str, Any], arm: list[str] | None = None) -> Run:
     cost = value["cost"]
-    drafted = cost["num_draft_tokens"]
-    return Run(
-        source,
+    drafts = [f"drafts {value['draft']}"] if "draft" in value else []
+    return _run(
         f"cpuspec {value['backend']}" if "backend" in value else f"server at {value.get('base_url', 'an address')}",
-        str(value["model"]),
-        str(value.get("processor", "not told")),
-        ", ".join(
-            [
-                f"{value['task']}, {value['form']}",
-                *([arm] if arm else []),
-                *([f"drafts {value['draft']}"] if "draft" in value else []),
-            ]
-        ),
+        value,
+        ", ".join([f"{value['task']}, {value['form']}", *(arm or []), *drafts]),
         decode_tokens_per_s=cost["decode_tokens_per_s"],
         tokens_per_s=cost["tokens_per_s"],
         ttft_s=cost["ttft_s"].get("p50"),
         tpot_s=cost["tpot_s"].get("p50"),
-        acceptance=cost["num_accepted_tokens"] / drafted if drafted else None,
+        acceptance=_over(cost["num_accepted_tokens"], cost["num_draft_tokens"]),
         quality=value["pass@1"],
-        seconds_per_answer=cost["duration_s"] / value["num_passed"] if value["num_passed"] else None,
+        seconds_per_answer=_over(cost["duration_s"], value["num_passed"]),
     )
-
-
-def _bench(value: Mapping[str, Any], source: str) -> Run:
-    prefill, decode = value["prefill"], value["decode"]
-    return Run(
-        source,
-        f"cpuspec {value['backend']}",
-        str(value["model"]),
-        str(value["processor"]),
-        "bench",
-        prefill_tokens_per_s=prefill and prefill["tokens_per_s"],
-        decode_tokens_per_s=decode and decode["tokens_per_s"],
-    )
-
-
-def _plain(value: Mapping[str, Any], source: str) -> Run:
-    figures: dict[str, Any] = {name: float(value[name]) for name in FIGURES if value.get(name) is not None}
-    texts: dict[str, Any] = {name: str(value[name]) for name in ("model", "machine", "what") if name in value}
-    return Run(source, str(value["engine"]), **texts, **figures)

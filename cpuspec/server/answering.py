@@ -11,11 +11,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from cpuspec.errors import CpuspecError
-from cpuspec.server.errors import EngineFailedError
+from cpuspec.server.errors import EngineFailedError, as_request_error
 from cpuspec.server.figures import log_figures
 from cpuspec.server.gate import context_of
 from cpuspec.server.model import Answers, ServedModel
-from cpuspec.server.replies import STAMP, as_request_error, error_body, error_event, event, is_of_ollama, json_response
+from cpuspec.server.replies import STAMP, error_body, event, is_of_ollama, json_response
 from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.writer import Event, Writer
 
@@ -71,15 +71,15 @@ async def _stream(request: Request, answers: Answers, writer: Writer) -> AsyncGe
             yield event(one, path)
         if writer.closing:
             yield writer.closing
-    except CpuspecError as error:
-        told = as_request_error(error)
-        yield event(writer.failed(told) or error_body(path, told, context_of(request).id), path)
     except (GeneratorExit, asyncio.CancelledError):
         raise
-    except BaseException:  # a panic of a Rust library is no Exception
-        _LOG.exception("request %s failed", context_of(request).id)
-        told = EngineFailedError("the server failed; its log says why")
-        yield error_event(path, told, context_of(request).id)
+    except BaseException as error:  # a panic of a Rust library is no Exception
+        if isinstance(error, CpuspecError):
+            told = as_request_error(error)
+        else:
+            _LOG.exception("request %s failed", context_of(request).id)
+            told = EngineFailedError("the server failed; its log says why")
+        yield event(writer.failed(told) or error_body(path, told, context_of(request).id), path)
 
 
 class EventStream(StreamingResponse):

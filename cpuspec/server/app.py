@@ -23,12 +23,12 @@ from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.platform import SYSTEM
 from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, page, responses
 from cpuspec.server.connections import close_silent
-from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError
+from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError, as_request_error
 from cpuspec.server.fields import REFUSED
 from cpuspec.server.gate import NOTE, NOTES, Gate, context_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
-from cpuspec.server.replies import as_request_error, error_response
+from cpuspec.server.replies import error_response
 from cpuspec.server.runner import beside
 from cpuspec.server.server import Server
 

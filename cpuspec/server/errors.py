@@ -1,6 +1,6 @@
 """Errors of requests: a mistake of the client, or something that the server cannot do now. Each has a status and a kind."""
 
-from cpuspec.errors import CpuspecError
+from cpuspec.errors import BackendError, CpuspecError
 
 
 class RequestError(CpuspecError):
@@ -110,3 +110,10 @@ class EngineFailedError(RequestError):
 
     status = 500
     kind = "server_error"
+
+
+def as_request_error(error: CpuspecError) -> RequestError:
+    """The error of a request that some part of the package raised: the client's fault unless a backend failed."""
+    if isinstance(error, RequestError):
+        return error
+    return EngineFailedError(str(error)) if isinstance(error, BackendError) else RequestError(str(error))

@@ -21,7 +21,7 @@ from cpuspec.engine.llm import LLM, Job
 from cpuspec.errors import CpuspecError
 from cpuspec.metrics import RequestStats
 from cpuspec.server.admission import Admission
-from cpuspec.server.errors import BusyError, ContextExceededError, EngineFailedError, RequestError, TimeUpError
+from cpuspec.server.errors import BusyError, ContextExceededError, EngineFailedError, RequestError, TimeUpError, as_request_error
 from cpuspec.server.fill import fill_tokens
 from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import ToolFormat, shown_tokens, tool_format
@@ -280,7 +280,7 @@ class Answers:
                 raise self._error
             for number, output in self._come() if self._rng is None else self._in_turn():
                 if output.error:
-                    raise RequestError(output.error)
+                    raise as_request_error(output.error)
                 if output.finish_reason == "aborted":
                     raise EngineFailedError("the engine failed while it computed this answer; try again")
                 if output.finish_reason is not None:

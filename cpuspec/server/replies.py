@@ -6,8 +6,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from cpuspec.errors import BackendError, CpuspecError
-from cpuspec.server.errors import ContextExceededError, EngineFailedError, RequestError
+from cpuspec.server.errors import ContextExceededError, RequestError
 
 # In the messages of a stream that another server may have to repeat: `Answers.stamp`. What has none is no part of the answer.
 STAMP = "cpuspec.stamp"
@@ -21,13 +20,6 @@ def json_text(value: Any) -> str:
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A response of JSON."""
     return Response(json_text(value), status, headers, "application/json")
-
-
-def as_request_error(error: CpuspecError) -> RequestError:
-    """The error of a request that some part of the package raised: the client's fault unless a backend failed."""
-    if isinstance(error, RequestError):
-        return error
-    return EngineFailedError(str(error)) if isinstance(error, BackendError) else RequestError(str(error))
 
 
 def error_body(path: str, error: RequestError, request_id: str) -> dict[str, Any]:
@@ -53,11 +45,6 @@ def event(value: Mapping[str, Any], path: str = "") -> str:
         return f"{json_text(value)}\n"
     data = f"data: {json_text(value)}\n\n"
     return f"event: {value['type']}\n{data}" if "type" in value else data
-
-
-def error_event(path: str, error: RequestError, request_id: str) -> str:
-    """An event that says what went wrong in a stream that has begun."""
-    return event(error_body(path, error, request_id), path)
 
 
 def is_of_ollama(path: str) -> bool:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from cpuspec.errors import CpuspecError
+from cpuspec.errors import BackendError, CpuspecError
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
@@ -92,7 +92,8 @@ class GuardedProposer(Proposer):
 
     def _fall_back(self, seq: Sequence, error: BaseException) -> None:
         if not self._goes_on:
-            seq.error = str(error) if isinstance(error, CpuspecError) else f"drafting with {self.name} failed: {error!r}"
+            failed = BackendError(f"drafting with {self.name} failed: {error!r}")
+            seq.error = error if isinstance(error, CpuspecError) else failed
         else:
             self.num_failures += 1
             self._warn(error)

@@ -26,7 +26,7 @@ class Round:
     verdict: Verdict
     output: ForwardOutput
     cycles: tuple[Cycle, ...]  # the verifications that it took, those of lower levels first
-    error: str | None = None
+    error: CpuspecError | None = None
 
     @property
     def token_sources(self) -> list[str]:
@@ -67,11 +67,12 @@ def speculate(
     rounds = []
     outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks)
     for seq, draft, scored, before, part in zip(seqs, drafts, outputs, forced, parts, strict=True):
-        hidden, failed = scored.hidden, None
+        hidden = scored.hidden
+        failed: CpuspecError | None = None
         try:
             verdict = verify(seq, draft, scored.logits, scored.best, is_answer)
         except CpuspecError as error:
-            verdict, failed = Verdict([], []), str(error)
+            verdict, failed = Verdict([], []), error
         if not draft.is_chain:
             context.keep_path(seq, draft, verdict.path)
         if failed is not None:

@@ -1,7 +1,7 @@
 """Reads a Hugging Face tokenizer.json, and the files beside it, and trusts nothing in them: every field is read by name and type.
 
 Three fields for training are ignored: `truncation` and `padding`, which `transformers` resets too, and `dropout`, which would make
-ids random. Steps that could make a text grow without bound are refused, and so are patterns that could backtrack without end. The
+ids random. Steps that could make a text grow without bound are refused, and so are patterns that no known model has. The
 module reads files and makes no tokenizer.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from cpuspec.errors import TokenizerError, in_one_line
 from cpuspec.files import read_file
-from cpuspec.text.pattern_cost import pattern_cost
+from cpuspec.text.known_patterns import min_match
 
 _MOST_BYTES = 1 << 26  # of one file; the largest in use has 33 MB
 _MOST_TOKENS = 1 << 24
@@ -367,13 +367,13 @@ def _growth(normalizer: list[dict[str, Any]], pre_tokenizer: list[dict[str, Any]
 
 
 def _min_match(step: dict[str, Any], name: str) -> int:
-    """The fewest characters that the step's pattern matches."""
+    """The fewest characters that the step's pattern matches; 1 for a regular expression that matches more."""
     match step.get("pattern"):
         case {"String": str(text)}:
             return len(text)
         case {"Regex": str(pattern)}:
             try:
-                return pattern_cost(pattern).min_length
+                return min_match(pattern)
             except TokenizerError as error:
                 raise TokenizerError(f"in the {name}, {error}") from error
         case other:

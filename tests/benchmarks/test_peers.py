@@ -412,6 +412,14 @@ def test_a_token_reads_every_matrix_but_the_embedding_of_an_untied_model(tmp_pat
     assert peers.weight_bytes(checkpoint) == weights * 18 // 32
 
 
+def test_a_token_of_a_mixture_reads_the_experts_that_it_goes_through(tmp_path):
+    paths = [make_tiny_gguf(tmp_path / f"{used}.gguf", "qwen3moe", num_experts=8, num_used=used) for used in (2, 3)]
+    two, three = map(open_checkpoint, paths)
+    of_experts = sum(tensor.num_bytes for tensor in two.tensors.values() if len(tensor.shape) == 3)
+    assert of_experts > 0
+    assert peers.weight_bytes(three) - peers.weight_bytes(two) == of_experts // 8
+
+
 # ----------------------------------------------------------------------------------------------------------- instruction sets
 
 SYSTEM_INFO = "CPU : SSE3 = 1 | AVX = 1 | {}AVX2 = 1 | F16C = 1 | LLAMAFILE = 1 | REPACK = 1 | "

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import numpy as np
@@ -26,6 +26,7 @@ from cpuspec.errors import BackendError, ConfigError
 from cpuspec.server import answering, connections, gate
 from cpuspec.server.app import listen, serve
 from cpuspec.server.errors import EngineFailedError
+from cpuspec.server.model import Answers
 from cpuspec.server.server import Server
 from tests.processes import interrupt, started, wait_for
 from tests.server.asgi import Application, application
@@ -324,7 +325,25 @@ def test_a_request_whose_rows_are_not_finite_gets_its_error_and_the_others_their
     assert one.json()["choices"][0]["text"] == expected
     assert "".join(choice["text"] for event in events(streamed.text) for choice in event["choices"]) == expected
     assert "NaN or infinite" in reply.text
-    assert reply.status_code == (200 if stream else 400)
+    assert reply.status_code == (200 if stream else 500)
+    kind = "api_error" if path_ == "/v1/messages" else "server_error"
+    assert f'"{kind}"' in reply.text
+
+
+@pytest.mark.parametrize(("path_", "wanted"), [("/v1/responses", "response.failed"), ("/v1/messages", "error")])
+def test_a_stream_that_fails_in_a_way_that_nobody_foresaw_ends_with_its_protocols_event(
+    path: Path, path_: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Answers) -> NoReturn:
+        raise ZeroDivisionError
+
+    body = {"messages": [{"role": "user", "content": "a"}], "input": "a", "max_tokens": 5}
+    kept = ("input",) if path_ == "/v1/responses" else ("messages", "max_tokens")
+    monkeypatch.setattr(Answers, "outputs", fails)
+    with serving(lambda: load(path)) as running:
+        last = events(running.post(path_, json={name: body[name] for name in kept} | {"stream": True}).text)[-1]
+    assert last["type"] == wanted
+    assert "its log says why" in str(last)
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """Layers for multi-token prediction (arXiv 2412.19437, section 2.2): in a target's own checkpoint, or in a file beside it.
 
-All are one decoder layer over the norms of a token's embedding and of the hidden state before it, joined by a matrix. They draft
-further tokens from their own outputs behind the last norm. They differ in names, in which of the two comes first, and in whether
-the target's hidden state is taken behind its final norm. Sources: vLLM's `mimo_mtp.py` and `mimo.py`, llama.cpp's graphs.
+Such a layer is one decoder layer. Its input is a matrix times two normed vectors: a token's embedding, and the hidden state of the
+token before. It drafts a second token from its own output after the last norm, and so on. Files differ in the names, in the order
+of the two vectors, and in whether the target's hidden state is taken before or after its final norm.
+
+Sources: vLLM's `mimo_mtp.py` and `mimo.py`, llama.cpp's graphs.
 """
 
 import re
@@ -24,10 +26,10 @@ from cpuspec.formats import QuantTensor
 
 @dataclass(frozen=True)
 class _Layout:
-    """How files name such a layer. Of several layers the first is read, which predicts the next token but one.
+    """The names of such a layer's tensors in one kind of file. If there are several layers, only the first is read.
 
-    layer: what names in the decoder layer begin with. names: of the other tensors. hidden_first: whether the matrix reads the
-    hidden state before the embedding. normed: whether the target's hidden state comes from behind its final norm.
+    layer: prefix of the decoder layer's names. names: those of the other tensors. hidden_first: the matrix's first inputs are the
+    hidden state, not the embedding. normed: the target's hidden state is taken after its final norm.
     """
 
     layer: str
@@ -76,7 +78,7 @@ def _under(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _layouts(num_layers: int) -> tuple[_Layout, ...]:
-    """num_layers: of the target, which its layers for prediction follow."""
+    """The known layouts. num_layers: those of the target; some files number the layers for prediction after them."""
     mimo, deepseek, gguf = "model.mtp_layers.0.", f"model.layers.{num_layers}.", f"blk.{num_layers}."
     return (
         _Layout(mimo, _under(mimo, _MIMO), hidden_first=True, normed=False),
@@ -89,23 +91,25 @@ def _layouts(num_layers: int) -> tuple[_Layout, ...]:
 
 
 def is_mtp(files: HeadFiles) -> bool:
-    """Whether a directory has the layout that speculators gives to such layers outside of their target."""
+    """Whether a directory is such a layer without its target, as the library speculators writes it."""
     return not files.is_gguf and files.fields.value("speculators_model_type") == "mtp"
 
 
 def read_mtp(files: HeadFiles, target: Checkpoint) -> Head:
-    """Such a layer beside its target."""
+    """Read a file that `is_mtp` knows."""
     return replace(_head(files.tensors, target, files.name), tokenizer=files.tokenizer)
 
 
 def is_gguf_mtp(files: HeadFiles) -> bool:
-    """Whether a GGUF file has the last blocks of a model, which are for prediction, and none of those before them."""
+    """Whether a GGUF file holds a model's blocks for prediction alone, without the blocks before them."""
     return files.is_gguf and _counts(files)[1] > 0 and not any(name.startswith("blk.0.") for name in files.names)
 
 
 def read_gguf_mtp(files: HeadFiles, target: Checkpoint) -> Head:
-    """Such a file beside its target. Its copies of the target's embedding and last norm are not used, nor of the output matrix
-    unless the copy takes fewer bytes.
+    """Read a file that `is_gguf_mtp` knows.
+
+    The file repeats the target's embedding, last norm and output matrix. Of these only the output matrix is used, and only if it
+    has fewer bits than the target's.
     """
     family = FAMILIES[target.config.architecture]
     num_layers, number = _counts(files)
@@ -122,14 +126,14 @@ def read_gguf_mtp(files: HeadFiles, target: Checkpoint) -> Head:
 
 
 def _counts(files: HeadFiles) -> tuple[int, int]:
-    """The blocks that a GGUF file counts, and those of them that are for prediction; zeros where it does not say."""
+    """A GGUF file's number of blocks, and how many of them are for prediction; 0 for a number that it does not have."""
     architecture = files.fields.value("general.architecture")
     found = [files.fields.value(f"{architecture}.{key}") for key in ("block_count", "nextn_predict_layers")]
     return tuple(one if type(one) is int else 0 for one in found)  # type: ignore[return-value]
 
 
 def own_mtp(target: Checkpoint, mmap: bool = True) -> Head:
-    """The layer in the target's own checkpoint, or else in a file `mtp-*.gguf` beside the target's, as llama.cpp calls them.
+    """The layer in the target's own checkpoint, or else in a file beside it that is named `mtp-*.gguf`, as llama.cpp does.
 
     Raises CheckpointError if there is none, or one that is not supported.
     """
@@ -140,13 +144,13 @@ def own_mtp(target: Checkpoint, mmap: bool = True) -> Head:
             files = HeadFiles.read(path, mmap)
             if files and is_gguf_mtp(files):
                 return replace(read_gguf_mtp(files, target), name="mtp")
-        except CheckpointError:  # of another model, or damaged: it is as if it were not there
+        except CheckpointError:  # a damaged file, or one of another model, is passed over
             continue
     raise CheckpointError(f"{target.path} cannot draft for itself: it has no layers for multi-token prediction; name a drafter")
 
 
 def _beside(target: Path) -> list[Path]:
-    """Files beside a GGUF model that may have its layers for prediction, the one of the most alike name first."""
+    """Files `mtp-*.gguf` beside a GGUF model. Those whose names begin most like the model's come first."""
     if target.suffix != ".gguf":
         return []
 
@@ -174,7 +178,7 @@ def _head(files: Mapping[str, QuantTensor], target: Checkpoint, name: str) -> He
             named[layout.names[file_name]] = tensor
         elif file_name.startswith(layout.layer):
             named[names.ours(first + file_name.removeprefix(layout.layer)) or file_name] = tensor
-        elif not (later and int(later[2]) > 0):  # what predicts tokens further ahead is not used
+        elif not (later and int(later[2]) > 0):  # later layers, which predict tokens further ahead, are not used
             named[file_name] = tensor
     try:
         config = _config(target.config, named)
@@ -193,7 +197,7 @@ def _head(files: Mapping[str, QuantTensor], target: Checkpoint, name: str) -> He
 
 
 def _config(target: ModelConfig, named: Mapping[str, QuantTensor]) -> ModelConfig:
-    """The layer's shape: that of the target's last one with attention, with experts if it has some."""
+    """The layer's config: the target's last layer with attention, with experts only if the file has a router."""
     recurs = target.layer_recurrent or (False,) * target.num_layers
     last = max(i for i, recurrent in enumerate(recurs) if not recurrent)
     config = replace(target.with_layers([last]), head=HeadConfig(), tied_embeddings=False)
@@ -203,7 +207,7 @@ def _config(target: ModelConfig, named: Mapping[str, QuantTensor]) -> ModelConfi
 
 
 def _is_copy(tensor: QuantTensor, name: str, target: Checkpoint) -> bool:
-    """Whether a layer's embedding or output matrix is the target's once more, by some of its rows. Drafts alone depend on it."""
+    """Whether a layer's embedding or output matrix repeats the target's, judged by some rows: only drafts depend on it."""
     if name not in ("embed", "output"):
         return False
     theirs = target.tensors["embed" if target.config.tied_embeddings else name]
@@ -214,6 +218,6 @@ def _is_copy(tensor: QuantTensor, name: str, target: Checkpoint) -> bool:
 
 
 def _swapped(tensor: QuantTensor) -> QuantTensor:
-    """A matrix whose inputs come with their halves the other way round; halves are whole blocks."""
+    """The matrix with the two halves of its inputs exchanged. Each half is a whole number of blocks."""
     half = tensor.format.row_bytes(tensor.shape[1] // 2)
     return QuantTensor(tensor.format, tensor.shape, np.concatenate([tensor.data[:, half:], tensor.data[:, :half]], axis=1))
