@@ -91,8 +91,8 @@ def _runs(value: Any, path: Path) -> list[Run]:
                 f"{name}_tokens_per_s": one and one["tokens_per_s"] for name, one in (("decode", decode), ("prefill", prefill))
             }
             return [_run(f"cpuspec {value['backend']}", value, "bench", **rates)]
-        case {"engine": str(engine), **rest} if any(name in rest for name in FIGURES):
-            return [_run(engine, rest, str(rest.get("what", "")), **{name: rest.get(name) for name in FIGURES})]
+        case {"engine": str(engine)} if any(name in value for name in FIGURES):
+            return [_run(engine, value, str(value.get("what", "")), **{name: value.get(name) for name in FIGURES})]
     raise ConfigError(
         f"{path} is no result that is known; wanted JSON of llama-bench, vllm bench serve or latency, cpuspec parity --record, "
         f"eval or bench --json, or an object with engine and some of {', '.join(FIGURES)}"

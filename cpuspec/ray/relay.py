@@ -7,7 +7,7 @@ out. The module knows the messages of ASGI, and nothing of Ray.
 from starlette.types import Message, Send
 
 from cpuspec.server.errors import EngineFailedError, RequestError
-from cpuspec.server.replies import STAMP, error_event
+from cpuspec.server.replies import STAMP, error_body, event
 
 
 class Relay:
@@ -69,4 +69,4 @@ class Relay:
         """End a stream with an error event. Raises the error where no stream has begun."""
         if not self._streams:
             raise error
-        await self._send({"type": "http.response.body", "body": error_event(path, error, request_id).encode()})
+        await self._send({"type": "http.response.body", "body": event(error_body(path, error, request_id), path).encode()})
