@@ -19,7 +19,7 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig
-from cpuspec.evaluate.quality import compare
+from cpuspec.evaluate.quality import compare_backends
 from cpuspec.text import make_tokenizer
 
 
@@ -40,7 +40,7 @@ def main(
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("comparing", total=len(ids))
         for _ in rounds:
-            quality = compare(reference, own, ids, lambda rows: progress.update(task, completed=rows))
+            quality = compare_backends(reference, own, ids, lambda rows: progress.update(task, completed=rows))
     own.close()
     figures = {"text": text.name, "backend": backend, "kv_format": kv_format, **asdict(quality)}
     print(json.dumps(figures, indent=2))

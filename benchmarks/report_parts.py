@@ -12,7 +12,7 @@ import report_plots as plots
 from peers_report import OWN, who
 
 from cpuspec.config import SpecConfig
-from cpuspec.evaluate.parity import Parity, Recording, compare
+from cpuspec.evaluate.parity import Parity, Recording, compare_sides
 from cpuspec.evaluate.statistics import mean_ratio
 
 Result = Mapping[str, Any]
@@ -385,7 +385,7 @@ def machines(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block
         if not others:
             blocks.append("One run is on file, and none to compare it with.")
             continue
-        found = [compare(reference, other, reference.questions) for other in others]
+        found = [compare_sides(reference, other, reference.questions) for other in others]
         sides = [found[0].sides[0], *(one.sides[1] for one in found)]
         rates: dict[str, plots.Bar] = {}
         for side in sides:

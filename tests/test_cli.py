@@ -30,7 +30,7 @@ from cpuspec.backends import BACKENDS, packed
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import machine, models
-from cpuspec.cli.answer import Answer, collect, figures
+from cpuspec.cli.answer import StreamedAnswer, figures, stream_answer
 from cpuspec.cli.app import COMMANDS, whole_command
 from cpuspec.cli.chat import Chat, converse
 from cpuspec.cli.console import deliver_again, emit_generated, note, print_table, size
@@ -317,13 +317,13 @@ def test_an_answer_is_verified_without_drafts(model: str, sampling: tuple[str, .
 def test_an_answer_that_drafts_changed_fails_only_where_it_is_greedy(
     model: str, monkeypatch: pytest.MonkeyPatch, temperature: str, exit_code: int
 ) -> None:
-    def sends_another_token(llm: LLM, *arguments: Any, **more: Any) -> Answer:
-        answer = collect(llm, *arguments, **more)
+    def sends_another_token(llm: LLM, *arguments: Any, **more: Any) -> StreamedAnswer:
+        answer = stream_answer(llm, *arguments, **more)
         if llm.spec.levels:
             answer.token_ids[3] += 1
         return answer
 
-    monkeypatch.setattr("cpuspec.cli.answer.collect", sends_another_token)
+    monkeypatch.setattr("cpuspec.cli.answer.stream_answer", sends_another_token)
     options = ("--draft", "ngram", "--max-tokens", "6", "--temperature", temperature, "--verify-exact", "--json")
     result = run("generate", "hello", "-m", model, *NUMPY, *options)
     assert result.exit_code == exit_code
@@ -714,8 +714,8 @@ class Interrupted:
 
 def test_an_interrupted_answer_keeps_what_was_said() -> None:
     llm, shown = Interrupted(), []
-    answer = collect(llm, "hi", SamplingParams(), shown.append)  # type: ignore[arg-type]
-    assert answer == Answer(SamplingParams(), "Hello wor", [1, 2, 3], [], "aborted", None, "Hello wor")
+    answer = stream_answer(llm, "hi", SamplingParams(), shown.append)  # type: ignore[arg-type]
+    assert answer == StreamedAnswer(SamplingParams(), "Hello wor", [1, 2, 3], [], "aborted", None, "Hello wor")
     assert shown == ["Hello", " wor"]
     assert figures(answer, SamplingDefaults()) == "interrupted after 3 tokens | greedy"
     assert llm.closed
@@ -727,7 +727,7 @@ def test_an_answer_that_cannot_be_shown_is_closed_at_once() -> None:
 
     llm = Interrupted()
     with pytest.raises(typer.Exit) as caught:  # it holds the frames, so that nothing is closed by chance
-        collect(llm, "hi", SamplingParams(), show)  # type: ignore[arg-type]
+        stream_answer(llm, "hi", SamplingParams(), show)  # type: ignore[arg-type]
     assert caught.value.exit_code == 1
     assert llm.closed
 

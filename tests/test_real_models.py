@@ -17,7 +17,7 @@ from cpuspec.checkpoints.download import fetch
 from cpuspec.checkpoints.recipes import Recipe, load_recipes
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
-from cpuspec.evaluate.quality import compare
+from cpuspec.evaluate.quality import compare_backends
 from cpuspec.formats.packing import pack, unpack
 from cpuspec.text import make_tokenizer
 
@@ -146,7 +146,7 @@ def test_answers_keep_to_a_grammar_whatever_is_drafted(
 def test_compiled_kernels_stay_close_to_the_dequantized_model(checkpoint: Checkpoint) -> None:
     ids = make_tokenizer(checkpoint).encode(TEXT)[:256]
     fast, reference = make_backend("numba", checkpoint, EngineConfig()), NumpyBackend(checkpoint, EngineConfig(kv_format="f32"))
-    quality = compare(reference, fast, ids)
+    quality = compare_backends(reference, fast, ids)
     fast.close()
     assert quality.kl_mean < 2e-3
     assert abs(quality.perplexity_ratio - 1) < 5e-3

@@ -22,7 +22,7 @@ _MAX_ANSWER_BYTES = 8 * MAX_LINE_BYTES
 
 
 @dataclass
-class Summary:
+class BatchSummary:
     """The counts of a run. num_kept: lines that an earlier run answered. The other counts are of this run alone."""
 
     num_kept: int = 0
@@ -56,13 +56,13 @@ class Summary:
         return asdict(self) | {"tokens_per_s": self.num_new_tokens / self.duration_s if self.duration_s else 0.0}
 
 
-def run_batch(source: Path, out: Path, answer: AnswerLines, on_progress: Callable[[int, int], None]) -> Summary:
+def run_batch(source: Path, out: Path, answer: AnswerLines, on_progress: Callable[[int, int], None]) -> BatchSummary:
     """Answer every line of `source` that has no answer in `out` yet, and append the answers in order, each as soon as it is due.
 
     on_progress gets bytes of `source`: done, and in all. Ctrl-C ends it with what is written. Raises ConfigError for an `out` that
     is no output of this source or is being written by another run, OSError, and what `answer` raises; another run can then go on.
     """
-    summary, begin_s = Summary(), now_s()
+    summary, begin_s = BatchSummary(), now_s()
     lines, num_bytes = read_lines(source), source.stat().st_size
     with open(out, "ab+") as file:
         if os.path.samestat(os.fstat(file.fileno()), source.stat()):

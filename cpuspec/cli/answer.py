@@ -18,7 +18,7 @@ from cpuspec.server.parsing import Piece, answer_parser, opens_reasoning, shown_
 
 
 @dataclass
-class Answer:
+class StreamedAnswer:
     """An answer. finish_reason is "aborted" if the user interrupted it; its stats then end there.
 
     content, reasoning: the two parts of the text. The answer to a raw prompt is all content.
@@ -38,19 +38,19 @@ def keep_quiet(text: str) -> None:
     """Show nothing: for answers that are printed when they are complete."""
 
 
-def collect(
+def stream_answer(
     llm: LLM,
     prompt: str | Sequence[Message],
     params: SamplingParams,
     show: Callable[[str], None],
     show_apart: Callable[[str], None] = keep_quiet,
     variables: Mapping[str, Any] | None = None,
-) -> Answer:
+) -> StreamedAnswer:
     """Stream the answer's content to `show`, and its reasoning and tool calls to `show_apart`.
 
     Ctrl-C ends the answer, not the command: the tokens so far are returned. variables: of the chat template.
     """
-    answer, parser, shown = Answer(params), None, frozenset[int]()
+    answer, parser, shown = StreamedAnswer(params), None, frozenset[int]()
     asked: Any = prompt
     if not isinstance(prompt, str):
         tokenizer, template = llm.tokenizer, llm.tokenizer.chat_template
@@ -112,7 +112,7 @@ class ExactCheck:
         )
 
 
-def check_exact(answer: Answer, plain: Answer, row_invariant: bool) -> ExactCheck | None:
+def check_exact(answer: StreamedAnswer, plain: StreamedAnswer, row_invariant: bool) -> ExactCheck | None:
     """Compare an answer with `plain`, the one without drafts. None if `plain` was interrupted."""
     if plain.finish_reason == "aborted":
         return None
@@ -150,7 +150,7 @@ def _spoken(name: str) -> str:
     return name.replace("_penalty", " penalty").replace("_", "-")
 
 
-def figures(answer: Answer, defaults: SamplingDefaults) -> str:
+def figures(answer: StreamedAnswer, defaults: SamplingDefaults) -> str:
     """The line behind an answer: tokens, latency, rates, accepted drafts of each level, and the sampling."""
     stats = answer.stats
     interrupted = [f"interrupted after {len(answer.token_ids)} tokens"] if answer.finish_reason == "aborted" else []
@@ -176,7 +176,7 @@ def figures(answer: Answer, defaults: SamplingDefaults) -> str:
     return " | ".join(parts)
 
 
-def memory(llm: LLM) -> str:
+def memory_line(llm: LLM) -> str:
     """A line about the memory of each model of a chain; empty for a target without draft models."""
     levels = llm.memory()
     if len(levels) < 2:
@@ -224,7 +224,7 @@ def explanation(llm: LLM) -> list[str]:
     return lines
 
 
-def cut_off_by(answer: Answer) -> str:
+def cut_off_by(answer: StreamedAnswer) -> str:
     """The limit that ended an answer before the model did, or an empty text."""
     if answer.finish_reason != "length":
         return ""

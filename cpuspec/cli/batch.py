@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cpuspec.batch.run import Summary, run_batch
+from cpuspec.batch.run import BatchSummary, run_batch
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import INTERRUPTED, options
 from cpuspec.cli.console import accepted, counted, emit_json, exit_codes, note
@@ -74,7 +74,7 @@ def batch(
         raise typer.Exit(INTERRUPTED)
 
 
-def describe_batch(summary: Summary) -> str:
+def describe_batch(summary: BatchSummary) -> str:
     """A summary in a line."""
     parts = [
         *([f"{counted(summary.num_kept, 'line')} answered before"] if summary.num_kept else []),
@@ -97,7 +97,7 @@ def run_on_cluster(
     address: str | None,
     num_workers: int | None,
     on_progress: Callable[[int, int], None],
-) -> Summary:
+) -> BatchSummary:
     """Answer a file with workers on a Ray cluster. Raises BackendError without Ray, and what `run_batch` raises."""
     try:
         from cpuspec.ray.workers import Work, answer_on_cluster, cluster, most_workers

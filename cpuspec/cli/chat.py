@@ -15,7 +15,7 @@ from typing import Any
 
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import options
-from cpuspec.cli.answer import Answer, collect, cut_off_by, describe_sampling, figures, memory, with_seed
+from cpuspec.cli.answer import StreamedAnswer, cut_off_by, describe_sampling, figures, memory_line, stream_answer, with_seed
 from cpuspec.cli.console import emit, emit_apart, emit_generated, exit_codes, note
 from cpuspec.cli.opening import load_llm, sampling_defaults, thinking_variables
 from cpuspec.cli.options import CHAT_TOKENS, read_logit_bias
@@ -64,7 +64,7 @@ class Chat:
     system: str | None = None
     variables: dict[str, bool] = field(default_factory=dict)
     turns: list[Message] = field(default_factory=list)
-    last: Answer | None = None
+    last: StreamedAnswer | None = None
     saved: Path | None = None
     at_terminal: bool = False
     ended: bool = False
@@ -193,11 +193,11 @@ def _answer(chat: Chat, text: str) -> bool:
     params = with_seed(chat.params)
     try:
         try:
-            answer = collect(chat.llm, chat.messages, params, emit_generated, emit_apart, chat.variables)
+            answer = stream_answer(chat.llm, chat.messages, params, emit_generated, emit_apart, chat.variables)
         except ConfigError:
             if not _make_room(chat):
                 raise
-            answer = collect(chat.llm, chat.messages, params, emit_generated, emit_apart, chat.variables)
+            answer = stream_answer(chat.llm, chat.messages, params, emit_generated, emit_apart, chat.variables)
     except BaseException:
         chat.turns.pop()
         raise
@@ -318,7 +318,7 @@ def _retry(chat: Chat, argument: str) -> None:
 
 def _stats(chat: Chat, argument: str) -> None:
     note("(there is no answer yet)" if chat.last is None else figures(chat.last, chat.llm.sampling_defaults))
-    if held := memory(chat.llm):
+    if held := memory_line(chat.llm):
         note(held)
 
 

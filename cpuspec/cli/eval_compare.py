@@ -85,7 +85,7 @@ def forms(
 ) -> None:
     """Tell how often answers are valid tool calls, or valid JSON that fits its schema."""
     from cpuspec.evaluate.answers import answer_all
-    from cpuspec.evaluate.validity import judge_form, read_forms, summarize
+    from cpuspec.evaluate.validity import judge_form, read_forms, validity_by_kind
 
     lines = read_forms(data, limit=limit)
     params = SamplingParams(**{"temperature": 0.0, **sampling})
@@ -106,7 +106,7 @@ def forms(
         "benchmark": "forms",
         "data": data.name,
         **describe_eval(model, running),
-        "kinds": [asdict(one) for one in summarize(lines, verdicts)],
+        "kinds": [asdict(one) for one in validity_by_kind(lines, verdicts)],
         "cost": asdict(cost),
     }
     print_report(report, as_json, _show_forms)

@@ -25,7 +25,7 @@ from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError, CpuspecError
 from cpuspec.evaluate.prompts import Prompt
 from cpuspec.evaluate.sandbox import Limits, run_program
-from cpuspec.evaluate.tasks import TASKS, Problem, Score, Task, Verdict, find_task, judge, read_problems, score
+from cpuspec.evaluate.tasks import TASKS, Grade, Problem, Score, Task, find_task, judge, read_problems, score
 from cpuspec.files import write_file
 
 AllowOption = Annotated[
@@ -85,7 +85,7 @@ def task(
     limits = Limits(cpu_s=cpu_seconds, wall_s=6.0 * cpu_seconds, memory_bytes=memory_mb << 20)
     check_execution(row, allow_code_execution, not no_isolation)
     problems = read_problems(row, data, chat, skip, limit, shots)
-    score([Verdict(False)] * samples, samples, ks)  # a k that cannot be is told before minutes of answers
+    score([Grade(False)] * samples, samples, ks)  # a k that cannot be is told before minutes of answers
     asked = [one for one in problems for _ in range(samples)]
     each = [params_of(row, chat, sampling, number % samples) for number in range(len(asked))]
     if base_url is None:

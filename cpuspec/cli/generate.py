@@ -62,7 +62,16 @@ def generate(
     messages = [{"role": "system", "content": options.checked_text(system, "--system")}] if system is not None else []
     messages.append({"role": "user", "content": text})
 
-    from cpuspec.cli.answer import check_exact, collect, describe_params, explanation, figures, keep_quiet, memory, with_seed
+    from cpuspec.cli.answer import (
+        check_exact,
+        describe_params,
+        explanation,
+        figures,
+        keep_quiet,
+        memory_line,
+        stream_answer,
+        with_seed,
+    )
 
     question = text if raw else messages
     with load_llm(model, draft, running) as llm:
@@ -72,7 +81,7 @@ def generate(
         params = with_seed(defaults.under(sampling))
         shows = (keep_quiet, keep_quiet) if as_json else (emit_generated, emit_apart)
         variables = thinking_variables(llm, thinking)
-        answer = collect(llm, question, params, *shows, variables=variables)
+        answer = stream_answer(llm, question, params, *shows, variables=variables)
         shown = {
             "model": model,
             "revision": _revision(model),
@@ -86,18 +95,18 @@ def generate(
             "sampling_params": describe_params(params),
             "logprobs": None if logprobs is None else [asdict(one) for one in answer.logprobs],
             "stats": answer.stats and answer.stats.as_dict(),
-            "memory": [asdict(one) for one in llm.memory()],
+            "memory_line": [asdict(one) for one in llm.memory()],
             "reads": [asdict(one) for one in llm.reads()],
             "plan": [asdict(one) for one in llm.explain()],
         }
-        held, told = memory(llm), explanation(llm) if explain else []
+        held, told = memory_line(llm), explanation(llm) if explain else []
     if not as_json and not answer.content.endswith("\n"):
         emit("\n")
     check = None
     if verify_exact and answer.finish_reason != "aborted":
         # A model loaded anew, so that nothing of the first answer can help the second.
         with load_llm(model, "none", running) as llm:
-            plain = collect(llm, question, params, keep_quiet, variables=variables)
+            plain = stream_answer(llm, question, params, keep_quiet, variables=variables)
             check = check_exact(answer, plain, llm.row_invariant)
     if as_json:
         emit_json(shown | {"verify_exact": check and asdict(check)})

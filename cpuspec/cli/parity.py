@@ -25,14 +25,14 @@ from cpuspec.evaluate.parity import (
     NUM_TOKENS,
     TOP,
     WHOLE_ROWS,
-    Limits,
     ModelIdentity,
     OnStep,
     Parity,
+    ParityLimits,
     Question,
     Recording,
     Side,
-    compare,
+    compare_sides,
     open_side,
     record,
 )
@@ -120,7 +120,7 @@ def parity(
         note(f"{record} has what {a} said ({size(record.stat().st_size)})")
     if found is None:
         return
-    failures = found.failures(Limits(min_same_top, max_kl, max_difference, identical))
+    failures = found.failures(ParityLimits(min_same_top, max_kl, max_difference, identical))
     report = describe_parity(identity, found, failures)
     print_report(report, as_json, show_parity)
     if failures:
@@ -204,7 +204,7 @@ def measure(
     if path is not None:
         beside = sides[1] if len(sides) > 1 else None
         write_recording(record(sides[0], model, questions, beside, *keep, on_progress=on_progress), path)
-    return compare(sides[0], sides[1], questions, on_progress) if len(sides) > 1 else None
+    return compare_sides(sides[0], sides[1], questions, on_progress) if len(sides) > 1 else None
 
 
 def describe_parity(model: ModelIdentity, found: Parity, failures: list[str]) -> Report:

@@ -168,12 +168,12 @@ class _Notes:
     def __init__(self) -> None:
         self._last_s = now_s()
 
-    def of_extraction(self, summary: "extracting.Summary") -> None:
+    def of_extraction(self, summary: "extracting.ExtractSummary") -> None:
         """A line for `cpuspec extract`."""
         if self._is_due():
             note(f"{summary.num_new_tokens} tokens, {summary.tokens_per_s:.0f} tokens/s")
 
-    def of_answers(self, summary: "answering.Summary") -> None:
+    def of_answers(self, summary: "answering.AnswersSummary") -> None:
         """A line for `cpuspec train answers`."""
         if self._is_due():
             note(f"{summary.num_answer_tokens} tokens in {summary.num_kept + summary.num_answers} answers, {_generated(summary)}")
@@ -185,11 +185,11 @@ class _Notes:
         return due
 
 
-def _generated(summary: "answering.Summary") -> str:
+def _generated(summary: "answering.AnswersSummary") -> str:
     return f"{summary.num_new_tokens} generated in {summary.duration_s:.0f} s, {summary.tokens_per_s:.0f} tokens/s"
 
 
-def _describe_extraction(summary: "extracting.Summary") -> str:
+def _describe_extraction(summary: "extracting.ExtractSummary") -> str:
     parts = [
         *([f"{counted(summary.num_kept, 'sample')} there before"] if summary.num_kept else []),
         f"{summary.path} has {counted(summary.num_samples, 'sample')} of {counted(summary.num_tokens, 'token')}, "
@@ -200,7 +200,7 @@ def _describe_extraction(summary: "extracting.Summary") -> str:
     return "; ".join(parts)
 
 
-def _describe_answers(summary: "answering.Summary") -> list[str]:
+def _describe_answers(summary: "answering.AnswersSummary") -> list[str]:
     """The counts, and what the comparison with evaluation sets found."""
     left_out = {
         "duplicate prompts": summary.num_duplicate_prompts,

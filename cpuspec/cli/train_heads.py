@@ -201,7 +201,7 @@ def _train(
     of_shape: Mapping[str, Any],
     as_json: bool,
 ) -> None:
-    from cpuspec.train.job import Job, train_head
+    from cpuspec.train.job import TrainingJob, train_head
     from cpuspec.train.samples import open_samples
     from cpuspec.train.start import HeadShape
 
@@ -212,7 +212,7 @@ def _train(
     shape = HeadShape(**of_head)
     if source is not None and shape != HeadShape():
         raise typer.BadParameter("--from goes on with a head as it is; give no options of its shape with it but --vocab")
-    job = Job(loss, shape, _schedule(chosen), source, vocab_size if source else None, *(chosen[name] for name in _HOW))
+    job = TrainingJob(loss, shape, _schedule(chosen), source, vocab_size if source else None, *(chosen[name] for name in _HOW))
     target, opened = open_target(model), open_samples(samples)
     with StepProgress(tenths=True) as progress:
         _report(out, train_head(target, opened, out, job, progress, _tell), as_json)

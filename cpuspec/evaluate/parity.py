@@ -351,7 +351,7 @@ class PromptParity:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ParityLimits:
     """The limits of a comparison; None is no limit."""
 
     min_same_top: float | None = None
@@ -393,7 +393,7 @@ class Parity:
         """Whether all greedy answers are the same."""
         return all(one.greedy_identical for one in self.prompts)
 
-    def failures(self, limits: Limits) -> list[str]:
+    def failures(self, limits: ParityLimits) -> list[str]:
         """The limits that were exceeded, and the sides whose drafts changed an answer although they promise that none does."""
         checks = (
             ("same_top", self.same_top, limits.min_same_top, "at least"),
@@ -438,7 +438,7 @@ class Parity:
         }
 
 
-def compare(a: Side, b: Side, questions: Sequence[Question], on_progress: OnStep = _quiet) -> Parity:
+def compare_sides(a: Side, b: Side, questions: Sequence[Question], on_progress: OnStep = _quiet) -> Parity:
     """Ask both sides everything, a question at a time, the first beginning, and compare.
 
     Rows are those of the prompt and the first's answer; where a side is a record, of what that was fed; of two records, of what

@@ -110,7 +110,7 @@ def mean_and_error(values: NDArray[np.generic]) -> tuple[float, float]:
     return float(values.mean()), float(values.std() / math.sqrt(len(values) - 1)) if len(values) > 1 else 0.0
 
 
-def compare(
+def compare_backends(
     reference: Backend, other: Backend, tokens: Sequence[int], on_rows: Callable[[int], None] = lambda rows: None
 ) -> Quality:
     """Feed `tokens` to both backends from an empty cache and compare every row.

@@ -55,7 +55,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Grade:
     """Whether an answer is right, and if not, why."""
 
     passed: bool
@@ -98,7 +98,7 @@ def judge(
     isolated: bool = True,
     workers: int = 1,
     on_verdict: Callable[[int], None] = lambda done: None,
-) -> list[Verdict]:
+) -> list[Grade]:
     """Whether each answer is right; `problems` has the problem of each answer. Programs run in the sandbox.
 
     Raises ConfigError where there is no sandbox.
@@ -106,14 +106,14 @@ def judge(
     texts = [answer[:_MOST_CHARACTERS] for answer in answers]
     if task.matches:
         right = [task.matches(problem.record, text) for problem, text in zip(problems, texts, strict=True)]
-        return [Verdict(one, "" if one else "another result") for one in right]
+        return [Grade(one, "" if one else "another result") for one in right]
     assert task.program, "a task judges by a program or by a match"
     programs = [task.program(problem.record, text, chat) for problem, text in zip(problems, texts, strict=True)]
     outcomes = run_programs(programs, limits, isolated, workers, on_verdict)
-    return [Verdict(one.passed, "" if one.passed else f"{one.status}: {one.reason}") for one in outcomes]
+    return [Grade(one.passed, "" if one.passed else f"{one.status}: {one.reason}") for one in outcomes]
 
 
-def score(verdicts: Sequence[Verdict], num_samples: int, ks: Sequence[int] = (1,)) -> Score:
+def score(verdicts: Sequence[Grade], num_samples: int, ks: Sequence[int] = (1,)) -> Score:
     """The score of `num_samples` answers to each problem, those of one problem together.
 
     Raises ConfigError for a k beyond the number of samples.

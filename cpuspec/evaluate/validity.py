@@ -103,7 +103,7 @@ def judge_form(line: FormLine, text: str, template: str | None, thinking: bool =
     return FormVerdict(bool(calls), known, parses, fit)
 
 
-def summarize(lines: Sequence[FormLine], verdicts: Sequence[FormVerdict]) -> list[Validity]:
+def validity_by_kind(lines: Sequence[FormLine], verdicts: Sequence[FormVerdict]) -> list[Validity]:
     """The shares of lines with tools and of those without."""
     found = []
     for kind, with_tools in (("tool calls", True), ("JSON", False)):

@@ -29,7 +29,7 @@ from cpuspec.server.gate import NOTE, NOTES, Gate, context_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
 from cpuspec.server.replies import error_response
-from cpuspec.server.runner import beside
+from cpuspec.server.runner import in_own_thread
 from cpuspec.server.server import Server
 
 _LOG = logging.getLogger("cpuspec.server")
@@ -142,7 +142,7 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
     handlers = {number: signal.getsignal(number) for number in SYSTEM.end_signals}
     server.stop = partial(loop.call_soon_threadsafe, on_signal)
     # A daemon: a server that is told to end does not wait until its model is loaded.
-    loaded = asyncio.create_task(beside(load))
+    loaded = asyncio.create_task(in_own_thread(load))
     serving = asyncio.create_task(web.serve(sockets=[listener]))
     ending, closing = asyncio.create_task(told_to_end.wait()), asyncio.create_task(close_silent(web))
     try:

@@ -18,7 +18,7 @@ from cpuspec.server.figures import token_text
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.observe import METRICS_TYPE, metrics_text
 from cpuspec.server.replies import json_response
-from cpuspec.server.runner import beside
+from cpuspec.server.runner import in_own_thread
 from cpuspec.server.schema import Body, Ending
 from cpuspec.server.server import Server, server_of
 
@@ -210,9 +210,9 @@ async def change_slot(number: int, action: str, request: Request, body: SlotBody
     llm, between_steps = found.llm, found.runner.between_steps
     try:
         if action == "save":
-            done = await beside(await between_steps(partial(llm.saving_prefix, slot.tokens.copy(), path, slot.salt)))
+            done = await in_own_thread(await between_steps(partial(llm.saving_prefix, slot.tokens.copy(), path, slot.salt)))
         else:
-            part = await beside(partial(llm.read_prefix, path))
+            part = await in_own_thread(partial(llm.read_prefix, path))
             done = await between_steps(partial(llm.hold_prefix, part, found.salt(client)))
     except CacheError as error:  # a client must not learn where the directory is
         raise RequestError(str(error).replace(str(path), name), "filename") from None

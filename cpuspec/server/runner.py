@@ -146,7 +146,7 @@ class Runner:
             self._loop.call_soon_threadsafe(function)
 
 
-async def beside(function: Callable[[], _T]) -> _T:
+async def in_own_thread(function: Callable[[], _T]) -> _T:
     """Call the function in a daemon thread, and return what it returns."""
     future: Future[_T] = Future()
     start_thread(threading.Thread(target=_answer, args=(future, function), name="cpuspec-load", daemon=True))

@@ -17,7 +17,7 @@ from cpuspec.server.errors import EngineFailedError, UnavailableError, UnknownMo
 from cpuspec.server.kept import KeptResponses
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
-from cpuspec.server.runner import beside
+from cpuspec.server.runner import in_own_thread
 
 
 class Loader(NamedTuple):
@@ -115,7 +115,7 @@ class Server:
             raise UnavailableError(f"there is no memory for {name} while requests use other models; try again later")
         log_event("loading", {"model": name})
         try:
-            llm = await beside(loader.load)
+            llm = await in_own_thread(loader.load)
         except CpuspecError as error:
             raise EngineFailedError(f"{name} cannot be loaded: {error}") from error
         self._add(ServedModel(name, llm, self.config))

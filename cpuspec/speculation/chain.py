@@ -11,7 +11,7 @@ from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Cycle, Draft
 from cpuspec.speculation.proposer import Floors, Proposer, goes_on
-from cpuspec.speculation.reading import Reading
+from cpuspec.speculation.reading import PromptReader
 from cpuspec.speculation.round import Round, speculate
 
 DEFAULT_NUM_TOKENS = 4
@@ -40,7 +40,7 @@ class ChainProposer(Proposer):
         self.num_tokens = num_tokens
         self.in_one_pass = False
         self.min_confidence = min_confidence
-        self._reading = Reading(context)
+        self._reading = PromptReader(context)
 
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """The tokens that the pair generates for each sequence. All advance together; those that have enough drop out."""

@@ -69,11 +69,11 @@ def one_after_another(proposers: tuple[Proposer, ...], seqs: list[Sequence], lim
         ahead = [seqs[i].ahead(drafts[i].tokens.tolist()) for i in unfinished]
         more = proposer.propose(ahead, [limits[i] - len(drafts[i]) for i in unfinished])
         for i, draft in zip(unfinished, map(legal_part, ahead, more), strict=True):
-            drafts[i] = joined(drafts[i], draft)
+            drafts[i] = joined_drafts(drafts[i], draft)
     return drafts
 
 
-def joined(first: Draft, second: Draft) -> Draft:
+def joined_drafts(first: Draft, second: Draft) -> Draft:
     """`second` after the last token of the chain `first`."""
     cycles = first.cycles + second.cycles
     if not len(first) or not len(second):

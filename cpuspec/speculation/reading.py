@@ -14,7 +14,7 @@ _NOT_YET = 1 << 62  # stands for the unfed tokens of a sequence without a slot: 
 _FED_WITH_A_DRAFT = 16  # at most so many tokens are fed together with a draft; more are read like a prompt, first
 
 
-class Reading:
+class PromptReader:
     """The sequences that a context drafts for."""
 
     def __init__(self, context: Context) -> None:

@@ -8,7 +8,7 @@ from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.model.batch import F32, ForwardOutput
 from cpuspec.sampling import argmax, distribution, processed
 from cpuspec.sequence import Sequence
-from cpuspec.speculation.combine import joined
+from cpuspec.speculation.combine import joined_drafts
 from cpuspec.speculation.constrained import SOURCE, forced_tokens, legal_part, own_verdict
 from cpuspec.speculation.context import Context, PromptChunk
 from cpuspec.speculation.draft import Cycle, Draft
@@ -124,8 +124,8 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
 def _with_forced(seq: Sequence, forced: list[int], own: Draft, limit: int) -> Draft:
     """A draft with the forced tokens before it, which are the sequence's last ones, and with those that are forced behind it."""
     behind = forced_tokens(seq, limit - len(own), own.tokens.tolist()) if len(own) and own.is_chain else []
-    own = joined(Draft.chain(forced, SOURCE), own) if forced else own
-    return joined(own, Draft.chain(behind, SOURCE)) if behind else own
+    own = joined_drafts(Draft.chain(forced, SOURCE), own) if forced else own
+    return joined_drafts(own, Draft.chain(behind, SOURCE)) if behind else own
 
 
 def _along(path: list[int], rows: F32, num_nodes: int) -> F32:

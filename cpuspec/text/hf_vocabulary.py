@@ -26,7 +26,7 @@ from cpuspec.text.parts import (
     shown_ids,
 )
 from cpuspec.text.sentencepiece_file import read_sentencepiece
-from cpuspec.text.tokenizer_json import TokenizerJson, exists, quoted, read_json, read_text, read_tokenizer_json
+from cpuspec.text.tokenizer_json import TokenizerJson, exists, quoted, read_json, read_text_file, read_tokenizer_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -144,7 +144,7 @@ def _older_files(files: HfTokenizerFiles) -> GgufVocabulary:
                 f"{directory / 'vocab.json'}: the id of {quoted(text)} is {quoted(token_id)}; wanted 0, 1, 2 and so on"
             )
         tokens[token_id] = checked_unicode(text, "a token")
-    lines = read_text(directory / "merges.txt").split("\n")
+    lines = read_text_file(directory / "merges.txt").split("\n")
     merges = tuple(line.removesuffix("\r") for line in lines if line.strip() and not line.startswith("#version"))
     return GgufVocabulary(model="gpt2", pre=pre, tokens=tuple(tokens), token_types=(1,) * len(tokens), merges=merges)
 
@@ -325,7 +325,7 @@ def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
         raise TokenizerError(f"{more} cannot be read: {error.strerror or error}") from error
     for name, path in (("default", directory / "chat_template.jinja"), *((path.stem, path) for path in paths)):
         if exists(path):
-            found[name] = read_text(path)
+            found[name] = read_text_file(path)
     if not found:
         given = config.get("chat_template") or read_json(directory / "chat_template.json").get("chat_template")
         if isinstance(given, list):  # several, by name

@@ -99,7 +99,7 @@ def quoted(value: Any) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-def read_text(path: Path) -> str:
+def read_text_file(path: Path) -> str:
     """The text of a UTF-8 file of at most 64 MiB. Raises TokenizerError, and opens nothing, if it is larger or no regular file."""
     try:
         return read_file(path, _MOST_BYTES, TokenizerError).decode("utf-8")
@@ -122,7 +122,7 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     """The object in a JSON file; {} if there is no such file and it is not required. Raises TokenizerError."""
     if not required and not exists(path):
         return {}
-    text = read_text(path)
+    text = read_text_file(path)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -25,7 +25,7 @@ from cpuspec.files import read_file, write_file
 from cpuspec.metrics import now_s
 from cpuspec.platform import SYSTEM
 from cpuspec.text import Tokenizer
-from cpuspec.train.overlap import Exclusion, Known, words
+from cpuspec.train.overlap import Exclusion, Known, words_of
 from cpuspec.train.prompts import (
     Prompt,
     checked_ids,
@@ -88,7 +88,7 @@ class Refused:
 
 
 @dataclass
-class Summary:
+class AnswersSummary:
     """The counts of a run. num_kept: answers of earlier runs. Counts are of this run alone; refused are of all runs of the file.
 
     num_new_tokens: all that were generated; num_answer_tokens: those of answers in the file, earlier runs' included.
@@ -137,8 +137,8 @@ def make_answers(
     plan: AnswerPlan,
     out: Path,
     max_tokens: int | None = None,
-    on_progress: Callable[[Summary], None] = lambda summary: None,
-) -> Summary:
+    on_progress: Callable[[AnswersSummary], None] = lambda summary: None,
+) -> AnswersSummary:
     """Append the answers to the plan's prompts to `out`, from where an earlier run ended, and the facts to `header_path(out)`.
 
     files: name, bytes and sha256 of the model's files. max_tokens: of all answers, after which it ends. Ctrl-C ends it with what
@@ -292,7 +292,7 @@ class _Job:
 
 class _Run:
     def __init__(self, llm: LLM, plan: AnswerPlan, exclusion: Exclusion, header: _Header) -> None:
-        self.summary = Summary(excluded=[asdict(one) for one in exclusion.files])
+        self.summary = AnswersSummary(excluded=[asdict(one) for one in exclusion.files])
         self._llm, self._plan, self._exclusion, self._header = llm, plan, exclusion, header
         self._users_turn = users_turn(llm.tokenizer) if plan.num_self_made else []
         self._jobs: deque[_Job] = deque()
@@ -415,7 +415,7 @@ class _Run:
             ids = prompt_ids(self._llm.tokenizer, [{"role": "user", "content": text}])
         except CpuspecError:  # of a text that the chat template cannot hold
             ids = []
-        if job.turn.reason != "stop" or len(words(text)) < _FEWEST_WORDS_OF_A_TURN or not ids:
+        if job.turn.reason != "stop" or len(words_of(text)) < _FEWEST_WORDS_OF_A_TURN or not ids:
             self.summary.num_useless_turns += 1
         elif len(ids) > self._plan.max_prompt_tokens:
             self.summary.num_long_prompts += 1

@@ -35,7 +35,7 @@ _LINES = 128  # a row of logits is written in so many to find its largest ones
 _PIECE_CHARACTERS = 1 << 16  # of plain text that is read at once
 
 
-class Text(NamedTuple):
+class ReadText(NamedTuple):
     """One sequence. num_prompt: of its tokens, how many the target did not generate, from the first on."""
 
     token_ids: list[int]
@@ -43,7 +43,7 @@ class Text(NamedTuple):
 
 
 @dataclass
-class Summary:
+class ExtractSummary:
     """The counts of a run. num_kept: samples of earlier runs. num_new_tokens: of this run; others of the directory."""
 
     path: str
@@ -87,7 +87,7 @@ def usual_layers(num_layers: int) -> tuple[int | str, ...]:
     return (*(one - 1 for one in inputs), FINAL)
 
 
-def read_texts(paths: Sequence[Path], tokenizer: Tokenizer, max_length: int, all_count: bool = False) -> Iterator[Text]:
+def read_texts(paths: Sequence[Path], tokenizer: Tokenizer, max_length: int, all_count: bool = False) -> Iterator[ReadText]:
     """The sequences of files, one after the other, in windows of at most `max_length` tokens.
 
     A `.jsonl` file has a text, messages, ids, or an answer in each line; any other is plain text. Tokens count for the loss that
@@ -99,23 +99,23 @@ def read_texts(paths: Sequence[Path], tokenizer: Tokenizer, max_length: int, all
         for text in whole:
             for begin in range(0, len(text.token_ids), max_length):
                 window = text.token_ids[begin : begin + max_length]
-                yield Text(window, min(max(text.num_prompt - begin, 0), len(window)))
+                yield ReadText(window, min(max(text.num_prompt - begin, 0), len(window)))
 
 
-def _lines(path: Path, tokenizer: Tokenizer, all_count: bool) -> Iterator[Text]:
+def _lines(path: Path, tokenizer: Tokenizer, all_count: bool) -> Iterator[ReadText]:
     check_tokenizer(path, tokenizer)
     for line in read_lines(path):
         where = f"{path}, line {line.number}"
         value = parse_line(line.content, where)
         if "answer_ids" in value:
             answer = read_answer(line.content, tokenizer, where)
-            yield Text(answer["prompt_ids"] + answer["answer_ids"], len(answer["prompt_ids"]))
+            yield ReadText(answer["prompt_ids"] + answer["answer_ids"], len(answer["prompt_ids"]))
         else:
             ids = line_ids(value, tokenizer, where)
-            yield Text(ids, 0 if all_count else len(ids))
+            yield ReadText(ids, 0 if all_count else len(ids))
 
 
-def _plain(path: Path, tokenizer: Tokenizer, max_length: int, all_count: bool) -> Iterator[Text]:
+def _plain(path: Path, tokenizer: Tokenizer, max_length: int, all_count: bool) -> Iterator[ReadText]:
     """Windows of a plain text, which is read in pieces that end with a line where they can."""
     ids: list[int] = []
     rest = ""
@@ -127,13 +127,13 @@ def _plain(path: Path, tokenizer: Tokenizer, max_length: int, all_count: bool) -
                 ids += tokenizer.encode(rest[:end], add_special=False)
                 rest = rest[end:]
                 while len(ids) >= max_length:
-                    yield Text(ids[:max_length], 0 if all_count else max_length)
+                    yield ReadText(ids[:max_length], 0 if all_count else max_length)
                     del ids[:max_length]
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason}") from None
     ids += tokenizer.encode(rest, add_special=False)
     if ids:
-        yield Text(ids, 0 if all_count else len(ids))
+        yield ReadText(ids, 0 if all_count else len(ids))
 
 
 class Extractor:
@@ -153,7 +153,7 @@ class Extractor:
         self._cache = backend.new_cache(1, max_length)
         self._max_rows = min(backend.max_rows, max(_LOGIT_BYTES // (4 * config.vocab_size), 1)) if top else backend.max_rows
 
-    def sample(self, text: Text) -> Sample:
+    def sample(self, text: ReadText) -> Sample:
         """Hidden states of every token, and the likeliest tokens behind those that count or come before one that counts.
 
         Where none counts, behind all: nothing else says which are wanted.
@@ -176,12 +176,12 @@ class Extractor:
             for place, (layer, name) in enumerate(zip(self._read, self._layers, strict=True)):
                 hidden[begin:end, place] = self._norm.applied(of_layer[layer]) if name == FINAL else of_layer[layer]
             if len(rows):
-                for array, found in zip(tops, likeliest(output.logits, self._top), strict=True):
+                for array, found in zip(tops, likeliest_ids(output.logits, self._top), strict=True):
                     array[begin + rows] = found
         return Sample(np.array(text.token_ids, np.int32), answer, hidden, *(tops if self._top else ()))
 
 
-def likeliest(logits: F32, num: int) -> tuple[I32, F32, F32]:
+def likeliest_ids(logits: F32, num: int) -> tuple[I32, F32, F32]:
     """Of rows [T, V] the ids [T, num] of the largest logits, the largest first, these logits [T, num], and log_sum [T].
 
     Of logits that are the same the one with the lower id comes first. Each row is taken while the processor's caches hold it.
@@ -207,11 +207,11 @@ def _at_least_the_largest(row: F32, num: int) -> NDArray[np.intp]:
 def extract(
     extractor: Extractor,
     about: Extraction,
-    texts: Iterator[Text],
+    texts: Iterator[ReadText],
     out: Path,
     max_tokens: int | None = None,
-    on_progress: Callable[[Summary], None] = lambda summary: None,
-) -> Summary:
+    on_progress: Callable[[ExtractSummary], None] = lambda summary: None,
+) -> ExtractSummary:
     """Write the samples of `texts` into the directory `out`, after those that are there.
 
     max_tokens: of all samples, after which it ends. Ctrl-C ends it with the shards that are written. Raises ConfigError for an
@@ -228,7 +228,7 @@ def extract(
             raise ConfigError(f"{out} is being written by another run; wait for it, or name another directory")
         there = open_samples(out)
         _check_same(there.about, about, out)
-        summary = Summary(str(out), len(there), len(there), there.num_tokens, there.num_answer_tokens)
+        summary = ExtractSummary(str(out), len(there), len(there), there.num_tokens, there.num_answer_tokens)
         number = there.num_shards
         full = max(_SHARD_BYTES // (4 * len(about.layers) * about.hidden_size), 1)  # tokens
         held: list[Sample] = []
@@ -257,7 +257,7 @@ def _num_tokens(samples: Sequence[Sample]) -> int:
     return sum(len(one.token_ids) for one in samples)
 
 
-def _write(path: Path, about: Extraction, samples: list[Sample], summary: Summary) -> None:
+def _write(path: Path, about: Extraction, samples: list[Sample], summary: ExtractSummary) -> None:
     write_shard(path, about, samples)
     summary.num_samples += len(samples)
     summary.num_tokens += _num_tokens(samples)
@@ -278,7 +278,7 @@ def _digests(files: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(file["sha256"] for file in files)
 
 
-def _go_past(there: SampleSet, texts: Iterator[Text], out: Path) -> None:
+def _go_past(there: SampleSet, texts: Iterator[ReadText], out: Path) -> None:
     """Take the texts whose samples are there. Raises ConfigError where they are others."""
     for index in range(len(there)):
         text = next(texts, None)

@@ -17,7 +17,7 @@ from cpuspec.platform import SYSTEM
 from cpuspec.train.block import BlockLoss, BlockTraining
 from cpuspec.train.distill import DistillLoss, DistillTraining, Texts
 from cpuspec.train.eagle3 import Eagle3Loss, Eagle3Training
-from cpuspec.train.loop import Measured, OnMeasured, OnStep, Schedule, split, train
+from cpuspec.train.loop import Measured, OnMeasured, OnStep, Schedule, train, train_and_held_back
 from cpuspec.train.model_files import ModelWeights
 from cpuspec.train.samples import SampleSet
 from cpuspec.train.start import HeadShape, start_block, start_eagle3, start_from
@@ -26,7 +26,7 @@ from cpuspec.train.vocabulary import count, tokens_of, unused_id
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
 
 
-class Job(NamedTuple):
+class TrainingJob(NamedTuple):
     """What is trained and how.
 
     source: a head to go on with; None to begin one of `shape`. source_vocab_size: how many tokens it shall draft from now on, as
@@ -44,7 +44,7 @@ class Job(NamedTuple):
 
 
 def train_head(
-    target: Checkpoint, samples: SampleSet, out: Path, job: Job, on_step: OnStep, on_measured: OnMeasured
+    target: Checkpoint, samples: SampleSet, out: Path, job: TrainingJob, on_step: OnStep, on_measured: OnMeasured
 ) -> list[Measured]:
     """Train a head for the target into `out`, or go on with the run that is there; returns its measurements.
 
@@ -67,7 +67,7 @@ def train_head(
     with _alone_in(out):
         # Until a state is saved, nothing says with which options the beginning was made.
         if not (out / "training" / "state.pt").exists() or not (first / "config.json").exists():
-            counts = count(samples, split(samples, job.schedule)[0])
+            counts = count(samples, train_and_held_back(samples, job.schedule)[0])
             if job.source is not None:
                 start_from(first, job.source, target, counts, job.source_vocab_size)
             else:
@@ -90,7 +90,10 @@ def train_head(
 
 
 class ModelJob(NamedTuple):
-    """How a whole model is trained. mask_id: of rows for tokens to come; None for a token that no text has. Others as in `Job`."""
+    """How a whole model is trained. mask_id: of rows for tokens to come; None for a token that no text has.
+
+    The other fields are those of `TrainingJob`.
+    """
 
     loss: DistillLoss
     schedule: Schedule

@@ -85,7 +85,9 @@ def speculators_config(target: Checkpoint, algorithm: str, num_tokens: int) -> d
     }
 
 
-def write_head(directory: Path, config: Mapping[str, Any], method: str, arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
+def write_new_head(
+    directory: Path, config: Mapping[str, Any], method: str, arrays: Mapping[str, np.ndarray], vocab_size: int
+) -> None:
     """Write a new head in f32; arrays by canonical name, and `token_ids`, the target's id of each drafted token, where it has some.
 
     vocab_size: of the target.

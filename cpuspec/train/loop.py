@@ -51,7 +51,7 @@ class Samples(Protocol):
         ...
 
 
-class Weights(Protocol):
+class TrainedWeights(Protocol):
     """The numbers of a head or model in training. trained: the tensors that gradients change, by name."""
 
     trained: dict[str, Tensor]
@@ -66,7 +66,7 @@ class Training(Protocol):
     """A head or a model in training."""
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> TrainedWeights:
         """Its numbers."""
         ...
 
@@ -150,8 +150,8 @@ def train(
     Raises ConfigError where there are too few samples, CheckpointError where the run in `out` has other settings or samples, and
     OSError where nothing can be written.
     """
-    kept, held = split(samples, schedule)
-    steps = plan(samples, kept, schedule)
+    kept, held = train_and_held_back(samples, schedule)
+    steps = step_samples(samples, kept, schedule)
     told = {"samples": len(samples), "tokens": int(samples.lengths.sum()), **settings, **asdict(schedule)}
     for name in _MAY_CHANGE:
         del told[name]
@@ -160,7 +160,7 @@ def train(
     return run.log
 
 
-def split(samples: Samples, schedule: Schedule) -> tuple[list[int], list[int]]:
+def train_and_held_back(samples: Samples, schedule: Schedule) -> tuple[list[int], list[int]]:
     """The samples that are trained on, and those that are measured: of the last ones."""
     usable = [i for i in range(len(samples)) if samples.lengths[i] >= _SHORTEST and samples.tokens(i)[1].sum() > 2]
     num_held = max(1, round(schedule.held_back * len(usable)))
@@ -171,7 +171,7 @@ def split(samples: Samples, schedule: Schedule) -> tuple[list[int], list[int]]:
     return usable[:-num_held], [held[i] for i in spread]
 
 
-def plan(samples: Samples, kept: Sequence[int], schedule: Schedule) -> list[list[int]]:
+def step_samples(samples: Samples, kept: Sequence[int], schedule: Schedule) -> list[list[int]]:
     """The samples of every step of all epochs: each epoch in an order of its own."""
     steps: list[list[int]] = []
     for epoch in range(schedule.epochs):

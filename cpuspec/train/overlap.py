@@ -25,7 +25,7 @@ _MAX_BYTES = 1 << 28
 _WORD = re.compile(r"\w+")
 
 
-def words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     """The words of a text, in lower case."""
     return _WORD.findall(text.lower())
 
@@ -68,7 +68,7 @@ class Exclusion:
 
     def find(self, text: str) -> Shared | None:
         """The first run of words that a text shares with an excluded file; None for none."""
-        listed = words(text)
+        listed = words_of(text)
         for length, files in self._files_of.items():
             if run := next((run for run in runs(listed, length) if run in files), None):
                 return Shared(files[run], run)
@@ -77,7 +77,7 @@ class Exclusion:
     def _add(self, path: Path) -> None:
         content = read_file(path, _MAX_BYTES, ConfigError)
         try:
-            texts = [words(text) for text in _texts(content.decode("utf-8"), path.suffix in (".json", ".jsonl"))]
+            texts = [words_of(text) for text in _texts(content.decode("utf-8"), path.suffix in (".json", ".jsonl"))]
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} cannot be excluded: {printable(str(error))[:200]}") from None
         known = [text for text in texts if len(text) >= _LEAST_WORDS]
@@ -127,5 +127,5 @@ class Known:
 
 def _hashes(text: str) -> list[int]:
     """Of each run of words of a text, or of all its words where they are few."""
-    listed = words(text)
+    listed = words_of(text)
     return [hash(run) for run in runs(listed, min(len(listed), NUM_WORDS))] if listed else []

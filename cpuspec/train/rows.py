@@ -17,7 +17,7 @@ from cpuspec.layers import Layer, layers_of
 from cpuspec.model.rope import rope_table
 
 
-class Attention(Protocol):
+class RowAttention(Protocol):
     """What the rows of a forward see: keys and values of earlier rows, and of one another."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -47,7 +47,7 @@ class Rows:
         config: ModelConfig,
         weights: Mapping[str, Tensor],
         positions: NDArray[np.integer],
-        attention: Attention,
+        attention: RowAttention,
         embedded: Tensor | None = None,
         given: Tensor | None = None,
         asked: Tensor | None = None,

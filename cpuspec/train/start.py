@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.errors import ConfigError
-from cpuspec.train.layout import copy_head, layer_config, read_head, replace_output, speculators_config, write_head
+from cpuspec.train.layout import copy_head, layer_config, read_head, replace_output, speculators_config, write_new_head
 from cpuspec.train.samples import Extraction
 from cpuspec.train.vocabulary import Counts, bigram_factors, drafted_ids, unused_id
 
@@ -74,7 +74,7 @@ def start_block(directory: Path, target: Checkpoint, about: Extraction, counts: 
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     }
-    write_head(directory, config, "block", arrays, target.config.vocab_size)
+    write_new_head(directory, config, "block", arrays, target.config.vocab_size)
 
 
 def start_eagle3(directory: Path, target: Checkpoint, about: Extraction, counts: Counts, shape: HeadShape, seed: int) -> None:
@@ -105,7 +105,7 @@ def start_eagle3(directory: Path, target: Checkpoint, about: Extraction, counts:
         "embed_requires_grad": False,
         "target_hidden_size": None,
     }
-    write_head(directory, config, "eagle3", arrays, target.config.vocab_size)
+    write_new_head(directory, config, "eagle3", arrays, target.config.vocab_size)
 
 
 def start_from(directory: Path, source: Path, target: Checkpoint, counts: Counts, vocab_size: int | None) -> None:

@@ -12,7 +12,7 @@ import pytest
 from cpuspec import LLM, SamplingParams
 from cpuspec.batch.answer import answer_lines
 from cpuspec.batch.lines import MAX_LINE_BYTES, Line, answer_line, error_line, read_lines
-from cpuspec.batch.run import Summary, run_batch
+from cpuspec.batch.run import BatchSummary, run_batch
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.platform import SYSTEM
 from tests import command
@@ -284,7 +284,7 @@ def tell(lines: Iterator[Line]) -> Generator[dict[str, Any]]:
     yield from map(told, lines)
 
 
-def run(source: Path, out: Path) -> Summary:
+def run(source: Path, out: Path) -> BatchSummary:
     return run_batch(source, out, tell, lambda done, total: None)
 
 

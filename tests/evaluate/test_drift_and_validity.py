@@ -10,7 +10,7 @@ import pytest
 
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.drift import drift, edit_distance
-from cpuspec.evaluate.validity import fits, judge_form, read_forms, summarize
+from cpuspec.evaluate.validity import fits, judge_form, read_forms, validity_by_kind
 
 WEATHER = {
     "type": "function",
@@ -118,7 +118,7 @@ def test_a_value_fits_its_schema_or_not(value: Any, schema: Any, wanted: bool) -
 def test_shares_are_told_of_tool_calls_and_of_json_apart(tmp_path: Path) -> None:
     lines = forms(tmp_path, {"prompt": "a", "tools": [WEATHER]}, {"prompt": "b"}, {"prompt": "c"})
     verdicts = [judge_form(line, text, HERMES) for line, text in zip(lines, ("no", "{}", "no"), strict=True)]
-    calls, plain = summarize(lines, verdicts)
+    calls, plain = validity_by_kind(lines, verdicts)
     assert (calls.kind, calls.num_lines, calls.fits) == ("tool calls", 1, 0)
     assert (plain.kind, plain.num_lines, plain.fits) == ("JSON", 2, 0.5)
 

@@ -18,11 +18,11 @@ from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate import parity_file, quality
 from cpuspec.evaluate.parity import (
     GreedyAnswer,
-    Limits,
     LogitRow,
     ModelIdentity,
+    ParityLimits,
     Question,
-    compare,
+    compare_sides,
     open_side,
     record,
     row_difference,
@@ -62,7 +62,7 @@ def two(checkpoints):
 
 @pytest.fixture(scope="module")
 def live(two):
-    return compare(*two, QUESTIONS)
+    return compare_sides(*two, QUESTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_a_short_row_has_the_likeliest_ids_the_lower_of_equals_first():
 def test_figures_are_those_of_a_text_fed_to_both(two, live):
     for number, one in enumerate(live.prompts):
         text = whole_text(two[0], number)
-        wanted = quality.compare(two[0]._backend, two[1]._backend, text)
+        wanted = quality.compare_backends(two[0]._backend, two[1]._backend, text)
         assert one.num_rows == len(text)
         assert one.kl_mean == pytest.approx(wanted.kl_mean)
         assert one.same_top == wanted.same_top
@@ -179,7 +179,7 @@ def compared(checkpoint, name, questions=QUESTIONS, spec=NGRAM, of=None):
     with ExitStack() as stack:
         [reference] = stack.enter_context(sides(("numpy", of or checkpoint), questions=questions, spec=spec))
         side = stack.enter_context(open_side(wanted.backend, checkpoint, questions, spec, wanted.settings))
-        return compare(reference, side, questions)
+        return compare_sides(reference, side, questions)
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama"])
@@ -210,7 +210,7 @@ def test_what_int8_explains_is_much_less_than_what_fewer_bits_of_weights_cost(ch
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_drafts_break_no_promise_of_any_backend(checkpoints, backend):
     found = compared(checkpoints[1], backend)
-    assert found.failures(Limits()) == []
+    assert found.failures(ParityLimits()) == []
     assert all(side["drafted"]["num_answers"] == 2 for side in found.sides)
     if backend == "numpy":
         assert (found.kl_max, found.max_abs_logit_difference, found.greedy_identical) == (0, 0, True)
@@ -218,7 +218,7 @@ def test_drafts_break_no_promise_of_any_backend(checkpoints, backend):
 
 def test_drafts_are_counted_on_both_sides_and_compared_with_plain_answers(checkpoints):
     with sides(*(("numpy", one) for one in checkpoints), spec=NGRAM) as both:
-        found = compare(*both, QUESTIONS)
+        found = compare_sides(*both, QUESTIONS)
     for side in found.sides:
         assert side["tokens_per_s"] > 0
         assert side["drafted"]["tokens_per_s"] > 0
@@ -231,9 +231,9 @@ def test_without_drafts_there_is_nothing_of_them(live):
 
 
 def test_limits_that_are_not_kept_are_named(live):
-    assert live.failures(Limits()) == []
-    assert live.failures(Limits(live.same_top, live.kl_mean, live.max_abs_logit_difference)) == []
-    wrong = Limits(live.same_top + 0.01, live.kl_mean * 0.9, live.max_abs_logit_difference * 0.9, identical=True)
+    assert live.failures(ParityLimits()) == []
+    assert live.failures(ParityLimits(live.same_top, live.kl_mean, live.max_abs_logit_difference)) == []
+    wrong = ParityLimits(live.same_top + 0.01, live.kl_mean * 0.9, live.max_abs_logit_difference * 0.9, identical=True)
     assert [text.split()[0] for text in live.failures(wrong)] == ["same_top", "kl_mean", "max_abs_logit_difference", "greedy"]
 
 
@@ -247,7 +247,7 @@ def test_drafts_may_change_answers_only_where_nobody_promised_that_they_do_not(t
             ids = two[0].answer(number).ids
             return GreedyAnswer([*ids[:-1], ids[-1] ^ 1], levels={}) if ids else None
 
-    failures = compare(Changed(), two[1], QUESTIONS).failures(Limits())
+    failures = compare_sides(Changed(), two[1], QUESTIONS).failures(ParityLimits())
     assert len(failures) == promised
     assert all("drafts changed 2 of its answers" in text for text in failures)
 
@@ -295,7 +295,7 @@ def test_a_record_is_read_as_it_was_written(two, checkpoints, tmp_path):
 
 
 def test_a_side_agrees_with_its_own_record(two, saved):
-    found = compare(read_recording(saved[0]), two[0], QUESTIONS)
+    found = compare_sides(read_recording(saved[0]), two[0], QUESTIONS)
     assert (found.kl_max, found.max_abs_logit_difference, found.same_top) == (pytest.approx(0, abs=1e-9), 0, 1)
     assert found.greedy_identical
     assert (found.whole_rows, found.whole_rows_max_abs_logit_difference) == (3, 0)
@@ -304,7 +304,7 @@ def test_a_side_agrees_with_its_own_record(two, saved):
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_record_says_what_it_knows_and_nothing_more(two, live, saved, swapped):
     pair = (read_recording(saved[0]), two[1])
-    found = compare(*pair[::-1] if swapped else pair, QUESTIONS)
+    found = compare_sides(*pair[::-1] if swapped else pair, QUESTIONS)
     assert not found.exact
     assert (found.num_rows, found.whole_rows) == (live.num_rows, 3)
     assert found.same_top == live.same_top
@@ -329,8 +329,8 @@ def test_a_run_recorded_beside_another_has_rows_of_the_same_tokens(two, checkpoi
     beside = record(two[1], ModelIdentity.from_checkpoint(checkpoints[1]), QUESTIONS, first)
     alone = record(two[1], ModelIdentity.from_checkpoint(checkpoints[1]), QUESTIONS)
     assert beside.texts == first.texts
-    assert compare(first, beside, QUESTIONS).num_rows == sum(map(len, first.texts))
-    fewer = compare(first, alone, QUESTIONS)
+    assert compare_sides(first, beside, QUESTIONS).num_rows == sum(map(len, first.texts))
+    fewer = compare_sides(first, alone, QUESTIONS)
     asked = [one for one in fewer.prompts if one.first_difference]
     assert asked
     assert all(one.num_rows == one.num_prompt_tokens + one.first_difference.position for one in asked)

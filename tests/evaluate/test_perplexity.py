@@ -19,7 +19,7 @@ from cpuspec.evaluate.perplexity import (
     side_by_side,
     sliding,
 )
-from cpuspec.evaluate.quality import compare, logits_of
+from cpuspec.evaluate.quality import compare_backends, logits_of
 from cpuspec.sampling import log_softmax
 from cpuspec.text import make_tokenizer
 from tests.backends.models import SMALL, tiny
@@ -181,8 +181,8 @@ def test_top_overlap_counts_the_reference_s_likeliest_ids(backends) -> None:
     fine, coarse, _ = backends
     tops = [np.argsort(-np.concatenate(list(logits_of(one, TOKENS, 7))), axis=1, kind="stable")[:, :10] for one in (fine, coarse)]
     wanted = np.mean([len({*a} & {*b}) / 10 for a, b in zip(*(top.tolist() for top in tops), strict=True)])
-    assert compare(fine, coarse, TOKENS).top_overlap == pytest.approx(wanted)
-    assert compare(fine, fine, TOKENS).top_overlap == 1
+    assert compare_backends(fine, coarse, TOKENS).top_overlap == pytest.approx(wanted)
+    assert compare_backends(fine, fine, TOKENS).top_overlap == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError
-from cpuspec.evaluate.quality import compare, logits_of
+from cpuspec.evaluate.quality import compare_backends, logits_of
 from tests.backends.models import tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 30).tolist()
@@ -24,7 +24,7 @@ def backends(tmp_path_factory):
 
 def test_figures_are_what_their_definitions_say(backends) -> None:
     fine, coarse, _ = backends
-    quality = compare(fine, coarse, TOKENS)
+    quality = compare_backends(fine, coarse, TOKENS)
     probs = []
     for backend in (fine, coarse):
         logits = np.concatenate(list(logits_of(backend, TOKENS, 7))).astype(np.float64)
@@ -43,10 +43,10 @@ def test_figures_are_what_their_definitions_say(backends) -> None:
 
 def test_a_backend_agrees_with_itself_and_the_compiled_one_nearly(backends) -> None:
     fine, coarse, fast = backends
-    assert compare(coarse, coarse, TOKENS).kl_mean == 0
-    assert compare(coarse, fast, TOKENS).kl_mean < compare(fine, coarse, TOKENS).kl_mean / 10
+    assert compare_backends(coarse, coarse, TOKENS).kl_mean == 0
+    assert compare_backends(coarse, fast, TOKENS).kl_mean < compare_backends(fine, coarse, TOKENS).kl_mean / 10
 
 
 def test_one_token_is_not_a_text(backends) -> None:
     with pytest.raises(ConfigError, match="two tokens"):
-        compare(backends[0], backends[0], [1])
+        compare_backends(backends[0], backends[0], [1])

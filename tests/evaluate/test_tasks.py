@@ -13,7 +13,7 @@ from cpuspec.evaluate.answers import answer_all
 from cpuspec.evaluate.sandbox import run_program
 from cpuspec.evaluate.tasks import (
     TASKS,
-    Verdict,
+    Grade,
     code_of,
     find_task,
     judge,
@@ -168,7 +168,7 @@ def test_pass_at_k_is_the_chance_that_k_of_the_answers_hold_a_right_one(n: int) 
 
 
 def test_a_score_is_the_mean_over_problems_with_its_error() -> None:
-    right, wrong = Verdict(True), Verdict(False)
+    right, wrong = Grade(True), Grade(False)
     found = score([right, right, wrong, right, wrong, wrong, wrong, wrong], 2, (1, 2))
     assert (found.num_problems, found.num_passed) == (4, 3)
     assert found.pass_at == {1: pytest.approx(0.375), 2: pytest.approx(0.5)}

@@ -15,7 +15,7 @@ from cpuspec.checkpoints.download import fetch
 from cpuspec.checkpoints.recipes import find_recipe, load_all, read_recipe
 from cpuspec.cli.parity import describe_parity
 from cpuspec.engine.assemble import check_spec, model_and_spec
-from cpuspec.evaluate.parity import GreedyAnswer, LogitRow, ModelIdentity, Question, Recording, compare
+from cpuspec.evaluate.parity import GreedyAnswer, LogitRow, ModelIdentity, Question, Recording, compare_sides
 from cpuspec.evaluate.parity_file import read_recording, write_recording
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import pack
@@ -167,7 +167,7 @@ def parity_record(rng: random.Random, directory: Path) -> None:
     path.write_bytes(mutate_json(record_sample(), rng))
     run = read_recording(path)
     other = run_of(2)
-    found = compare(run, other, run.questions) if run.questions == other.questions else compare(run, run, run.questions)
+    found = compare_sides(run, other, run.questions) if run.questions == other.questions else compare_sides(run, run, run.questions)
     json.dumps(describe_parity(run.model, found, []))
 
 

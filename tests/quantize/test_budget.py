@@ -13,7 +13,7 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import read_gguf
 from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError
-from cpuspec.evaluate.quality import compare
+from cpuspec.evaluate.quality import compare_backends
 from cpuspec.formats import FORMATS, QuantTensor, get_format
 from cpuspec.quantize import budget, calibration, sensitivity
 from cpuspec.quantize.job import Job, quantize
@@ -37,7 +37,9 @@ def chunks(source: Checkpoint) -> np.ndarray:
 
 def kl(source: Checkpoint, path: Path) -> float:
     tokens = (np.random.default_rng(9).zipf(1.3, 64) % source.config.vocab_size).tolist()
-    return compare(make_backend("numpy", source, ENGINE), make_backend("numpy", open_checkpoint(path), ENGINE), tokens).kl_mean
+    return compare_backends(
+        make_backend("numpy", source, ENGINE), make_backend("numpy", open_checkpoint(path), ENGINE), tokens
+    ).kl_mean
 
 
 @pytest.mark.parametrize("seed", range(20))

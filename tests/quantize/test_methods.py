@@ -11,7 +11,7 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError, FormatError
-from cpuspec.evaluate.quality import compare, logits_of
+from cpuspec.evaluate.quality import compare_backends, logits_of
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.quantize.compressed_output import SCHEMES, formats_of
 from cpuspec.quantize.job import Job, quantize
@@ -49,7 +49,9 @@ def test_moved_factors_leave_the_model_as_it_is(tmp_path: Path, architecture: st
     formats = {name: get_format("q4_0") for name, shape in shapes.items() if len(shape) == 2}
     moved = awq(weights, chunks, formats) if method == "awq" else smoothquant(weights, chunks, 0.5)
     assert moved.inputs
-    found = compare(make_backend("numpy", source, ENGINE), make_backend("numpy", with_values(moved), ENGINE), chunks[0].tolist())
+    found = compare_backends(
+        make_backend("numpy", source, ENGINE), make_backend("numpy", with_values(moved), ENGINE), chunks[0].tolist()
+    )
     assert found.max_abs_logit_difference < 2e-3
 
 
@@ -62,7 +64,7 @@ def test_awq_loses_less_than_rounding(tmp_path: Path) -> None:
         out = tmp_path / f"{number}.gguf"
         quantize(source, out, job, threads=1, chunks=chunks if job.methods else None)
         own = make_backend("numpy", open_checkpoint(out), ENGINE)
-        losses.append(compare(make_backend("numpy", source, ENGINE), own, chunks[1].tolist()).kl_mean)
+        losses.append(compare_backends(make_backend("numpy", source, ENGINE), own, chunks[1].tolist()).kl_mean)
     assert losses[1] < losses[0]
     assert losses[2] < losses[0]
 

@@ -20,7 +20,7 @@ from cpuspec.checkpoints.gguf_writer import entry
 from cpuspec.checkpoints.heads import own_mtp
 from cpuspec.config import EngineConfig, ModelConfig, Rope, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError, FormatError
-from cpuspec.evaluate.quality import Quality, compare
+from cpuspec.evaluate.quality import Quality, compare_backends
 from cpuspec.formats import FORMATS, get_format
 from cpuspec.model.rope import rope_table
 from cpuspec.quantize import gptq
@@ -60,7 +60,9 @@ def chunks(source: Checkpoint) -> np.ndarray:
 
 def loss(source: Checkpoint, path: Path, tokens: np.ndarray) -> Quality:
     engine = EngineConfig(kv_format="f32")
-    return compare(make_backend("numpy", source, engine), make_backend("numpy", open_checkpoint(path), engine), tokens.tolist())
+    return compare_backends(
+        make_backend("numpy", source, engine), make_backend("numpy", open_checkpoint(path), engine), tokens.tolist()
+    )
 
 
 @pytest.mark.parametrize("type_name", TYPES)
@@ -108,7 +110,7 @@ def test_a_hugging_face_model_becomes_a_gguf_file_of_the_same_model(tmp_path: Pa
         assert getattr(again.config, field) == pytest.approx(value) if isinstance(value, float) else True, field
     ids = np.random.default_rng(0).integers(0, 300, 40).tolist()
     engine = EngineConfig(kv_format="f32")
-    found = compare(make_backend("numpy", source, engine), make_backend("numpy", again, engine), ids)
+    found = compare_backends(make_backend("numpy", source, engine), make_backend("numpy", again, engine), ids)
     assert found.max_abs_logit_difference < 1e-3
     assert again.vocabulary.model == "gpt2"  # type: ignore[union-attr]
     text = "the cat sat on 1234 mats; don't\n\n  return x"
@@ -150,7 +152,7 @@ def test_experts_are_written_one_by_one_in_compressed_tensors_and_routers_as_the
     assert np.array_equal(again.tensors[router].dequantize(), source.tensors[router].dequantize())
     ids = np.random.default_rng(0).integers(0, 300, 20).tolist()
     engine = EngineConfig(kv_format="f32")
-    assert compare(make_backend("numpy", source, engine), make_backend("numpy", again, engine), ids).kl_mean < 0.1
+    assert compare_backends(make_backend("numpy", source, engine), make_backend("numpy", again, engine), ids).kl_mean < 0.1
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     theirs = FAMILIES[source.config.architecture].layer_names["router"][1].removesuffix(".weight")
     assert any(re.match(pattern[3:], f"model.layers.0.{theirs}") for pattern in settings["ignore"] if pattern.startswith("re:"))

@@ -9,7 +9,7 @@ import pytest
 
 from cpuspec import LLM
 from cpuspec.batch.answer import answer_lines
-from cpuspec.batch.run import Summary, run_batch
+from cpuspec.batch.run import BatchSummary, run_batch
 from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError, CpuspecError
 from tests import command
@@ -64,7 +64,7 @@ def test_a_machine_that_dies_loses_and_doubles_no_line(
         answer = partial(answer_on_cluster, work=work(path), num_workers=2)
         first = run_batch(source, out, answer, on_progress)
         assert (first.num_answered, first.interrupted) == (40, True)
-        again: Summary = run_batch(source, out, partial(answer_on_cluster, work=work(path), num_workers=1), on_progress)
+        again: BatchSummary = run_batch(source, out, partial(answer_on_cluster, work=work(path), num_workers=1), on_progress)
     assert (again.num_kept, again.num_answered, again.num_errors) == (40, 21, 1)
     assert told(out) == wanted
     assert progress == sorted(progress)

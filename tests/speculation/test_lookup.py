@@ -18,8 +18,8 @@ from cpuspec.speculation.drafters.lookup import (
     MAX_OCCURRENCES,
     RUNS,
     Evidence,
+    IndexedText,
     Match,
-    Text,
     draft_likely,
     next_probs,
 )
@@ -30,8 +30,8 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 NUM_AHEAD = 5
 
 
-def text_of(tokens: list[int]) -> Text:
-    text = Text()
+def text_of(tokens: list[int]) -> IndexedText:
+    text = IndexedText()
     text.extend(tokens)
     return text
 
@@ -106,7 +106,7 @@ def test_matches_are_the_longest_and_latest_of_all_occurrences(
 def test_a_text_that_followed_drafted_tokens_equals_a_fresh_one(
     prompt: list[int], rounds: list[tuple[list[int], list[int]]]
 ) -> None:
-    seq, text = Sequence.new(0, prompt, SamplingParams()), Text()
+    seq, text = Sequence.new(0, prompt, SamplingParams()), IndexedText()
     for drafted, new in rounds:
         text.follow(seq.ahead(drafted))
         seq.extend(new * 3)
@@ -243,7 +243,7 @@ def test_a_prediction_is_drafted_from_the_first_token_on_and_again_after_a_chang
 def test_a_long_text_is_indexed_in_parts_and_then_matches_as_a_short_one_does(grows: bool) -> None:
     size = INDEXED_AT_ONCE
     tokens = [*range(10, 20), *np.random.default_rng(0).integers(20, 10**6, 3 * size).tolist(), *range(10, 15)]
-    text, before = Text([] if grows else tokens), 0
+    text, before = IndexedText([] if grows else tokens), 0
     if grows:
         text.extend(tokens)
     found = []

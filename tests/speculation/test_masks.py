@@ -13,7 +13,7 @@ from cpuspec.sampling import confidence
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.drafters import head_path
-from cpuspec.speculation.drafters.head_path import likeliest
+from cpuspec.speculation.drafters.head_path import likeliest_children
 from cpuspec.speculation.drafters.masks import MaskProposer
 from tests.oracles import ToyBackend
 from tests.speculation.exact import ExactContext, distance
@@ -53,7 +53,7 @@ def test_a_draft_is_the_likeliest_tokens_of_the_masks_rows_in_one_forward() -> N
 def test_with_floors_a_draft_says_how_sure_its_rows_are_and_ends_where_the_path_is_unlikely(
     monkeypatch: pytest.MonkeyPatch, draws: bool
 ) -> None:
-    monkeypatch.setattr(head_path, "likeliest", lambda *row: likeliest(*row)[:1])  # without alternatives
+    monkeypatch.setattr(head_path, "likeliest_children", lambda *row: likeliest_children(*row)[:1])  # without alternatives
     proposer, _ = drafting(8, draws=draws)
     seq = Sequence.new(0, [0, 4, 5], SamplingParams(temperature=1.0 if draws else 0.0, seed=1))
     proposer.begin(seq, 0)

@@ -12,7 +12,7 @@ from cpuspec.config import SamplingParams
 from cpuspec.errors import ConfigError
 from cpuspec.platform import SYSTEM
 from cpuspec.text import make_tokenizer
-from cpuspec.train.answers import AnswerPlan, Summary, header_path, make_answers, tokenizer_identity
+from cpuspec.train.answers import AnswerPlan, AnswersSummary, header_path, make_answers, tokenizer_identity
 from tests.train.models import loaded, tiny
 
 FILES = [{"name": "tiny.gguf", "bytes": 1, "sha256": "0" * 64}]
@@ -39,13 +39,13 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def whole(llm: LLM, plan: AnswerPlan, tmp_path: Path) -> tuple[bytes, Summary]:
+def whole(llm: LLM, plan: AnswerPlan, tmp_path: Path) -> tuple[bytes, AnswersSummary]:
     """What a run that nothing interrupts writes."""
     summary = make_answers(llm, FILES, plan, tmp_path / "whole.jsonl")
     return (tmp_path / "whole.jsonl").read_bytes(), summary
 
 
-def test_answers_are_those_of_the_model(llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, Summary]) -> None:
+def test_answers_are_those_of_the_model(llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, AnswersSummary]) -> None:
     found, summary = lines(tmp_path / "whole.jsonl"), whole[1]
     assert summary.num_answers == len(found) > 12
     assert summary.num_answer_tokens == sum(len(line["answer_ids"]) for line in found)
@@ -59,14 +59,14 @@ def test_answers_are_those_of_the_model(llm: LLM, plan: AnswerPlan, tmp_path: Pa
     assert (header["files"], header["tokenizer_sha256"]) == (FILES, tokenizer_identity(llm.tokenizer))
 
 
-def test_duplicates_are_left_out(whole: tuple[bytes, Summary], tmp_path: Path) -> None:
+def test_duplicates_are_left_out(whole: tuple[bytes, AnswersSummary], tmp_path: Path) -> None:
     assert whole[1].num_duplicate_prompts >= 1
     assert not any(line["id"].startswith("prompts.jsonl:5@") for line in lines(tmp_path / "whole.jsonl"))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 1.0])
 def test_a_run_that_was_broken_off_anywhere_goes_on_to_the_same_bytes(
-    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, Summary], share: float
+    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, AnswersSummary], share: float
 ) -> None:
     content, _ = whole
     out = tmp_path / "whole.jsonl"
@@ -79,7 +79,7 @@ def test_a_run_that_was_broken_off_anywhere_goes_on_to_the_same_bytes(
 
 
 def test_answers_do_not_depend_on_how_many_run_at_once(
-    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, Summary]
+    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, AnswersSummary]
 ) -> None:
     out = tmp_path / "alone.jsonl"
     with loaded(tiny(tmp_path), max_sequences=1) as one_at_a_time:
@@ -88,7 +88,7 @@ def test_answers_do_not_depend_on_how_many_run_at_once(
 
 
 def test_a_limit_of_tokens_ends_a_run_which_a_higher_one_goes_on_with(
-    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, Summary]
+    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, AnswersSummary]
 ) -> None:
     out = tmp_path / "limited.jsonl"
     summary = make_answers(llm, FILES, plan, out, max_tokens=100)
@@ -102,11 +102,11 @@ def test_a_limit_of_tokens_ends_a_run_which_a_higher_one_goes_on_with(
 
 
 def test_an_interrupt_ends_a_run_which_another_goes_on_with(
-    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, Summary]
+    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, AnswersSummary]
 ) -> None:
     out = tmp_path / "interrupted.jsonl"
 
-    def interrupt(summary: Summary) -> None:
+    def interrupt(summary: AnswersSummary) -> None:
         if summary.num_answers > 5:
             raise KeyboardInterrupt
 
@@ -157,7 +157,7 @@ def test_answers_in_the_words_of_an_evaluation_set_are_refused(llm: LLM, plan: A
     ],
 )
 def test_answers_of_another_plan_are_not_gone_on_with(
-    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, Summary], change: dict[str, Any], named: str
+    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, AnswersSummary], change: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         make_answers(llm, FILES, AnswerPlan(**vars(plan) | change), tmp_path / "whole.jsonl")
@@ -165,7 +165,7 @@ def test_answers_of_another_plan_are_not_gone_on_with(
 
 
 def test_answers_of_another_model_are_not_gone_on_with(
-    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, Summary]
+    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, AnswersSummary]
 ) -> None:
     with pytest.raises(ConfigError, match="files"):
         make_answers(llm, [FILES[0] | {"sha256": "1" * 64}], plan, tmp_path / "whole.jsonl")
@@ -182,7 +182,7 @@ def test_answers_of_another_model_are_not_gone_on_with(
     ],
 )
 def test_a_file_of_something_else_is_left_alone(
-    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, Summary], content: str
+    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, AnswersSummary], content: str
 ) -> None:
     out = tmp_path / "whole.jsonl"
     out.write_text(content)

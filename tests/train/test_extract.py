@@ -19,7 +19,7 @@ from cpuspec.platform import SYSTEM
 from cpuspec.text import Tokenizer, make_tokenizer
 from cpuspec.train import extract as extracting
 from cpuspec.train.answers import header_path, tokenizer_identity
-from cpuspec.train.extract import Extractor, Summary, Text, extract, likeliest, read_layers, read_texts, usual_layers
+from cpuspec.train.extract import Extractor, ExtractSummary, ReadText, extract, likeliest_ids, read_layers, read_texts, usual_layers
 from cpuspec.train.samples import FINAL, Extraction, open_samples
 from tests.train.models import tiny
 from tools.make_tiny_model import make_tiny_gguf
@@ -51,10 +51,10 @@ def about(checkpoint: Checkpoint, dtype: str = "f32", top: int = TOP, layers: tu
     return Extraction("tiny", files, config.vocab_size, config.hidden_size, config.num_layers, layers, dtype, top)
 
 
-def random_texts(checkpoint: Checkpoint, number: int = 9) -> list[Text]:
+def random_texts(checkpoint: Checkpoint, number: int = 9) -> list[ReadText]:
     rng = np.random.default_rng(0)
     lengths = [1, 150, 64, *rng.integers(1, 80, number - 3).tolist()]
-    texts = [Text(rng.integers(0, checkpoint.config.vocab_size, length).tolist(), length // 3) for length in lengths]
+    texts = [ReadText(rng.integers(0, checkpoint.config.vocab_size, length).tolist(), length // 3) for length in lengths]
     return [*texts[:-1], texts[-1]._replace(num_prompt=lengths[-1])]  # no token of the last one counts
 
 
@@ -95,7 +95,7 @@ def test_states_and_logits_are_those_of_one_forward(checkpoint: Checkpoint, back
     whole.close()
 
 
-def judged_rows(text: Text) -> NDArray[np.bool_]:
+def judged_rows(text: ReadText) -> NDArray[np.bool_]:
     """Rows whose likeliest tokens are kept: those that count for the loss, and the one before them; all where none counts."""
     return np.arange(len(text.token_ids)) >= (text.num_prompt - 1) * (text.num_prompt < len(text.token_ids))
 
@@ -120,7 +120,7 @@ def test_compiled_states_are_the_bits_of_a_forward_of_another_size(checkpoint: C
 def test_the_final_state_is_what_the_output_matrix_multiplies(tmp_path: Path, architecture: str) -> None:
     model = open_checkpoint(make_tiny_gguf(tmp_path / "other.gguf", architecture, embed_format="f32", weight_format="q8_0"))
     backend = make_backend("numpy", model, EngineConfig())
-    said, text = about(model, top=model.config.vocab_size, layers=(FINAL,)), Text(list(range(5, 25)), 0)
+    said, text = about(model, top=model.config.vocab_size, layers=(FINAL,)), ReadText(list(range(5, 25)), 0)
     extract(Extractor(backend, model, (FINAL,), said.top, LENGTH), said, iter([text]), tmp_path / "out")
     (sample,) = open_samples(tmp_path / "out")
     assert sample.top_ids is not None
@@ -138,7 +138,7 @@ def test_a_run_that_was_broken_off_goes_on_to_the_same_bytes(
     extractor = Extractor(backend, checkpoint, LAYERS, TOP, LENGTH)
     extract(extractor, said, iter(texts), tmp_path / "whole")
 
-    def broken_off() -> Iterator[Text]:
+    def broken_off() -> Iterator[ReadText]:
         yield from texts[:num_done]
         raise KeyboardInterrupt
 
@@ -165,10 +165,10 @@ def test_memory_holds_one_shard_and_one_text(
 ) -> None:
     said, full = about(checkpoint), 100
     monkeypatch.setattr(extracting, "_SHARD_BYTES", 4 * len(LAYERS) * said.hidden_size * full)
-    texts = [Text([1] * 30, 0)] * 40
+    texts = [ReadText([1] * 30, 0)] * 40
     given = most = 0
 
-    def counted() -> Iterator[Text]:
+    def counted() -> Iterator[ReadText]:
         nonlocal given, most
         for text in texts:
             most = max(most, given - 120 * len([*(tmp_path / "out").glob("shard-*")]))
@@ -183,7 +183,7 @@ def test_memory_holds_one_shard_and_one_text(
 @pytest.mark.parametrize(("rows", "size", "num"), [(3, 384, 5), (2, 100, 100), (1, 1, 1), (4, 1000, 70), (3, 65, 64), (2, 200, 1)])
 def test_the_likeliest_are_those_of_a_whole_sort(rows: int, size: int, num: int) -> None:
     logits = np.random.default_rng(size).integers(-500, 500, (rows, size)).astype(np.float32) / 8
-    ids, values, log_sum = likeliest(logits, num)
+    ids, values, log_sum = likeliest_ids(logits, num)
     np.testing.assert_array_equal(values, -np.sort(-logits, axis=1)[:, :num])
     np.testing.assert_array_equal(np.take_along_axis(logits, ids, axis=1), values)
     assert all(len(set(row)) == num for row in ids.tolist())
@@ -218,7 +218,7 @@ def test_samples_of_other_texts_are_not_gone_on_with(checkpoint: Checkpoint, bac
     texts, said = random_texts(checkpoint), about(checkpoint)
     extractor = Extractor(backend, checkpoint, LAYERS, TOP, LENGTH)
     extract(extractor, said, iter(texts[:3]), tmp_path / "out")
-    for other in ([texts[0], texts[2]], texts[:2], [*texts[:2], Text(texts[2].token_ids, 0)]):
+    for other in ([texts[0], texts[2]], texts[:2], [*texts[:2], ReadText(texts[2].token_ids, 0)]):
         with pytest.raises(ConfigError, match="other texts"):
             extract(extractor, said, iter(other), tmp_path / "out")
     (tmp_path / "full").mkdir()
@@ -252,9 +252,9 @@ def test_files_are_read_as_what_they_are(tmp_path: Path, tokenizer: Tokenizer) -
     answers.write_text(json.dumps(line) + "\n")
     others.write_text('{"ids": [1, 2, 3, 4, 5, 6]}\n{"text": "hello there"}\n')
     plain.write_text("hello there\n" * 3)
-    assert list(read_texts([answers], tokenizer, 5)) == [Text([1, 2, 3, 4, 5], 3), Text([6, 7], 0)]
+    assert list(read_texts([answers], tokenizer, 5)) == [ReadText([1, 2, 3, 4, 5], 3), ReadText([6, 7], 0)]
     hello, texts = tokenizer.encode("hello there"), list(read_texts([others], tokenizer, 100))
-    assert texts == [Text([1, 2, 3, 4, 5, 6], 6), Text(hello, len(hello))]
+    assert texts == [ReadText([1, 2, 3, 4, 5, 6], 6), ReadText(hello, len(hello))]
     assert [one.num_prompt for one in read_texts([others, plain], tokenizer, 100, all_count=True)] == [0, 0, 0]
     ids = [token for text in read_texts([plain], tokenizer, 4) for token in text.token_ids]
     assert ids == tokenizer.encode("hello there\n" * 3, add_special=False)
@@ -298,7 +298,7 @@ def test_progress_counts_tokens(checkpoint: Checkpoint, backend: Backend, tmp_pa
     seen: list[int] = []
     texts = random_texts(checkpoint)
 
-    def note(summary: Summary) -> None:
+    def note(summary: ExtractSummary) -> None:
         seen.append(summary.num_new_tokens)
 
     extract(

@@ -17,9 +17,9 @@ from cpuspec.model.batch import ForwardBatch
 from cpuspec.train.acceptance import Acceptance
 from cpuspec.train.block import BlockLoss, BlockTraining
 from cpuspec.train.eagle3 import Eagle3Loss, Eagle3Training
-from cpuspec.train.job import Job, train_head
+from cpuspec.train.job import TrainingJob, train_head
 from cpuspec.train.layout import read_head
-from cpuspec.train.loop import Measured, Schedule, plan, read_log, split
+from cpuspec.train.loop import Measured, Schedule, read_log, step_samples, train_and_held_back
 from cpuspec.train.samples import SampleSet
 from cpuspec.train.start import HeadShape
 from cpuspec.train.vocabulary import bigram_factors, count, drafted_ids, unused_id
@@ -48,7 +48,7 @@ def nothing(*_: object) -> None:
 
 
 def trained(target: Checkpoint, samples: SampleSet, out: Path, method: str, **changes: object) -> list[Measured]:
-    job = Job(LOSSES[method], SHAPE, SHORT, device="cpu", dtype="f32", threads=1)._replace(**changes)  # type: ignore[arg-type]
+    job = TrainingJob(LOSSES[method], SHAPE, SHORT, device="cpu", dtype="f32", threads=1)._replace(**changes)  # type: ignore[arg-type]
     return train_head(target, samples, out, job, nothing, nothing)
 
 
@@ -91,7 +91,7 @@ def test_a_resumed_run_ends_with_the_same_numbers(target: Checkpoint, samples: S
         if done == 2:
             raise KeyboardInterrupt
 
-    job = Job(LOSSES[method], SHAPE, SHORT, device="cpu", dtype="f32", threads=1)
+    job = TrainingJob(LOSSES[method], SHAPE, SHORT, device="cpu", dtype="f32", threads=1)
     out = tmp_path / "parts"
     with pytest.raises(KeyboardInterrupt):
         train_head(target, samples, out, job, stop, nothing)
@@ -236,9 +236,9 @@ def test_bigrams_are_counted_and_their_factors_tell_them(target: Checkpoint, sam
 
 
 def test_samples_are_held_back_and_every_epoch_sees_the_others_once(samples: SampleSet) -> None:
-    kept, held = split(samples, SHORT)
+    kept, held = train_and_held_back(samples, SHORT)
     assert (kept, held) == (list(range(12)), [12, 13, 14])
-    steps = plan(samples, kept, replace(SHORT, epochs=2))
+    steps = step_samples(samples, kept, replace(SHORT, epochs=2))
     flat = [i for step in steps for i in step]
     assert sorted(flat[:12]) == sorted(flat[12:]) == kept
     assert flat[:12] != flat[12:]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cpuspec.errors import ConfigError
-from cpuspec.train.overlap import NUM_WORDS, Exclusion, Known, runs, words
+from cpuspec.train.overlap import NUM_WORDS, Exclusion, Known, runs, words_of
 
 TASK = "Return the number of ways in which a robot that only moves right or down can cross the grid from corner to corner."
 SHORT = "Compose a travel blog post about Hawaii, highlighting cultural experiences."
@@ -41,7 +41,7 @@ def test_thirteen_words_in_a_row_are_found_however_they_are_written(tasks: Path,
     assert (found is not None) == is_shared
     if found:
         assert found.file == "tasks.jsonl"
-        assert found.words in " ".join(words(text))
+        assert found.words in " ".join(words_of(text))
 
 
 def test_nothing_is_found_where_nothing_is_excluded() -> None:
@@ -53,7 +53,7 @@ def test_files_say_what_was_compared(tasks: Path, tmp_path: Path) -> None:
     plain.write_text(f"{TASK}\n\nshort\n")
     first, second = Exclusion([tasks, plain]).files
     assert (first.name, first.num_texts) == ("tasks.jsonl", 2)
-    assert first.num_runs == len(words(f"def cross grid {TASK}")) - NUM_WORDS + 1 + 1
+    assert first.num_runs == len(words_of(f"def cross grid {TASK}")) - NUM_WORDS + 1 + 1
     assert (second.name, second.num_texts, second.num_runs) == ("set.txt", 1, 0)  # every run of it is the first file's
     assert len(first.sha256) == 64
 

@@ -12,7 +12,7 @@ from cpuspec.server.parsing.answer import (
     shown_tokens,
 )
 from cpuspec.server.parsing.calls import TOOL_FORMATS, ToolFormat, tool_format
-from cpuspec.server.parsing.pieces import Parser, Piece, joined
+from cpuspec.server.parsing.pieces import Parser, Piece, joined_pieces
 
 __all__ = [
     "MARKS",
@@ -22,7 +22,7 @@ __all__ = [
     "Piece",
     "ToolFormat",
     "answer_parser",
-    "joined",
+    "joined_pieces",
     "opens_reasoning",
     "reasoning_marks",
     "shown_tokens",

@@ -8,7 +8,7 @@ from cpuspec.engine.text import overlap
 from cpuspec.server.parsing.calls import tool_format
 from cpuspec.server.parsing.channels import ChannelParser
 from cpuspec.server.parsing.converted import Functions
-from cpuspec.server.parsing.pieces import Parser, Piece, decided, joined
+from cpuspec.server.parsing.pieces import Parser, Piece, decided, joined_pieces
 from cpuspec.text import Tokenizer
 
 _SPACE = " \t\r\n"
@@ -102,7 +102,7 @@ class ContinuingParser:
             if known:
                 self._known[piece.kind] -= known
             found.append(replace(piece, text=piece.text[known:]))
-        return joined(found)
+        return joined_pieces(found)
 
 
 class AnswerParser:
@@ -137,7 +137,7 @@ class AnswerParser:
     def push(self, text: str) -> list[Piece]:
         """See `Parser`."""
         self._pending += text
-        return joined(decided(self._step))
+        return joined_pieces(decided(self._step))
 
     def finish(self) -> list[Piece]:
         """See `Parser`."""
@@ -146,14 +146,14 @@ class AnswerParser:
             text = self._held.text
             if text.rstrip(_SPACE).endswith(self._call_closes) and (calls := self._held.finished()):
                 self._calls = self._held.calls
-                return joined([*pieces, *calls])
+                return joined_pieces([*pieces, *calls])
             pieces.append(self._let_go())
             pieces += decided(self._step)
         rest, self._pending = self._pending, ""
         pieces += [Piece("reasoning", rest)] if "reasoning" in self._state else self._content(rest)
         if self._calls:
             pieces += self._calls.finish()
-        return joined(pieces)
+        return joined_pieces(pieces)
 
     def _step(self, pieces: list[Piece]) -> bool:
         text = self._pending

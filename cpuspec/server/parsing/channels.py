@@ -8,7 +8,7 @@ message a call of that function. Source: OpenAI's harmony guide.
 import re
 
 from cpuspec.engine.text import overlap
-from cpuspec.server.parsing.pieces import Piece, decided, joined
+from cpuspec.server.parsing.pieces import Piece, decided, joined_pieces
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -30,13 +30,13 @@ class ChannelParser:
     def push(self, text: str) -> list[Piece]:
         """See `Parser`."""
         self._pending += text
-        return joined(decided(self._step))
+        return joined_pieces(decided(self._step))
 
     def finish(self) -> list[Piece]:
         """The rest, at the end of the answer. An unfinished header is dropped."""
-        pieces = joined(decided(self._step))
+        pieces = joined_pieces(decided(self._step))
         rest, self._pending = self._pending, ""
-        return joined([*pieces, *self._text(rest)]) if self._kind is not None else pieces
+        return joined_pieces([*pieces, *self._text(rest)]) if self._kind is not None else pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
         return self._header(pieces) if self._kind is None else self._body(pieces)

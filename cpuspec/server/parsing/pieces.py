@@ -43,7 +43,7 @@ def decided(step: Callable[[list[Piece]], bool]) -> list[Piece]:
     return pieces
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined_pieces(pieces: Iterable[Piece]) -> list[Piece]:
     """The same pieces, neighbours of one kind as one, and none that is empty. Two calls are never joined."""
     found: list[Piece] = []
     for piece in pieces:

@@ -70,7 +70,7 @@ class HeadPath:
                 self.limit = len(self.tokens)
                 return
         elif self.floors is not None:
-            [(token, chance), *others] = likeliest(logits, self.token_ids)
+            [(token, chance), *others] = likeliest_children(logits, self.token_ids)
             sure = chance if sure is None else sure
         else:
             number = int(logits.argmax())
@@ -113,7 +113,7 @@ class HeadPath:
         return row
 
 
-def likeliest(logits: F32, token_ids: I64 | None) -> list[tuple[int, float]]:
+def likeliest_children(logits: F32, token_ids: I64 | None) -> list[tuple[int, float]]:
     """The `CHILDREN` likeliest tokens of a row, the likeliest first, and their probabilities."""
     values, best = np.asarray(logits, np.float32), list[int]()
     left = values.copy()

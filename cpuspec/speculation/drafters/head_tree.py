@@ -10,7 +10,7 @@ import numpy as np
 
 from cpuspec.model.batch import F32
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.drafters.head_path import CHILDREN, DEPTHS, HeadPath, likeliest
+from cpuspec.speculation.drafters.head_path import CHILDREN, DEPTHS, HeadPath, likeliest_children
 from cpuspec.speculation.proposer import goes_on
 
 
@@ -58,7 +58,9 @@ class HeadTree:
     def _add_children(self, parent: int, logits: F32) -> None:
         """Find the likeliest tokens behind a node; their probabilities are those of the row's softmax."""
         likely = self.nodes[parent].likely if parent >= 0 else 1.0
-        self.nodes += [_Node(token, parent, chance, likely * chance) for token, chance in likeliest(logits, self.path.token_ids)]
+        self.nodes += [
+            _Node(token, parent, chance, likely * chance) for token, chance in likeliest_children(logits, self.path.token_ids)
+        ]
 
     def _goes_on(self, node: int) -> bool:
         return self.path.floors is None or goes_on(self.path.floors, self._depth, self.nodes[node].likely)

@@ -73,7 +73,7 @@ class _Runs:
         return tokens[end] if self.size == 1 else hash(tuple(tokens[max(end + 1 - self.size, 0) : end + 1]))
 
 
-class Text:
+class IndexedText:
     """Token ids that grow at the end. A long text is indexed little by little: matches come from the part that is."""
 
     def __init__(self, before: Iterable[int] = ()) -> None:
@@ -178,13 +178,13 @@ class Text:
         return ahead
 
 
-def text_of(seq: Sequence) -> Text:
+def text_of(seq: Sequence) -> IndexedText:
     """A text that holds the sequence, and before it the prediction of its answer, if it has one.
 
     The prediction stands behind the end of the prompt, as the answer does, so that it is drafted from the first token on.
     """
     prompt_end = seq.tokens[: seq.num_prompt_tokens][-MAX_MATCH:]
-    text = Text([*prompt_end, *seq.prediction, END] if seq.prediction else ())
+    text = IndexedText([*prompt_end, *seq.prediction, END] if seq.prediction else ())
     text.follow(seq)
     return text
 

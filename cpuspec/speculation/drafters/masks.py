@@ -5,7 +5,7 @@ from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.head_path import HeadPath
 from cpuspec.speculation.proposer import Floors, Proposer
-from cpuspec.speculation.reading import Reading
+from cpuspec.speculation.reading import PromptReader
 
 DEFAULT_NUM_TOKENS = 7
 
@@ -32,7 +32,7 @@ class MaskProposer(Proposer):
         self.num_tokens = min(num_tokens, context.backend.max_rows)
         self.in_one_pass = True
         self._mask_id, self._min_confidence, self._draws = mask_id, min_confidence, draws
-        self._reading = Reading(context)
+        self._reading = PromptReader(context)
 
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """The drafts, made in one forward; empty ones for sequences whose prompt has not been read yet."""

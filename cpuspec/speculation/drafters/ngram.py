@@ -3,7 +3,7 @@
 from cpuspec.config import LevelSpec
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.drafters.lookup import MIN_PROB, NUM_MATCHES, STRENGTH, Text, draft_likely, text_of, wants_tree
+from cpuspec.speculation.drafters.lookup import MIN_PROB, NUM_MATCHES, STRENGTH, IndexedText, draft_likely, text_of, wants_tree
 from cpuspec.speculation.proposer import Proposer
 
 DEFAULT_NUM_TOKENS = 7
@@ -23,7 +23,7 @@ class NgramProposer(Proposer):
         self.num_tokens = num_tokens
         self.min_prob = min_prob
         self.tree = tree
-        self._texts: dict[int, Text] = {}
+        self._texts: dict[int, IndexedText] = {}
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Take in the prompt, and the prediction of the answer."""

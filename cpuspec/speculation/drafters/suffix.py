@@ -3,7 +3,7 @@
 from cpuspec.config import LevelSpec
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.drafters.lookup import END, MIN_PROB, NUM_MATCHES, STRENGTH, Text, draft_likely, text_of, wants_tree
+from cpuspec.speculation.drafters.lookup import END, MIN_PROB, NUM_MATCHES, STRENGTH, IndexedText, draft_likely, text_of, wants_tree
 from cpuspec.speculation.proposer import Proposer
 
 DEFAULT_NUM_TOKENS = 15
@@ -36,8 +36,8 @@ class SuffixProposer(Proposer):
         self.min_prob = min_prob
         self.tree = tree
         self.max_past_tokens = max_past_tokens
-        self._texts: dict[int, Text] = {}
-        self._past: dict[str, Text] = {}  # by the requests' salts, the one that was used last behind
+        self._texts: dict[int, IndexedText] = {}
+        self._past: dict[str, IndexedText] = {}  # by the requests' salts, the one that was used last behind
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Take in the prompt, and the prediction of the answer."""
@@ -61,7 +61,7 @@ class SuffixProposer(Proposer):
     def end(self, seq: Sequence) -> None:
         """Remember the answer and forget the sequence."""
         if self._texts.pop(seq.id, None) is not None:
-            past = self._past[seq.salt] = self._past.pop(seq.salt, Text())
+            past = self._past[seq.salt] = self._past.pop(seq.salt, IndexedText())
             past.extend([*seq.output, END])
             past.forget(max(0, len(past) - self.max_past_tokens))
             while sum(map(len, self._past.values())) > self.max_past_tokens:
