@@ -1,6 +1,7 @@
-"""From the tensors of a file to those of `layers`, and back: renamed, split, stacked, rows in our order, with an offset.
+"""Turns a file's tensors into those that `layers` describes ("canonical" ones), and back.
 
-`families.Family` holds the differences between families. Only reordered rows and norms with an offset are copied.
+Tensors are renamed, split, stacked and reordered, and norms get an offset. `families.Family` declares what a family needs. Data
+are copied only where rows change their order or values change.
 """
 
 import re
@@ -15,12 +16,12 @@ from cpuspec.errors import CheckpointError, FormatError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.layers import I32, Shape, rotary_order
 
-GGUF, HF = 0, 1  # whose names: the places in a pair of `Family.layer_names`
+GGUF, HF = 0, 1  # kinds of files: indices into the pairs of `Family.layer_names`
 _EXPERT = r"(0|[1-9][0-9]{0,4})"
 
 
 class Names:
-    """The canonical name of each tensor of a family's files."""
+    """Maps the names of a family's files to canonical names."""
 
     def __init__(self, family: Family, kind: int) -> None:
         self._globals = {theirs[kind]: ours for ours, theirs in {**GLOBAL_NAMES, **family.global_names}.items()}
@@ -32,12 +33,15 @@ class Names:
         self._layer = re.compile(re.escape(_layers_in(family, kind)) + r"\.(0|[1-9][0-9]{0,8})\.(.+)", re.DOTALL)
 
     def layer_of(self, name: str) -> int:
-        """The layer of a tensor by its name in the file; -1 outside of the layers."""
+        """The layer that a tensor of the file belongs to; -1 for none."""
         found = self._layer.fullmatch(name)
         return int(found[1]) if found else -1
 
     def ours(self, name: str) -> str:
-        """The canonical name; parts are joined as in `Family.other_names`, one expert has "@" and its number; "" for none."""
+        """The canonical name of a tensor of the file; "" for an unknown one.
+
+        A tensor of several parts has their names joined as in `Family.other_names`; that of one expert ends with "@" and a number.
+        """
         layer = self._layer.fullmatch(name)
         if layer is None:
             return self._globals.get(name, "")
@@ -54,7 +58,7 @@ def _layers_in(family: Family, kind: int) -> str:
 
 
 def file_names(family: Family, kind: int, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Tensors of a file by name, each with the canonical names of what it holds, one part after another along the rows.
+    """The tensors of a file: the name of each, with the canonical names of its parts in the order of their rows.
 
     names: of all tensors, canonical.
     """
@@ -75,7 +79,7 @@ def file_names(family: Family, kind: int, names: Iterable[str]) -> dict[str, tup
 
 
 def joined(config: ModelConfig, family: Family, kind: int, tensors: Mapping[str, QuantTensor]) -> QuantTensor:
-    """One tensor of a file, of those that it holds by canonical name: the inverse of what `arranged` does to them.
+    """The tensor of a file that has these canonical tensors as its parts: the inverse of `arranged`.
 
     Raises FormatError where parts of one tensor have several formats.
     """
@@ -97,7 +101,7 @@ def joined(config: ModelConfig, family: Family, kind: int, tensors: Mapping[str,
 
 
 def joined_shape(shapes: Sequence[Shape]) -> Shape:
-    """The shape of `joined` tensors of these."""
+    """The shape of a tensor that joins parts of these shapes."""
     first, axis = shapes[0], int(len(shapes[0]) == 3)
     if axis and shapes[0][0] == shapes[1][0] and shapes[0][1] == shapes[1][2]:  # heads' matrices of keys, transposed, and of values
         return first[0] * (first[2] + shapes[1][1]), first[1]
@@ -105,7 +109,7 @@ def joined_shape(shapes: Sequence[Shape]) -> Shape:
 
 
 def _by_group(config: ModelConfig, family: Family, kind: int, parts: str) -> I32 | None:
-    """For each row of parts that are joined, one after another, its place in a file that has them head by head; None for others."""
+    """For joined parts that files store head by head: the file's row of each row, part by part. None for other parts."""
     c, delta = config, config.recurrent
     if parts == "q_plain+q_turned" and c.latent:
         heads, sizes = c.num_heads, [c.latent.plain, c.latent.turned]
@@ -127,7 +131,7 @@ def _by_group(config: ModelConfig, family: Family, kind: int, parts: str) -> I32
 def arranged(
     what: str, config: ModelConfig, family: Family, kind: int, named: Mapping[str, QuantTensor], wanted: Mapping[str, Shape]
 ) -> dict[str, QuantTensor]:
-    """The tensors by `Names.ours`, stacked, split, and in our order. wanted: the shapes of canonical tensors.
+    """Canonical tensors of a file's, which are named by `Names.ours`. wanted: the shapes of the canonical tensors.
 
     Raises CheckpointError where what is joined in a file does not have the sizes of its parts.
     """
@@ -162,7 +166,7 @@ def arranged(
 
 
 def _arranged(config: ModelConfig, family: Family, kind: int, name: str, tensor: QuantTensor, shape: Shape) -> QuantTensor:
-    """One canonical tensor in our order, of our shape but for axes of length 1, and with our numbers."""
+    """One canonical tensor with its rows in our order, in our shape, and with our values (decays, norms with an offset)."""
     alike = [n for n in tensor.shape if n > 1] == [n for n in shape if n > 1] and not tensor.parts
     if shape and (alike or tensor.shape == file_shape(config, kind, name, shape)):
         tensor = _shaped(tensor, shape)
@@ -174,7 +178,7 @@ def _arranged(config: ModelConfig, family: Family, kind: int, name: str, tensor:
 
 
 def file_shape(config: ModelConfig, kind: int, name: str, shape: Shape) -> Shape:
-    """The shape that files of a kind give to a canonical tensor of this shape."""
+    """The shape of a canonical tensor in files of a kind. shape: its own."""
     part, mixer = name.rpartition(".")[2], config.recurrent
     if part.endswith("_conv") and kind == HF:
         return shape[0], 1, shape[1]
@@ -190,7 +194,7 @@ def _shaped(tensor: QuantTensor, shape: Shape) -> QuantTensor:
 
 
 def _split(what: str, name: str, tensor: QuantTensor, wanted: Mapping[str, Shape]) -> dict[str, QuantTensor]:
-    """The parts of a tensor whose name joins theirs, as `Family.other_names` has it, along its rows."""
+    """The parts of a tensor by name. name: the parts' names, joined as in `Family.other_names`."""
     start, _, last = name.rpartition(".")
     if last == "k_b|v_b":
         return _by_head(what, name, tensor, wanted)
@@ -255,7 +259,7 @@ def _some(tensor: QuantTensor, axis: int, first: int, last: int) -> QuantTensor:
 
 
 def _each(tensor: QuantTensor, axis: int, first: int, step: int) -> QuantTensor:
-    """Rows first, first + step, and so on, or such numbers of vectors: a copy."""
+    """A copy of the rows (of vectors: numbers) first, first + step, and so on."""
     units = tensor.data.reshape(*tensor.shape, tensor.format.block_bytes) if axis == -1 else tensor.data
     data = np.ascontiguousarray(units[..., first::step, :])
     shape = (*tensor.shape[:axis], data.shape[-2], *tensor.shape[axis:][1:])
@@ -263,7 +267,7 @@ def _each(tensor: QuantTensor, axis: int, first: int, step: int) -> QuantTensor:
 
 
 def _transposed(what: str, name: str, tensor: QuantTensor) -> QuantTensor:
-    """The matrices of experts with their inputs side by side: a copy."""
+    """A copy of experts' matrices, [experts, in, out] in the file, as [experts, out, in]."""
     if len(tensor.shape) != 3 or tensor.format.block_size != 1:
         raise CheckpointError(
             f"{what}: {name.partition('^')[0]} is {tensor.format.name} {list(tensor.shape)}, wanted f32, f16 or bf16 of each expert"
@@ -274,18 +278,18 @@ def _transposed(what: str, name: str, tensor: QuantTensor) -> QuantTensor:
 
 
 def with_offset(tensor: QuantTensor, offset: float) -> QuantTensor:
-    """The tensor plus `offset`, in f32, which has the sum of any f16 or bf16 weight near 1 and of 1."""
+    """The tensor plus `offset`, in f32: a sum of 1 and a weight near it needs more bits than f16 and bf16 have."""
     return QuantTensor.encode(get_format("f32"), tensor.dequantize() + np.float32(offset)) if offset else tensor
 
 
 def in_our_order(config: ModelConfig, family: Family, kind: int, name: str, tensor: QuantTensor) -> QuantTensor:
-    """A tensor of a file, by its canonical name, with rows of queries and keys, and value heads, in our order."""
+    """A canonical tensor of a file with its rows of queries and keys, or its value heads, in our order."""
     order = _order(config, family, kind, name)
     return tensor if order is None else _permuted(config, name, tensor, order)
 
 
 def in_file_order(config: ModelConfig, family: Family, kind: int, name: str, tensor: QuantTensor) -> QuantTensor:
-    """A tensor by its canonical name as files have it: the inverse of what `arranged` does to its shape, order and values."""
+    """A canonical tensor with a file's shape, order of rows and values: the inverse of `_arranged`."""
     if name.endswith(("delta_decay", "ssm_a")) and kind == HF:
         return QuantTensor.encode(get_format("f32"), np.log(-tensor.dequantize()))
     order = _order(config, family, kind, name)
@@ -294,7 +298,7 @@ def in_file_order(config: ModelConfig, family: Family, kind: int, name: str, ten
 
 
 def _permuted(config: ModelConfig, name: str, tensor: QuantTensor, order: NDArray[np.integer]) -> QuantTensor:
-    """The tensor with its rows in another order; of the matrix that reads value heads, with its columns, by head.
+    """The tensor with its rows in another order. `delta_o` reads value heads, so there the heads of its columns are reordered.
 
     Raises FormatError where heads are no whole blocks.
     """
@@ -308,7 +312,7 @@ def _permuted(config: ModelConfig, name: str, tensor: QuantTensor, order: NDArra
 
 
 def _order(config: ModelConfig, family: Family, kind: int, name: str) -> I32 | None:
-    """For each row of queries or keys, or of value heads (for `delta_o` each head), its place in the file. None for our order."""
+    """The file's row of each of our rows of queries, keys or value heads (of `delta_o`: each head); None for the same order."""
     part = name.rpartition(".")[2]
     if part.startswith("delta_") and part != "delta_norm" and family.tiles_values and kind == HF:
         delta, keys = config.recurrent, 0
