@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cpuspec import LLM
-from cpuspec.server.parsing import Piece, answer_parser, joined
+from cpuspec.server.parsing import Piece, answer_parser, joined_pieces
 from tests.server.running import Running, load, serving
 from tests.server.test_structured import make_model
 
@@ -138,4 +138,4 @@ def test_an_answer_is_taken_apart_as_what_its_prompt_has_begun(begun: str, answe
     for cut in range(len(answer) + 1):
         parser = answer_parser("{{ tools }}<tool_call><think>", {"f": {}}, begun=begun)
         pieces = [*parser.push(answer[:cut]), *parser.push(answer[cut:]), *parser.finish()]
-        assert joined(pieces) == wanted
+        assert joined_pieces(pieces) == wanted

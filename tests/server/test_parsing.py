@@ -16,7 +16,7 @@ from cpuspec.server.parsing import (
     Piece,
     ToolFormat,
     answer_parser,
-    joined,
+    joined_pieces,
     opens_reasoning,
     reasoning_marks,
     tool_format,
@@ -252,7 +252,7 @@ REASONED = [
 
 def parse(parser: Parser, parts: list[str]) -> list[Piece]:
     pieces = [piece for part in parts for piece in parser.push(part)]
-    return joined(pieces + parser.finish())
+    return joined_pieces(pieces + parser.finish())
 
 
 def plain(pieces: list[Piece]) -> list[tuple[str, str]]:
