@@ -2,14 +2,14 @@
 
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 from uuid import uuid4
 
 from cpuspec.batch.lines import CHAT, Line, answer_line, error_line
 from cpuspec.config import SamplingParams, ServerConfig
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM, answer_params
 from cpuspec.errors import ConfigError, CpuspecError, in_one_line
 from cpuspec.metrics import epoch_s
@@ -18,7 +18,6 @@ from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
 from cpuspec.server.fields import read
 from cpuspec.server.model import ServedModel, shown_tokens
 from cpuspec.server.parsing import ToolFormat, tool_format
-from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.schema import (
     ChatBody,
     CompletionBody,
@@ -108,7 +107,7 @@ class _Job:
         shown = shown_tokens(llm.tokenizer) if isinstance(body, ChatBody) else frozenset()
         for index, one in enumerate(wanted):
             take = partial(self._take, index)
-            self._requests.append(llm.submit(one.prompt, one.params, take, shown, prediction=one.prediction))
+            self._requests.append(llm.submit(replace(one, shown=shown), take))
 
     def _chat(self, body: ChatBody, model: ServedModel) -> list[RequestedAnswer]:
         if not body.messages:

@@ -51,6 +51,23 @@ class Output:
     error: CpuspecError | None = None
 
 
+@dataclass(frozen=True)
+class RequestedAnswer:
+    """One answer to compute, for token ids and params that `Engine.check` has passed.
+
+    shown: special tokens whose names are part of the text, such as those that begin a tool call.
+    shows_progress: outputs without tokens tell how much of the prompt has been read (`Output.num_read_tokens`).
+    prediction: token ids that the answer may repeat, as those of a file that it edits. The drafters `ngram` and `suffix` copy from
+    them; no answer depends on them.
+    """
+
+    prompt: abc.Sequence[int]
+    params: SamplingParams
+    shown: abc.Set[int] = frozenset()
+    shows_progress: bool = False
+    prediction: abc.Sequence[int] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt with everything that the engine needs to run it, made by `Engine.prepare`."""
@@ -94,35 +111,24 @@ class Engine:
     def add_request(self, prompt: abc.Sequence[int], params: SamplingParams) -> int:
         """Queue a prompt of token ids; returns the request's id. Raises ConfigError as `check` does."""
         self.check(prompt, params)
-        request = self.prepare(prompt, params)
+        request = self.prepare(RequestedAnswer(prompt, params))
         self.add(request)
         return request.seq.id
 
-    def prepare(
-        self,
-        prompt: abc.Sequence[int],
-        params: SamplingParams,
-        shown: abc.Set[int] = frozenset(),
-        shows_progress: bool = False,
-        prediction: abc.Sequence[int] = (),
-    ) -> Request:
-        """Make a request of token ids that `check` has passed, without touching the engine: any thread may call it at any time.
-
-        shown: special tokens whose names are part of the answer's text, as those that begin a tool call. shows_progress: steps
-        that read on in the prompt return outputs with `num_read_tokens`. prediction: token ids that the answer may repeat; lookups
-        draft from them.
-        """
+    def prepare(self, wanted: RequestedAnswer) -> Request:
+        """Make a request of an answer that `check` has passed, without touching the engine: any thread may call it at any time."""
+        prompt, params = wanted.prompt, wanted.params
         of_drafts, of_answer = (self._grammars.constraint(params, prompt) for _ in range(2))
-        seq = Sequence.new(next(self._ids), prompt, params, of_drafts, prediction, of_answer)
+        seq = Sequence.new(next(self._ids), prompt, params, of_drafts, wanted.prediction, of_answer)
         seq.turns = self._tokenizer.turns(seq.tokens) if self._context.cache.states else ()
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
-        decoder = self._tokenizer.stream(params.skip_special_tokens, shown, prompt[-1])
+        decoder = self._tokenizer.stream(params.skip_special_tokens, wanted.shown, prompt[-1])
         text = StopText(decoder, params.stop, params.min_tokens, params.include_stop_str_in_output)
         meter = RequestMeter(len(seq.tokens), [one.cache.bytes_per_token for one in self._contexts])
         # The context's end limits drafts anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
         max_length = min(self._context.capacity, len(seq.tokens) + params.max_tokens)
-        return Request(seq, text, meter, end_ids, max_length, max_drafted, shows_progress)
+        return Request(seq, text, meter, end_ids, max_length, max_drafted, wanted.shows_progress)
 
     def check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
         """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context.

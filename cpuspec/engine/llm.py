@@ -30,7 +30,7 @@ from cpuspec.config import (
 )
 from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec
 from cpuspec.engine.embedding import EmbeddingJob
-from cpuspec.engine.engine import Engine, Output
+from cpuspec.engine.engine import Engine, Output, RequestedAnswer
 from cpuspec.engine.scoring import ScoringJob
 from cpuspec.engine.shared import Receiver, SharedEngine
 from cpuspec.environment import default_prefix_cache_bytes
@@ -359,25 +359,13 @@ class LLM:
         """Run one forward of the job, a short one where answers wait. The thread that calls `step` calls this, between steps."""
         job.step(self._context.prompt_rows if self._engine.has_work else None)
 
-    def submit(
-        self,
-        prompt: Seq[int],
-        params: SamplingParams,
-        receiver: Receiver,
-        shown: abc.Set[int] = frozenset(),
-        shows_progress: bool = False,
-        prediction: Seq[int] = (),
-    ) -> int:
-        """Queue token ids for a program that has an event loop, and one thread that calls `step`; returns the request's id.
+    def submit(self, wanted: RequestedAnswer, receiver: Receiver) -> int:
+        """Queue an answer for a program that has an event loop, and one thread that calls `step`; returns the request's id.
 
-        prompt, params: `check` must have passed them, once for all answers.
-
-        receiver: is called with each output by the thread that runs the step; it must neither wait nor raise. shown: special
-        tokens whose names are part of the text. shows_progress: outputs without tokens tell how much of the prompt has been read.
-        prediction: token ids that the answer may repeat, as a file that it edits does: the drafters `ngram` and `suffix` copy from
-        them, and no answer depends on them. Raises ConfigError for a closed LLM.
+        `check` must have passed the prompt and the params. receiver: is called with each output by the thread that runs the step;
+        it must neither wait nor raise. Raises ConfigError for a closed LLM.
         """
-        return self._shared.submit(prompt, params, receiver, shown, shows_progress, prediction)
+        return self._shared.submit(wanted, receiver)
 
     def drop(self, request_id: int) -> None:
         """Forget a request of `submit`; one that runs is aborted before the next step, and its receiver is called no more."""
@@ -533,7 +521,7 @@ class LLM:
             for prompt, one in zip(prompts, params, strict=True):
                 self.check(prompt, one)
             for prompt, one in zip(prompts, params, strict=True):
-                request_ids += [self._shared.submit(prompt, answer) for answer in answer_params(one)]
+                request_ids += [self._shared.submit(RequestedAnswer(prompt, answer)) for answer in answer_params(one)]
             outputs = [list(self._shared.outputs(request_id)) for request_id in request_ids]
         finally:
             for request_id in request_ids:
@@ -546,7 +534,7 @@ class LLM:
 
     def _stream(self, prompt: list[int], params: SamplingParams, shown: abc.Set[int]) -> Generator[Output]:
         self.check(prompt, params)
-        request_id = self._shared.submit(prompt, params, shown=shown)
+        request_id = self._shared.submit(RequestedAnswer(prompt, params, shown))
         try:
             for output in self._shared.outputs(request_id):
                 yield output

@@ -12,14 +12,13 @@ held for ever, and the garbage collector may close a stream in the middle of a s
 import os
 import threading
 import weakref
-from collections import abc, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 
-from cpuspec.config import SamplingParams
-from cpuspec.engine.engine import Engine, Output
+from cpuspec.engine.engine import Engine, Output, RequestedAnswer
 from cpuspec.errors import BackendError, ConfigError, CpuspecError
 from cpuspec.metrics import RequestStats
 
@@ -46,22 +45,13 @@ class SharedEngine:
         self._waiting: dict[object, _Inbox] = {}  # the inboxes of the threads that wait
         self._asking: dict[_Inbox, None] = {}  # of these, those that ask for the turn itself, before one that asks for an output
 
-    def submit(
-        self,
-        prompt: abc.Sequence[int],
-        params: SamplingParams,
-        receiver: Receiver | None = None,
-        shown: abc.Set[int] = frozenset(),
-        shows_progress: bool = False,
-        prediction: abc.Sequence[int] = (),
-    ) -> int:
-        """Queue a prompt that `Engine.check` has passed; returns the request's id. Raises ConfigError if the engine is closed.
+    def submit(self, wanted: RequestedAnswer, receiver: Receiver | None = None) -> int:
+        """Queue an answer; returns the request's id. Raises ConfigError if the engine is closed.
 
         receiver: what the thread that runs a step calls with each output; None for an inbox that `outputs` reads.
-        shown, shows_progress, prediction: as `Engine.prepare` has them.
         """
         self.check_open()
-        request = self._engine.prepare(prompt, params, shown, shows_progress, prediction)
+        request = self._engine.prepare(wanted)
         if receiver is None:
             inbox: _Inbox = SimpleQueue()
             self._inboxes[request.seq.id] = inbox

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cpuspec.config import SamplingParams
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import Prompt, prompt_ids
@@ -84,7 +84,7 @@ def answer_all(
                 prompt, params = requests[begun]
                 begins_s.append(now_s())
                 seen = shown if _is_conversation(prompt) else frozenset[int]()
-                running[begun] = llm.submit(prompts[begun], params, parts[begun].append, seen)
+                running[begun] = llm.submit(RequestedAnswer(prompts[begun], params, seen), parts[begun].append)
                 begun += 1
             llm.step()
             for number in [number for number in running if parts[number] and parts[number][-1].finish_reason]:

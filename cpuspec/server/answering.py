@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from cpuspec.engine.engine import RequestedAnswer
 from cpuspec.errors import CpuspecError
 from cpuspec.server.errors import EngineFailedError, as_request_error
 from cpuspec.server.figures import log_figures
 from cpuspec.server.gate import context_of
 from cpuspec.server.model import Answers, ServedModel
 from cpuspec.server.replies import STAMP, error_body, event, is_of_ollama, json_response
-from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.writer import Event, Writer
 
 KEEP_ALIVE_S = 10.0  # silence, as while a long prompt is read, before a stream sends a sign of life

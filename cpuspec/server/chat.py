@@ -11,6 +11,7 @@ from typing import Any
 
 from cpuspec.config import SamplingParams
 from cpuspec.engine.changing_lines import without_changing_lines
+from cpuspec.engine.engine import RequestedAnswer
 from cpuspec.engine.llm import answer_params
 from cpuspec.errors import TokenizerError
 from cpuspec.server.content import content_text
@@ -19,7 +20,6 @@ from cpuspec.server.loosening import loosened
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Parser, ToolFormat, answer_parser, opens_reasoning, reasoning_marks
 from cpuspec.server.parsing.calls import tool_instructions
-from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.schema import Ending
 from cpuspec.server.structured import call_grammar, can_be_tagged, loose_format, loosened_note
 from cpuspec.server.turns import in_turns
@@ -59,7 +59,9 @@ class ChatPrompt:
         Raises ConfigError for params that a grammar excludes.
         """
         params = replace(params, **self.keeps_to)
-        return [RequestedAnswer(self.ids, one, shows_progress, prediction) for one in answer_params(params)]
+        return [
+            RequestedAnswer(self.ids, one, shows_progress=shows_progress, prediction=prediction) for one in answer_params(params)
+        ]
 
     def call_id(self, digits: str) -> str:
         """An id for a tool call, of the length that the model's template wants, from 32 hexadecimal digits."""

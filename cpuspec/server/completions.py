@@ -5,7 +5,7 @@ import math
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import answer_params
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.server.answering import respond, unless_gone
@@ -16,7 +16,6 @@ from cpuspec.server.errors import RequestError
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel
 from cpuspec.server.replies import event, json_response
-from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.schema import (
     ChatBody,
     CompletionBody,

@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cpuspec.config import SamplingParams
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.metrics import RequestStats, now_s
 from cpuspec.server.answering import respond
 from cpuspec.server.bodies import BodyRoute
@@ -20,7 +20,6 @@ from cpuspec.server.fields import UNLIMITED
 from cpuspec.server.figures import chat_logprobs, timings
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
-from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.schema import Body, SamplingFields, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import loose_format, loosened_note

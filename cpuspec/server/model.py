@@ -16,7 +16,7 @@ from uuid import uuid4
 from zlib import crc32
 
 from cpuspec.config import SamplingParams, ServerConfig
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM, Job
 from cpuspec.errors import CpuspecError
 from cpuspec.metrics import RequestStats
@@ -25,7 +25,7 @@ from cpuspec.server.errors import BusyError, ContextExceededError, EngineFailedE
 from cpuspec.server.fill import fill_tokens
 from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import ToolFormat, shown_tokens, tool_format
-from cpuspec.server.runner import RequestedAnswer, Runner, contained
+from cpuspec.server.runner import Runner, contained
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -329,7 +329,7 @@ class Answers:
         self.meters[number].start()
         try:
             take = partial(self._take, number)
-            self._engine_ids[number] = contained(partial(model.runner.submit, one, model.shown, take))
+            self._engine_ids[number] = contained(partial(model.runner.submit, replace(one, shown=model.shown), take))
         except CpuspecError as error:
             self.fail(error)
             return

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.metrics import RequestStats
 from cpuspec.model.batch import F32
 from cpuspec.server.answering import respond
@@ -29,7 +29,6 @@ from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel
 from cpuspec.server.parsing import reasoning_marks
 from cpuspec.server.replies import error_body, json_response
-from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.schema import Body, ChatBody, chat_params, grammar_of, ignoring, sampling_params
 from cpuspec.server.server import Server, server_of
 from cpuspec.server.structured import loose_format, loosened_note

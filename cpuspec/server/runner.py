@@ -7,12 +7,10 @@ import threading
 from collections import abc, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from cpuspec.config import SamplingParams
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM
 from cpuspec.environment import start_thread
 from cpuspec.errors import in_one_line
@@ -24,16 +22,6 @@ _T = TypeVar("_T")
 OnOutput = abc.Callable[[Output], None]
 
 _LONGEST_ERROR = 300
-
-
-@dataclass(frozen=True)
-class RequestedAnswer:
-    """One answer to compute. prediction: token ids that it may repeat."""
-
-    prompt: list[int]
-    params: SamplingParams
-    shows_progress: bool = False  # outputs without tokens tell how much of the prompt has been read
-    prediction: abc.Sequence[int] = ()
 
 
 class Runner:
@@ -65,14 +53,13 @@ class Runner:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, wanted: RequestedAnswer, shown: abc.Set[int], on_output: OnOutput) -> int:
-        """Queue an answer; returns the engine's id of it. shown: special tokens that are part of its text.
+    def submit(self, wanted: RequestedAnswer, on_output: OnOutput) -> int:
+        """Queue an answer; returns the engine's id of it.
 
         `on_output` is called in the event loop. Raises ConfigError, and EngineFailedError if the thread has ended.
         """
         self._check_alive()
-        receive = partial(self._receive, on_output)
-        request_id = self._llm.submit(wanted.prompt, wanted.params, receive, shown, wanted.shows_progress, wanted.prediction)
+        request_id = self._llm.submit(wanted, partial(self._receive, on_output))
         self._wake.set()
         return request_id
 

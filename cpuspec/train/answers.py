@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from cpuspec.batch.lines import MAX_LINE_BYTES
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.config import SamplingParams
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CheckpointError, ConfigError, CpuspecError
 from cpuspec.evaluate.prompts import prompt_ids
@@ -432,7 +432,7 @@ class _Run:
         params = SamplingParams(max_tokens=max_tokens, seed=int.from_bytes(digest[:4], "little") >> 1, **sampling)  # type: ignore[arg-type]
         self._llm.check(ids, params)
         text = _Text()
-        text.request = self._llm.submit(ids, params, text.take)
+        text.request = self._llm.submit(RequestedAnswer(ids, params), text.take)
         return text
 
     def _drop(self, job: _Job) -> None:

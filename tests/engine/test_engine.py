@@ -10,7 +10,7 @@ import pytest
 
 from cpuspec.config import SamplingParams, SpecConfig
 from cpuspec.engine.assemble import LOOKUPS
-from cpuspec.engine.engine import Engine, Output
+from cpuspec.engine.engine import Engine, Output, RequestedAnswer
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.statistics import chi_square
 from cpuspec.sampling import argmax
@@ -204,7 +204,8 @@ def test_a_chains_tokens_carry_the_level_that_drafted_them_first() -> None:
 @pytest.mark.parametrize(("shows_progress", "expected"), [(True, [8, 16, 24]), (False, [])])
 def test_a_step_that_reads_a_prompt_tells_its_progress_if_asked(shows_progress: bool, expected: list[int]) -> None:
     engine = engine_over(ToyBackend(0, VOCAB, max_rows=8), NullProposer())
-    engine.add(engine.prepare([0, *[2, 3, 4, 5] * 6], SamplingParams(max_tokens=1), shows_progress=shows_progress))
+    wanted = RequestedAnswer([0, *[2, 3, 4, 5] * 6], SamplingParams(max_tokens=1), shows_progress=shows_progress)
+    engine.add(engine.prepare(wanted))
     outputs: list[Output] = []
     while engine.has_work:
         outputs += engine.step()

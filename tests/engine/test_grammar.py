@@ -11,7 +11,7 @@ import pytest
 
 from cpuspec.backends import has_prompt_arithmetic
 from cpuspec.config import EngineConfig, SamplingParams
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.text import GrammarConstraint
@@ -205,9 +205,9 @@ def test_a_grammar_that_leads_nowhere_ends_its_own_request_alone(plain: LLM, mon
     monkeypatch.setattr(GrammarConstraint, "legal", at_the_limits)
     broken = SamplingParams(regex="the cat sat on the mat", max_tokens=30)
     ids = plain.tokenizer.encode(PROMPT)
-    plain.submit(ids, broken, outputs.append)
+    plain.submit(RequestedAnswer(ids, broken), outputs.append)
     beside: list[Output] = []
-    plain.submit(ids, SamplingParams(max_tokens=12, ignore_eos=True), beside.append)
+    plain.submit(RequestedAnswer(ids, SamplingParams(max_tokens=12, ignore_eos=True)), beside.append)
     while plain.step():
         pass
     assert (outputs[-1].finish_reason, str(outputs[-1].error)) == (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cpuspec.config import SamplingParams
-from cpuspec.engine.engine import Engine
+from cpuspec.engine.engine import Engine, RequestedAnswer
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.sequence import Sequence
 from cpuspec.speculation import Context, NullProposer
@@ -197,7 +197,7 @@ def test_a_forward_that_only_reads_ends_for_a_shorter_prompt_and_answers_stay(nu
         clock, tokens = Clock(), defaultdict[int, list[int]](list)
         prompts = [np.random.default_rng(size).integers(4, 8, size).tolist() for size in (600, num_tokens)]
         params = SamplingParams(max_tokens=8, ignore_eos=True)
-        requests = [clock.engine.prepare(prompt, params) for prompt in prompts]
+        requests = [clock.engine.prepare(RequestedAnswer(prompt, params)) for prompt in prompts]
         arrivals = [requests[1]] if arriving else []
 
         def hasten() -> None:
@@ -227,7 +227,7 @@ def test_only_a_forward_of_longer_prompts_beside_no_stream_is_stopped(num_tokens
     for _ in range(streams):
         clock.first_token(clock.add(1))
     clock.add(600)
-    request = clock.engine.prepare([4] * num_tokens, SamplingParams())
+    request = clock.engine.prepare(RequestedAnswer([4] * num_tokens, SamplingParams()))
     clock.backend.while_running = lambda: clock.engine.hasten(request)
     clock.engine.step()
     assert clock.context.num_stopped == num_stopped

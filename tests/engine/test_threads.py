@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cpuspec.config import EngineConfig, SamplingParams
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import BackendError, ConfigError, CpuspecError
 from tests.backends.models import tiny
@@ -67,7 +67,7 @@ def test_receivers_get_the_answers_that_generate_gives() -> None:
     llm = toy_llm("ngram", max_sequences=2)
     received: dict[int, list[Output]] = {}
     for number, prompt in enumerate(PROMPTS):
-        llm.submit(prompt, PARAMS, received.setdefault(number, []).append)
+        llm.submit(RequestedAnswer(prompt, PARAMS), received.setdefault(number, []).append)
     run_steps(llm, received)
     tokens = [[token for output in received[number] for token in output.token_ids] for number in range(len(PROMPTS))]
     assert tokens == [expected(prompt) for prompt in PROMPTS]
@@ -78,8 +78,8 @@ def test_receivers_get_the_answers_that_generate_gives() -> None:
 def test_a_dropped_request_is_received_no_more_and_frees_its_slot() -> None:
     llm = toy_llm(max_sequences=1)
     received: dict[int, list[Output]] = {0: [], 1: []}
-    first = llm.submit(PROMPTS[0], PARAMS, received[0].append)
-    llm.submit(PROMPTS[1], PARAMS, received[1].append)
+    first = llm.submit(RequestedAnswer(PROMPTS[0], PARAMS), received[0].append)
+    llm.submit(RequestedAnswer(PROMPTS[1], PARAMS), received[1].append)
     llm.step()
     llm.drop(first)
     llm.drop(first)
@@ -98,7 +98,7 @@ def test_a_step_that_fails_ends_what_ran_and_says_so_to_the_receivers() -> None:
     def broken(batch: Any, cache: Any) -> Any:
         raise RuntimeError("broken")
 
-    llm.submit(PROMPTS[0], PARAMS, outputs.append)
+    llm.submit(RequestedAnswer(PROMPTS[0], PARAMS), outputs.append)
     backend.forward = broken  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="broken"):
         llm.step()

@@ -14,11 +14,11 @@ import pytest
 from pydantic import BaseModel
 
 from cpuspec import LLM, SamplingParams
+from cpuspec.engine.engine import RequestedAnswer
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import plain_pattern
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import tool_format
-from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.structured import call_grammar
 from cpuspec.text import MOST_BYTES, GrammarConstraint, Grammars
 from tests.oracles import PieceTokenizer
