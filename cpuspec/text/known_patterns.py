@@ -29,7 +29,7 @@ _LONGEST = 1 << 14
 _ATOM = r"(?:\\[pP]\{\^?\w+\}|\\[dDsSwWrnt]|\\[^\w]|\[(?:\\.|[^\\\[\]])+\]|[^\\()\[\]{}|*+?^$])"  # matches one character of a text
 _SIMPLE = re.compile(rf"(?:{_ATOM}\??){{0,4}}{_ATOM}(?:[*+?]|\{{\d{{1,2}}(?:,\d{{0,2}})?\}})?", re.DOTALL)
 _MAYBE_EMPTY = re.compile(rf"(?:{_ATOM}\?){{0,4}}(?:{_ATOM}(?:[*?]|\{{0.*))?|\(\?=.*", re.DOTALL)
-_PART = re.compile(r"\\.|[^\\]", re.DOTALL)
+_PART = re.compile(r"\\.|.", re.DOTALL)
 
 
 def min_match(pattern: str) -> int:
