@@ -1,12 +1,15 @@
 """Answers many prompts at once, with an LLM or a server of this machine, and measures what the answers cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cpuspec.config import SamplingParams
+from cpuspec.backends import Backend, make_backend
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
@@ -14,6 +17,7 @@ from cpuspec.evaluate.prompts import Prompt, prompt_ids
 from cpuspec.load.figures import RequestResult
 from cpuspec.metrics import LevelCounters, RequestStats, now_s
 from cpuspec.server.parsing import answer_parser, opens_reasoning, shown_tokens
+from cpuspec.text import make_tokenizer
 
 OnAnswer = Callable[[int], None]  # answers that are done
 
@@ -59,6 +63,19 @@ class Cost:
             "per_million_tokens": whole / self.num_new_tokens * 1e6 if self.num_new_tokens else None,
             "per_accepted_answer": whole / num_passed if num_passed else None,
         }
+
+
+@contextmanager
+def opened(backend: str, checkpoint: Checkpoint, spec: SpecConfig | None, settings: EngineConfig) -> Iterator[tuple[LLM, Backend]]:
+    """Load a model on a backend, and close both in the end."""
+    loaded = make_backend(backend, checkpoint, settings)
+    try:
+        llm = LLM.from_backend(loaded, make_tokenizer(checkpoint), spec, settings, checkpoint)
+    except BaseException:
+        loaded.close()
+        raise
+    with llm:
+        yield llm, loaded
 
 
 def answer_all(

@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from cpuspec.backends import Backend, make_backend
+from cpuspec.backends import Backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import BackendError, ConfigError
-from cpuspec.evaluate.answers import answer_all
+from cpuspec.evaluate.answers import answer_all, opened
 from cpuspec.evaluate.quality import Scorer
 from cpuspec.sampling import log_softmax
-from cpuspec.text import make_tokenizer
 
 try:
     from lm_eval import evaluator
@@ -119,14 +118,7 @@ def open_harness(
     checkpoint: Checkpoint, spec: SpecConfig | None = None, backend: str = "numba", settings: EngineConfig | None = None
 ) -> Iterator[HarnessLM]:
     """Load a model for the harness, and close it in the end."""
-    settings = settings or EngineConfig()
-    loaded = make_backend(backend, checkpoint, settings)
-    try:
-        llm = LLM.from_backend(loaded, make_tokenizer(checkpoint), spec, settings, checkpoint)
-    except BaseException:
-        loaded.close()
-        raise
-    with llm:
+    with opened(backend, checkpoint, spec, settings or EngineConfig()) as (llm, loaded):
         yield HarnessLM(llm, loaded)
 
 

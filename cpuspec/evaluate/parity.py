@@ -12,18 +12,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cpuspec.backends import device_of, make_backend, settings_of
+from cpuspec.backends import device_of, settings_of
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import BackendError, ConfigError
+from cpuspec.evaluate.answers import opened
 from cpuspec.evaluate.certify import file_identity
 from cpuspec.evaluate.quality import F64, logits_of
 from cpuspec.metrics import LevelCounters
 from cpuspec.model.batch import F32, I32
 from cpuspec.sampling import kl_divergence
 from cpuspec.sequence import shared_prefix
-from cpuspec.text import make_tokenizer
 
 NUM_TOKENS = 64  # of each answer
 TOP = 64  # ids that a record keeps of each row
@@ -237,24 +237,18 @@ def open_side(
         )
     spec = spec or SpecConfig()
     settings = replace(settings or EngineConfig(), max_sequences=1, context_length=room)
-    loaded = make_backend(backend, checkpoint, settings)
-    try:
-        llm = LLM.from_backend(loaded, make_tokenizer(checkpoint), spec, settings, checkpoint)
-    except BaseException:
-        loaded.close()
-        raise
-    own = {
-        "name": backend,
-        "backend": backend,
-        "recorded": None,
-        "device": device_of(loaded),
-        "threads": loaded.threads,
-        "row_invariant": loaded.row_invariant,
-        "weight_bytes": loaded.weight_bytes,
-        **settings_of(backend, settings),
-        "draft": str(spec),
-    }
-    with llm:
+    with opened(backend, checkpoint, spec, settings) as (llm, loaded):
+        own = {
+            "name": backend,
+            "backend": backend,
+            "recorded": None,
+            "device": device_of(loaded),
+            "threads": loaded.threads,
+            "row_invariant": loaded.row_invariant,
+            "weight_bytes": loaded.weight_bytes,
+            **settings_of(backend, settings),
+            "draft": str(spec),
+        }
         side = LiveSide(own | dict(about or {}), llm, loaded, questions, bool(spec.levels))
         side.warm_up()
         yield side
