@@ -91,14 +91,6 @@ class Draft:
             sources=tuple(self.sources[node] for node in nodes) if self.sources else (),
         )
 
-    def path_along(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes that have these tokens, one after the other, as far as there are such nodes."""
-        path: list[int] = []
-        for node, (token, parent) in enumerate(zip(self.tokens.tolist(), self.parents.tolist(), strict=True)):
-            if len(path) < len(tokens) and token == tokens[len(path)] and parent == (path[-1] if path else -1):
-                path.append(node)
-        return path
-
     @property
     def likely(self) -> list[float]:
         """For each node the product of the confidences on the way to it, [n]; 1 without any."""
