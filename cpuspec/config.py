@@ -339,8 +339,9 @@ class Latent:
     def __post_init__(self) -> None:
         limits = dict.fromkeys(("rank", "turned", "plain", "value_dims"), (1, 1 << 12))
         _check_integers("latent attention", self, {**limits, "q_rank": (0, 1 << 16)})
-        if self.rank % 2 or self.turned % 2:
-            raise ConfigError(f"latent attention: rank {self.rank} and {self.turned} rotated numbers; wanted even ones")
+        for name, unit in (("rank", 32), ("plain", 32), ("turned", 16), ("value_dims", 16)):
+            if getattr(self, name) % unit:
+                raise ConfigError(f"latent attention: {name} is {getattr(self, name)}, wanted a multiple of {unit}")
 
     @property
     def dims(self) -> int:

@@ -48,6 +48,11 @@ class Attention:
     output = "o"
 
     @property
+    def mixed_dims(self) -> int:
+        """Numbers that attention makes for a head, those of a key where there are no values."""
+        return self.value_dims or self.dims
+
+    @property
     def projections(self) -> tuple[str, ...]:
         """Parts that the layer's normed rows are multiplied with."""
         if self.latent:

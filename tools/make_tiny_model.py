@@ -326,7 +326,7 @@ def tiny_config(
         }
         rope_dims = rope_dims or head_dim // 4
     if family.latent:
-        latent = latent or Latent(64, 32, 48, 40, q_rank=96)
+        latent = latent or Latent(64, 32, 64, 48, q_rank=96)
         rope_dims, num_kv_heads, head_dim = latent.turned, 1, latent.dims
         if architecture == "mistral4":  # which its class has by default
             rope_scaling = rope_scaling or RopeScaling(

@@ -88,5 +88,5 @@ class KVPlaces:
         for kind, heads in zip(self._kinds, memory, strict=True):
             chunk = heads[:, number * kind.chunk_bytes :][:, : kind.chunk_bytes]
             keys = kv_rows.chunk_bytes(self._format, kind.key_dims, 0)
-            found += [chunk[:, :keys], chunk[:, keys:]]
+            found += [chunk[:, :keys], *([chunk[:, keys:]] if kind.value_dims else [])]
         return tuple(found)

@@ -7,7 +7,7 @@ or by `ForwardBatch.check`; the kernels themselves check nothing.
 import hashlib
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import addressof, c_int32
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,7 @@ from cpuspec.kernels import (
     encode,
     isa,
     kv_rows,
+    latent,
     layout,
     linear,
     machine_code,
@@ -468,9 +469,9 @@ class _Plans:
         self.scratch_bytes, sizes = 0, dict[tuple[int, int, int], int]()  # largest partials by plan
         for layer in layers:
             mixer = layer.attention
-            size = attention.partial_bytes(kv_format, mixer.value_dims)
+            size = attention.partial_bytes(kv_format, mixer.mixed_dims)
             queries = MAX_QUERIES + max(attention_plan.TASK_QUERIES, mixer.heads // mixer.kv_heads)
-            at = attention.partials_offset(kv_format, mixer.dims, mixer.value_dims)
+            at = attention.partials_offset(kv_format, mixer.dims, mixer.mixed_dims)
             self.scratch_bytes = max(self.scratch_bytes, at + queries * size)
             sizes[self._kind(layer)] = max(size, sizes.get(self._kind(layer), 0))
         if len(sizes) > layout.NUM_PLANS:
@@ -560,9 +561,11 @@ class _Writer:
         self._sizes: dict[str, int] = {}  # of a part where it is met first
         self.first: dict[str, tuple[str | None, ...]] = {}  # rooms that are written before a forward, with the norms of their parts
         self._routing, self._recurrent = routing, recurrent
+        self._inputs_of_heads: dict[str, U8] = {}  # activations of latent attention's heads, by order
+        self._value_places: I32 | None = None  # of its cached keys
         self._inputs = _room_for_inputs(max_rows, max(m.shape[-1] for m in matrices.values()))
         if routing:  # of experts, whose segments may begin at any row
-            widest = max(m.shape[-1] for m in matrices.values() if len(m.shape) == 3)
+            widest = max(m.shape[-1] for name, m in matrices.items() if ".expert_" in name)
             self._inputs_of_pairs = _room_for_inputs(routing.pairs + products.BLOCK_ROWS, widest)
 
     def embed(self) -> _Rows:
@@ -609,7 +612,7 @@ class _Writer:
     def append(self, layer: Layer, k: _Rows, v: _Rows) -> None:
         self._rotate(layer, None, k, v)
 
-    def _rotate(self, layer: Layer, q: _Rows | None, k: _Rows, v: _Rows) -> None:
+    def _rotate(self, layer: Layer, q: _Rows | None, k: _Rows, v: _Rows | None) -> None:
         """Rotate queries, if there are any, and keys, and append keys and values."""
         mixer = layer.attention
         norms = self._vectors if mixer.norm == "head" else {}  # `rotate` has written those of rows
@@ -617,7 +620,8 @@ class _Writer:
             "heads": mixer.heads if q else 0, "kv_heads": mixer.kv_heads, "key_dims": mixer.dims, "value_dims": mixer.value_dims,
             **self._kv_places.of(layer)._asdict(), "keys": _at(k.numbers), "k_stride": k.numbers.strides[0],
             "k_norm": _at(norms.get(layer.weight("k_norm"))),
-            "values": _at(v.numbers), "v_stride": v.numbers.strides[0], "eps": self._config.norm_eps, "scale": mixer.scale,
+            "values": _at(v.numbers) if v else 0, "v_stride": v.numbers.strides[0] if v else 0,
+            "eps": self._config.norm_eps, "scale": mixer.scale,
             "rotation": self._rotation(mixer.rope, mixer.dims),
             "q_rotation": self._rotation(mixer.query_rope if q else None, mixer.dims),
             "norm_last": mixer.rotates_first,
@@ -640,29 +644,64 @@ class _Writer:
         return self.ropes.index((rope, dims))
 
     def absorb(self, layer: Layer, plain: _Rows, turned: _Rows, latent: _Rows, k_turned: _Rows) -> tuple[_Rows, _Rows]:
-        raise BackendError(
-            f"layer {layer.index} has latent attention, which numba does not compute yet; use --backend torch or numpy"
-        )
+        mixer, facts = layer.attention, layer.attention.latent
+        assert facts, "the layer has it"
+        vectors = self._by_head(layer, "k_b", plain, 4 * facts.plain)
+        queries, keys = self._rows("latent queries", mixer.heads * mixer.dims), self._rows("latent keys", mixer.dims)
+        rows = {
+            "vectors": vectors, "turned": turned.numbers, "latent": latent.numbers, "k_turned": k_turned.numbers,
+            "queries": queries, "keys": keys,
+        }  # fmt: skip
+        strides = {"queries": "q_stride", "keys": "k_stride"}
+        operands: dict[str, float] = {name: _at(room) for name, room in rows.items()}
+        operands |= {strides.get(name, f"{name}_stride"): room.strides[0] for name, room in rows.items()}
+        operands |= {"heads": mixer.heads, "rank": facts.rank, "turns": facts.turned, "eps": self._config.norm_eps}
+        self.operations.append(("latent", operands | {"weight": _at(self._vectors[layer.weight("latent_norm")])}))
+        return _Rows(queries), _Rows(keys)
 
     def expand(self, layer: Layer, mixed: _Rows) -> _Rows:
-        raise AssertionError("`absorb` has refused the layer")
+        facts = layer.attention.latent
+        assert facts, "the layer has it"
+        if self._value_places is None:
+            self._value_places = np.array(facts.value_places, np.int32)
+        return _Rows(self._by_head(layer, "v_b", mixed, 4 * facts.dims, self._value_places))
+
+    def _by_head(self, layer: Layer, part: str, x: _Rows, apart: int, order: I32 | None = None) -> F32:
+        """The product of each head's numbers, `apart` bytes from those of the next, with its matrix. order: of its inputs there."""
+        name = layer.weight(part)
+        heads, num_rows, features = self._matrices[name].shape
+        out, kind = self._rows(part, heads * num_rows), self._order(name)
+        if kind not in self._inputs_of_heads:
+            latent = layer.attention.latent
+            assert latent, "the layer has it"
+            widest = max(latent.plain, latent.rank)
+            self._inputs_of_heads |= _room_for_inputs(self._max_rows * heads + products.BLOCK_ROWS, widest, [kind])
+        inputs = self._inputs_of_heads[kind]
+        prepare = self._prepare(x, None, features, {kind: inputs}) | {"heads": heads, "apart": apart, "order": _at(order)}
+        tensor = self._tensor(name, kind, inputs, out) | {"apart": 4 * num_rows}
+        product = {"num_tensors": 1, "features": features, "heads": heads, "tensors": [tensor]}
+        self.operations += [("prepare", prepare), ("linear", product)]
+        return out
 
     def attention(self, layer: Layer, q: _Rows, k: _Rows, v: _Rows | None) -> _Rows:
-        assert v, "`absorb` has refused layers without"
         mixer = layer.attention
         self._rotate(layer, q, k, v)
-        out, kv_format = self._rows("attention", mixer.heads * mixer.value_dims), self._kv_format.name
+        value_dims = mixer.mixed_dims
+        out, kv_format = self._rows("attention", mixer.heads * value_dims), self._kv_format.name
         kernel, together = attention.attend_kernel, attention.QUERIES
         if self.of_prompts and mixer.dims % 2 == 0:
             kernel, together = attention_tiles.attend_kernel, MAX_QUERIES
+        address = kernel(kv_format, mixer.window is not None, mixer.softcap > 0)
+        if mixer.latent:
+            address, together = latent.attend_kernel(kv_format), attention.QUERIES
         attend = {
-            "heads": mixer.heads, "kv_heads": mixer.kv_heads, "key_dims": mixer.dims, "value_dims": mixer.value_dims,
+            "heads": mixer.heads, "kv_heads": mixer.kv_heads, "key_dims": mixer.dims, "value_dims": value_dims,
             **self._kv_places.of(layer)._asdict(), "plan": self._plans.number(layer),
             "queries": _at(q.numbers), "stride": q.numbers.strides[0], "out": _at(out), "out_stride": out.strides[0],
-            "kernel": kernel(kv_format, mixer.window is not None, mixer.softcap > 0), "together": together,
-            "partials_at": attention.partials_offset(kv_format, mixer.dims, mixer.value_dims),
-            "partial_bytes": attention.partial_bytes(kv_format, mixer.value_dims),
-            "window": mixer.window or 0, "cap": mixer.softcap, "hadamard": hadamard_size(self._kv_format, mixer.value_dims),
+            "kernel": address, "together": together,
+            "partials_at": attention.partials_offset(kv_format, mixer.dims, value_dims),
+            "partial_bytes": attention.partial_bytes(kv_format, value_dims),
+            "window": mixer.window or 0, "cap": mixer.softcap, "hadamard": hadamard_size(self._kv_format, value_dims),
             "sinks": _at(self._vectors[layer.weight("sinks")]) if mixer.sinks else 0,
         }  # fmt: skip
         self.operations.append(("attend", attend))
@@ -971,10 +1010,10 @@ def _is_precise(config: ModelConfig, name: str) -> bool:
     )
 
 
-def _room_for_inputs(rows: int, features: int) -> dict[str, U8]:
+def _room_for_inputs(rows: int, features: int, orders: Iterable[str] = products.ORDERS) -> dict[str, U8]:
     """Room for activations in each order: whole blocks of rows, and whole vectors of the last block."""
     groups = _round_up(rows, products.BLOCK_ROWS) * _round_up(features, GROUP) // GROUP + 1
-    return {order: aligned_bytes((groups * size,)) for order, size in products.ORDERS.items()}
+    return {order: aligned_bytes((groups * products.ORDERS[order],)) for order in orders}
 
 
 def _at(array: NDArray[np.generic] | None) -> int:

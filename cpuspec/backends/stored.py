@@ -285,9 +285,9 @@ def stored_matrices(
     """
     layers: dict[str, dict[str, WeightTensor]] = {}
     for one, tensor in tensors.items():
-        if len(tensor.shape) == 3:
+        if ".expert_" in name:
             layers.setdefault(one.rpartition(".")[0], {})[one] = tensor
-    in_memory = {one: tensor for one, tensor in tensors.items() if len(tensor.shape) != 3}
+    in_memory = {one: tensor for one, tensor in tensors.items() if ".expert_" not in one}
     always = sum(map(packed_bytes, in_memory.values()))
     of_slots = {layer: slot_bytes(some.values()) for layer, some in layers.items()}
     if limit_bytes < (least := always + sum(of_slots.values())):

@@ -171,7 +171,7 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
             for place in range(max(inside, earliest), longest):
                 index = simd.peek_i64(path + 8 * (first + place - straight))
                 copy_position(size, header, unit_bytes, key_bytes, value_bytes, gathered, place, head, index)
-        step = _even_step(count)
+        step = even_step(count)
         for piece in range(1 + tree):
             keys, begin, end = (gathered, inside, longest) if piece else (chunk, 0, inside)
             begin = max(begin, earliest)
@@ -185,7 +185,7 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
             else:
                 for number in range(0, count, step):
                     some, own = min(step, count - number), to + number * SCORES_STRIDE
-                    _score(name, some, scratch + 8 * number, keys, key_bytes, key_dims, blocks, own)
+                    score(name, some, scratch + 8 * number, keys, key_bytes, key_dims, blocks, own)
         for number in range(count):
             own, start, end = (
                 scores + number * SCORES_STRIDE,
@@ -226,7 +226,7 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
 
 
 @compiled
-def _even_step(count):
+def even_step(count):
     """The number of queries that are multiplied at once, so that all turns through `count` queries have about as many."""
     turns = (count + _TOGETHER - 1) // _TOGETHER
     return (count + turns - 1) // turns
@@ -292,7 +292,7 @@ def softmax_weights(scores, start, end, powers, partial, stored):
 
 
 @emitted
-def _score(
+def score(
     o: Ops, name: str, count: Value, walk: Value, keys: Value, row_bytes: Value, dims: Value, blocks: Value, to: Value,
 ) -> None:  # fmt: skip
     """Scores of `count` queries against `blocks` blocks of 16 keys, at to + query * SCORES_STRIDE.
@@ -390,7 +390,7 @@ def _score_widened(name, count, step, scratch, keys, row_bytes, dims, values, va
             _fetch(keys + block_bytes + 64 * line)
         for line in range(LANES * value_bytes * number // count // 64, LANES * value_bytes * (number + some) // count // 64):
             _fetch(values + 64 * line)
-        _score(WIDENED, some, scratch + 8 * number, widened, row_bytes, dims, 1, to + number * SCORES_STRIDE)
+        score(WIDENED, some, scratch + 8 * number, widened, row_bytes, dims, 1, to + number * SCORES_STRIDE)
 
 
 @compiled

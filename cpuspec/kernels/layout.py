@@ -124,9 +124,10 @@ CALL = _words(
 # One matrix of a "linear" operation, or that of each expert one after another. bias and residual are added where they are not 0.
 # bias_bytes: from one expert's to the next. one_row: where the activations lie of a forward over one row, 0 for where others do.
 # table: int64 [experts], where the tiles of each expert lie that is in memory, 0 of others; no table: one after another.
+# apart: from the results of one head to those of the next, of matrices of heads.
 TENSOR = _words(
     "kernel", "tiles", "tile_bytes", "num_tiles", "inputs", "row_bytes", "bias", "residual", "out", "stride", "bias_bytes",
-    "one_row", "table",
+    "one_row", "table", "apart",
 )  # fmt: skip
 # Activations in one order that "gather" copies. bytes: of a row's group. apart: not 0 where they are numbers [input][row]; padded:
 # and so are those that fill up the last group.
@@ -163,6 +164,8 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             features=_I64,
             select=_I64,  # not 0: only the rows to project to logits
             used=_I64,  # not 0: rows are pairs, and this the experts of a row
+            heads=_I64,  # not 0: rows have the numbers of so many heads, which go to activations head by head
+            apart=_I64,  # from the numbers of one head to those of the next
             **dict.fromkeys(("int8", "int16", "f32", "bf16", "rounded"), _I64),  # where each order is written, 0 for nowhere
         ),
         "linear": _record(
@@ -171,6 +174,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             features=_I64,
             cap=_F32,  # of soft-capped logits, 0 for none
             used=_I64,  # not 0: each segment of pairs is multiplied with its expert's matrices
+            heads=_I64,  # not 0: the rows of so many heads are multiplied each with its own matrices
             tensors=to(TENSOR),
         ),
         "rotate": _record(
@@ -200,6 +204,13 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
         ),
         # rows += scale * `branch`, after an RMS norm times weight where that is not 0
         "add": _record(**dict.fromkeys(("rows", "branch", "stride", "weight", "features"), _I64), eps=_F32, scale=_F32),
+        # `latent.assemble`. turns: of the numbers in `turned` and `k_turned`
+        "latent": _record(
+            **dict.fromkeys(("heads", "rank", "turns", "vectors", "vectors_stride", "turned", "turned_stride", "latent"), _I64),
+            **dict.fromkeys(("latent_stride", "k_turned", "k_turned_stride", "weight", "queries", "q_stride", "keys"), _I64),
+            k_stride=_I64,
+            eps=_F32,
+        ),
         "keep": _words("rows", "stride", "layer", "row_bytes"),
         "pick": _words("tiles", "stride"),
         # rows = RMS norm, times weight
@@ -241,8 +252,8 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
         ),
     }
 )
-EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, KEEP, PICK, NORM, ROUTE, GATHER, COMBINE, CONVOLVE, RECORD, RECUR, FINISH = range(
-    len(OPERANDS)
+EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, LATENT, KEEP, PICK, NORM, ROUTE, GATHER, COMBINE, CONVOLVE, RECORD, RECUR, FINISH = (
+    range(len(OPERANDS))
 )
 OPERATION: _DType = np.dtype(
     {

@@ -8,6 +8,7 @@ from cpuspec.kernels.argmax import peak, peaks_of_row, pick
 from cpuspec.kernels.attention import finish, first_chunk, merge, put_query, sees
 from cpuspec.kernels.experts import combine, gather, route
 from cpuspec.kernels.kv_rows import CHUNK
+from cpuspec.kernels.latent import assemble
 from cpuspec.kernels.layout import DONE, team_at, walk_at
 from cpuspec.kernels.ops import Ops, Value
 from cpuspec.kernels.options import compiled
@@ -54,6 +55,8 @@ def _embed(op, state, row):
 def _rows_to_prepare(op, state):
     if op.used != 0:
         return state.num_pairs
+    if op.heads != 0:
+        return state.num_rows * op.heads
     return state.num_logit_rows if op.select != 0 else state.num_rows
 
 
@@ -72,6 +75,10 @@ def _prepare(op, state, threads, item):
     if op.used != 0:
         pair = state.pairs[place]
         block, block_rows = pair.block, pair.block_rows
+    if op.heads != 0:
+        head, row = place // state.num_rows, place % state.num_rows
+        source = op.rows + row * op.stride + head * op.apart
+        block, block_rows = place - row % BLOCK_ROWS, rows_of_block(row, state.num_rows)
     inputs = block * ((features + 31) // 32)
     int8 = op.int8 + inputs * _INT8_BYTES if op.int8 != 0 else 0
     int16 = op.int16 + inputs * _INT16_BYTES if op.int16 != 0 else 0
@@ -102,7 +109,7 @@ def _linear(op, state, counters, stride, threads, thread):
     """
     rows = state.num_logit_rows if op.vocab else state.num_rows
     tiles_of_all = _num_tiles(op)
-    items, completed = tiles_of_all if op.used == 0 else tiles_of_all * state.num_segments, 0
+    items, completed = tiles_of_all * _num_segments(op, state), 0
     for turn in range(threads):
         owner = (thread + turn) % threads
         start, tiles = share(items, owner, threads)
@@ -112,7 +119,7 @@ def _linear(op, state, counters, stride, threads, thread):
             first, end = start + piece(tiles, number), start + piece(tiles, number + 1)
             if first == end:
                 break
-            if op.used == 0:
+            if op.used == 0 and op.heads == 0:
                 _multiply(op, state, rows, first, end)
             else:
                 _multiply_experts(op, state, tiles_of_all, first, end)
@@ -125,6 +132,12 @@ def _linear(op, state, counters, stride, threads, thread):
                     largest = peak(state.logits + row * op.tensors[0].stride, first, end, op.vocab)
                     simd.poke_f32(peaks_of_row(state, row, threads) + 4 * (owner * PIECES + number), largest)
     return completed
+
+
+@compiled
+def _num_segments(op, state):
+    """How often all tiles of a "linear" operation are multiplied: for each head, or each expert that has rows."""
+    return op.heads if op.heads != 0 else state.num_segments if op.used != 0 else 1
 
 
 @compiled
@@ -146,25 +159,32 @@ def _multiply(op, state, rows, first, end):
 
 @compiled
 def _multiply_experts(op, state, tiles_of_all, first, end):
-    """Tiles first..end of a "linear" operation over segments, numbered through the matrices of each expert that has rows."""
+    """Tiles first..end of a "linear" operation over segments, numbered through the matrices of each expert that has rows, or of
+    each head.
+    """
     while first < end:
-        segment, start = state.segments[first // tiles_of_all], first % tiles_of_all
+        number, start = first // tiles_of_all, first % tiles_of_all
+        expert, first_pair, rows = number, number * state.num_rows, state.num_rows
+        if op.heads == 0:
+            segment = state.segments[number]
+            expert, first_pair, rows = segment.expert, segment.first, segment.rows
         stop = min(tiles_of_all, start + end - first)
         first += stop - start
         for t in range(op.num_tensors):
             tensor = op.tensors[t]
-            tiles, pair = tensor.num_tiles, segment.first
+            tiles = tensor.num_tiles
             if start < tiles and stop > 0:
-                inputs = tensor.inputs + pair * tensor.row_bytes
+                inputs = tensor.inputs + first_pair * tensor.row_bytes
                 if tensor.one_row != 0 and state.num_rows == 1:
                     inputs = tensor.one_row
-                bias = tensor.bias + segment.expert * tensor.bias_bytes if tensor.bias != 0 else 0
-                matrix = tensor.tiles + segment.expert * tiles * tensor.tile_bytes
+                bias = tensor.bias + expert * tensor.bias_bytes if tensor.bias != 0 else 0
+                matrix = tensor.tiles + expert * tiles * tensor.tile_bytes
                 if tensor.table != 0:
-                    matrix = simd.peek_i64(tensor.table + 8 * segment.expert)
+                    matrix = simd.peek_i64(tensor.table + 8 * expert)
+                out = tensor.out + (first_pair * tensor.stride if op.heads == 0 else expert * tensor.apart)
                 operands = (
                     matrix, tensor.tile_bytes, op.features, max(start, 0), min(stop, tiles), inputs, tensor.row_bytes,
-                    segment.rows, bias, 0, tensor.out + pair * tensor.stride, tensor.stride,
+                    rows, bias, 0, out, tensor.stride,
                 )  # fmt: skip
                 _call(tensor.kernel, operands)
             start -= tiles
@@ -331,13 +351,15 @@ def _num_items(op, state, threads):
         rows = _rows_to_prepare(op.prepare, state)
         return rows * parts_of_row(op.prepare.features, rows, threads)
     if op.number == layout.LINEAR:
-        if op.linear.used != 0:
-            return _num_tiles(op.linear) * state.num_segments
+        if op.linear.used != 0 or op.linear.heads != 0:
+            return _num_tiles(op.linear) * _num_segments(op.linear, state)
         return _num_tiles(op.linear) if not op.linear.vocab or state.num_logit_rows > 0 else 0
     if op.number == layout.ROTATE:
         return state.num_rows * (op.rotate.heads + op.rotate.kv_heads)
     if op.number == layout.ATTEND:
         return state.plans[op.attend.plan].num_items
+    if op.number == layout.LATENT:
+        return state.num_rows * (op.latent.heads + 1)
     if op.number == layout.KEEP:
         return state.num_rows if address(state.kept) != 0 and state.kept[op.keep.layer] != 0 else 0
     if op.number == layout.PICK:
@@ -368,6 +390,8 @@ def _do(op, state, threads, thread, item):
         _rotate(op.rotate, state, item)
     elif op.number == layout.ADD:
         _add(op.add, item)
+    elif op.number == layout.LATENT:
+        assemble(op.latent, item)
     elif op.number == layout.KEEP:
         _keep(op.keep, state, item)
     elif op.number == layout.NORM:

@@ -90,11 +90,11 @@ LATENT: dict[str, dict[str, Any]] = {
     },
     "deepseek2 without a rank of queries": {
         **{"architecture": "deepseek2", "num_layers": 1, "shared_size": 128, "num_heads": 3},
-        **{"latent": Latent(32, 16, 24, 80), "router": {"normalised": True, "scale": 1.5}},
+        **{"latent": Latent(32, 16, 32, 80), "router": {"normalised": True, "scale": 1.5}},
     },
     "deepseek_v2": {
         **{"architecture": "deepseek_v2", **_SPARSE, "shared_size": 256, "rope_scaling": YARN, "mscale": 0.707},
-        "latent": Latent(64, 32, 48, 48),
+        "latent": Latent(64, 32, 64, 48),
     },
     "glm4_moe_lite": {
         **{"architecture": "glm4_moe_lite", **_SPARSE, "shared_size": 128, "num_heads": 5},
@@ -102,6 +102,9 @@ LATENT: dict[str, dict[str, Any]] = {
     },
     "mistral4": {"architecture": "mistral4", "shared_size": 128, "tied": False, "router": {"normalised": True}},
 }
+
+
+MIXTURES |= LATENT
 
 
 def in_gguf(mixture: str) -> dict[str, Any]:

@@ -1,11 +1,21 @@
-"""Latent attention: each backend means what the reference means, of every layout of files."""
+"""Latent attention: each backend means what the reference means, compiled rows keep their bits, and older files mean the same."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cpuspec.checkpoints import Checkpoint
-from cpuspec.errors import BackendError
-from tests.backends.models import LATENT, computed, every_backend, reference, tiny
+from cpuspec.backends import Backend, make_backend
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.gguf_file import read_gguf
+from cpuspec.checkpoints.gguf_writer import TensorInfo, entry, write_gguf
+from cpuspec.config import EngineConfig, Latent
+from cpuspec.errors import BackendError, CheckpointError, ConfigError
+from cpuspec.formats import QuantTensor, get_format
+from tests.backends.models import DEPTHS, LATENT, PARENTS, PATHS, TREE, computed, every_backend, forward, reference, tiny
+from tools.make_tiny_model import make_tiny_gguf
+
+TOKENS = np.random.default_rng(1).integers(0, 384, 300).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -13,14 +23,102 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
     return {name: tiny(tmp_path_factory, weight_format="f32", **options) for name, options in LATENT.items()}
 
 
-@pytest.mark.parametrize("kv_format", ["f32", "f16", "int4"])
 @pytest.mark.parametrize("model", LATENT)
-@every_backend(("torch", "onnxruntime", "openvino"))
-def test_each_family_means_what_the_reference_means(checkpoints, model: str, name: str, kv_format: str) -> None:  # type: ignore[no-untyped-def]
+@every_backend()
+def test_each_family_means_what_the_reference_means(checkpoints, model: str, name: str) -> None:  # type: ignore[no-untyped-def]
     checkpoint = checkpoints[model]
     if name in ("onnxruntime", "openvino"):
         with pytest.raises(BackendError, match=r"layer 0 has latent attention, which this graph cannot compute"):
             computed(name, checkpoint)
         return
-    wanted = reference(checkpoint, kv_format=kv_format)
-    assert np.abs(computed(name, checkpoint, size=7, kv_format=kv_format) - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
+    wanted = reference(checkpoint, TOKENS)
+    for size in (300, 7):
+        assert np.abs(computed(name, checkpoint, TOKENS, size) - wanted).max() < 1e-4 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("kv_format", ["f16", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["numba", "torch"])
+def test_a_format_of_the_cache_rounds_as_in_the_reference(checkpoints, name: str, kv_format: str) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = checkpoints["glm4_moe_lite"]
+    wanted, exact = reference(checkpoint, kv_format=kv_format), reference(checkpoint)
+    away = np.abs(computed(name, checkpoint, kv_format=kv_format) - wanted).mean()
+    assert away < 0.1 * np.abs(wanted - exact).mean()
+
+
+def _backend(checkpoint: Checkpoint, kv_format: str, threads: int) -> Backend:
+    return make_backend("numba", checkpoint, EngineConfig(kv_format=kv_format, threads=threads, max_rows=512, keep_packed=False))
+
+
+@pytest.mark.parametrize(("weight_format", "kv_format"), [("q4_0", "f16"), ("q8_0", "int8"), ("f32", "int4")])
+def test_a_row_does_not_depend_on_its_batch_its_chunk_threads_or_its_tree(
+    tmp_path_factory, weight_format: str, kv_format: str
+) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = tiny(tmp_path_factory, weight_format=weight_format, **LATENT["glm4_moe_lite"])
+    one, two = (_backend(checkpoint, kv_format, threads) for threads in (1, 2))
+    cache = one.new_cache(1, 320)
+    alone = np.concatenate([forward(one, cache, {0: [token]}).logits.copy() for token in TOKENS])
+    cache = two.new_cache(3, 320)
+    for start in range(0, 300, 60):
+        rows = {slot: TOKENS[cache.lengths[slot] : start + 60 - 7 * slot] for slot in range(3)}
+        starts = [cache.lengths[slot] for slot in rows]
+        got = forward(two, cache, rows).logits
+        assert np.array_equal(
+            got, np.concatenate([alone[a : a + len(some)] for a, some in zip(starts, rows.values(), strict=True)])
+        )
+    length = cache.truncate(0, 270)
+    branches = forward(two, cache, {0: TREE}, parents=PARENTS, positions=length + DEPTHS).logits.copy()
+    for path in PATHS:
+        cache.copy(1, 2, length)
+        assert np.array_equal(branches[path], forward(two, cache, {2: [TREE[node] for node in path]}).logits)
+    cache.keep_path(0, length, np.array(PATHS[1], np.int32))
+    cache.copy(1, 2, length)
+    forward(two, cache, {2: [TREE[node] for node in PATHS[1]]})
+    assert np.array_equal(*(forward(two, cache, {slot: [7, 8]}).logits.copy() for slot in (0, 2)))
+    cache.truncate(2, 0)
+    cache.append_block(2, cache.read_block(1, 0, 256), 256)
+    assert np.array_equal(forward(two, cache, {2: TOKENS[256:]}).logits, alone[256:])
+    for backend in (one, two):
+        backend.close()
+
+
+def _older(path: Path, heads: int, latent: Latent, weight_format: str) -> Path:
+    """A file as converters wrote it before the vector was cached: one matrix of keys and values, and their lengths."""
+    file, before = read_gguf(path), "deepseek2.attention."
+    entries = {key: data.tobytes() for key, data in file.entries.items() if not key.endswith("_mla")}
+    lengths = {"key_length": latent.plain + latent.turned, "value_length": latent.value_dims, "head_count_kv": heads}
+    entries |= {before + key: entry(before + key, value) for key, value in lengths.items()}
+    tensors = dict(file.tensors)
+    for name in [name for name in tensors if name.endswith("attn_k_b.weight")]:
+        k, v = (tensors.pop(one).dequantize() for one in (name, name.replace("k_b", "v_b")))
+        rows = np.concatenate([k.swapaxes(1, 2), v], axis=1).reshape(-1, latent.rank)
+        tensors[name.replace("k_b", "kv_b")] = QuantTensor.encode(get_format(weight_format), rows)
+    with (older := path.with_name("older.gguf")).open("wb") as to:
+        infos = {name: TensorInfo(tensor.format, tensor.shape) for name, tensor in tensors.items()}
+        write_gguf(to, entries, infos, lambda name: tensors[name].data)
+    return older
+
+
+@pytest.mark.parametrize("weight_format", ["f32", "bf16", "q8_0"])
+def test_older_files_have_the_same_numbers(tmp_path: Path, weight_format: str) -> None:
+    path = make_tiny_gguf(tmp_path / "new.gguf", weight_format=weight_format, **LATENT["deepseek_v2"])
+    new = open_checkpoint(path)
+    assert new.config.latent
+    older = open_checkpoint(
+        _older(path, new.config.num_heads, new.config.latent, "f32" if weight_format == "q8_0" else weight_format)
+    )
+    assert older.config == new.config
+    for name, tensor in new.tensors.items():
+        assert np.array_equal(older.tensors[name].dequantize(), tensor.dequantize()), name
+    in_blocks = open_checkpoint(_older(path, new.config.num_heads, new.config.latent, "q8_0"))
+    assert [in_blocks.tensors[f"layers.1.{part}_b"].format.name for part in "kv"] == ["f32", "q8_0"]
+    assert np.allclose(in_blocks.tensors["layers.1.k_b"].dequantize(), new.tensors["layers.1.k_b"].dequantize(), atol=0.02)
+
+
+def test_sizes_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    path = make_tiny_gguf(tmp_path / "new.gguf", weight_format="f32", **LATENT["deepseek_v2"])
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"attn_k_b.weight", b"attn_k_c.weight"))
+    with pytest.raises(CheckpointError, match=r"attn_k_c\.weight' belongs to a feature this version does not compute"):
+        open_checkpoint(path)
+    with pytest.raises(ConfigError, match="latent attention: rank is 40, wanted a multiple of 32"):
+        Latent(40, 32, 64, 48)

@@ -11,7 +11,7 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.config import DeltaNet, EngineConfig, RopeScaling
-from tests.backends.models import LATENT, MIXTURES, RECURRENT, forward
+from tests.backends.models import MIXTURES, RECURRENT, forward
 from tools.make_tiny_model import make_tiny_hf, write_huggingface
 
 LLAMA3 = RopeScaling("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=128)
@@ -45,7 +45,6 @@ MODELS = {
     "qwen3 with windows": {"architecture": "qwen3", "window": 30},
     **MIXTURES,
     **RECURRENT,
-    **LATENT,
     "qwen3next with a dense layer": {**RECURRENT["qwen3next"], "num_layers": 5, "dense_layers": (0,)},
     "gpt-oss": {
         **{"architecture": "gpt-oss", "num_layers": 3, "tied": False, "rope_base": 150000.0},
