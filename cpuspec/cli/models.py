@@ -30,7 +30,6 @@ from cpuspec.formats import QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
 from cpuspec.layers import attention_layers
 from cpuspec.metrics import read_bandwidth
-from cpuspec.model.recurrence import state_numbers
 
 
 @exit_codes()
@@ -201,7 +200,9 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
     A token reads every weight once, except for an embedding that is not the output matrix too, of which it reads one row, and for
     experts, of which it reads those that its row goes through.
     """
-    from cpuspec.kernels import isa  # imports numba
+    # They import numba.
+    from cpuspec.backends.recurrent_memory import RecurrentLayers
+    from cpuspec.kernels import isa
 
     config, tensors, kv_format = checkpoint.config, checkpoint.tensors, get_kv_format(EngineConfig.kv_format)
     share = config.experts.used / config.experts.count if config.experts else 1.0
@@ -227,7 +228,7 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
         if checkpoint.prediction_layers
         else None,
         "kv_format": kv_format.name,
-        "state_bytes_per_sequence": 4 * state_numbers(config, 32),  # with the rows that `kernels.recurrent` keeps
+        "state_bytes_per_sequence": RecurrentLayers(config, 1).num_bytes,  # with the rows that can be truncated
         "kv_bytes_per_token": sum(
             mixer.kv_heads * (stored_bytes(kv_format, mixer.dims) + stored_bytes(kv_format, mixer.value_dims))
             for mixer in (layer.attention for layer in attention_layers(config))
@@ -347,7 +348,7 @@ def show_model(report: Report) -> None:
         *_prediction(report["prediction"]),
         ("keys and values", f"{size(report['kv_bytes_per_token'])} per token of context, in {report['kv_format']}"),
         *(
-            [("recurrent state", f"{size(report['state_bytes_per_sequence'])} per sequence, however long it is")]
+            [("recurrent state", f"{size(report['state_bytes_per_sequence'])} per sequence, however long it is, and once more")]
             if report["state_bytes_per_sequence"]
             else []
         ),
