@@ -97,6 +97,16 @@ def check_backend(name: str, engine: EngineConfig | None = None) -> None:
             raise BackendError(f"the {name} backend needs {module}, which is not installed; pip install 'cpuspec[{extra}]'")
 
 
+def prepare(name: str) -> None:
+    """Begin what a first start takes long for, so that it goes on while a model is fetched and read: compiling kernels."""
+    if name == "numba":
+        from cpuspec.kernels.isa import check_processor
+        from cpuspec.kernels.team import compile_ahead
+
+        check_processor()
+        compile_ahead()
+
+
 def settings_on(name: str, engine: EngineConfig) -> EngineConfig:
     """The same settings for another backend: what is not a setting of it is auto."""
     without: dict[str, Any] = {setting: "auto" for setting, (_, owners) in OWN_SETTINGS.items() if name not in owners}

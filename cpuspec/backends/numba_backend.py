@@ -54,7 +54,7 @@ from cpuspec.kernels import (
     simd,
 )  # fmt: skip
 from cpuspec.kernels.layout import MAX_QUERIES
-from cpuspec.kernels.team import Team
+from cpuspec.kernels.team import Team, compile_ahead
 from cpuspec.layers import Layer, attention_layers
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
 from cpuspec.model.cache import BlockAccess, KVCache, StateAccess
@@ -113,6 +113,7 @@ class NumbaBackend:
         casts: Mapping[str, Format] = MappingProxyType({}),
     ) -> None:
         isa.check_processor()
+        compile_ahead()
         self.prompt_arithmetic = _prompt_arithmetic(engine.prompt_arithmetic, checkpoint.config)
         self.config = c = checkpoint.config
         self.max_rows = engine.max_rows

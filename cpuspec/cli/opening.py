@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cpuspec.backends import prepare
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.checkpoints.download import resolve_model
+from cpuspec.checkpoints.download import find_model, resolve_model
 from cpuspec.cli import options
 from cpuspec.cli.console import note
 from cpuspec.cli.progress import FetchProgress, busy
@@ -43,6 +44,8 @@ def open_with_drafts(model: str, draft: str | None, mmap: bool = True) -> tuple[
 @contextmanager
 def load_llm(model: str, draft: str | None, running: options.Running, max_sequences: int = 1) -> "Iterator[LLM]":
     """An LLM with the drafts that the options name, closed in the end."""
+    if not isinstance(find_model(model_and_spec(options.checked_text(model, "MODEL"), draft)[0]), Path):
+        prepare(running.backend)  # a model that may have to be fetched first
     checkpoint, spec = open_with_drafts(model, draft, running.settings.mmap)
     with busy(f"loading {model}"):
         from cpuspec.engine.llm import LLM

@@ -7,14 +7,17 @@ from: the sources of this package and of the formats, Numba's and LLVM's version
 Loading a file is running it. So the directories and files must belong to this user or root, and no other user may write them.
 """
 
+import atexit
 import ctypes
 import hashlib
 import json
 import logging
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,11 @@ from llvmlite import binding
 from numba import cfunc, types
 
 from cpuspec import formats, platform
-from cpuspec.environment import cache_dir, sources_digest, who_else_writes
+from cpuspec.environment import cache_dir, sources_digest, usable_cores, who_else_writes
 from cpuspec.files import why_unwritable
 from cpuspec.kernels import isa
 from cpuspec.kernels.options import OPTIONS
+from cpuspec.platform import SYSTEM
 
 
 def _fingerprint() -> str:
@@ -39,6 +43,9 @@ def _fingerprint() -> str:
 
 _log = logging.getLogger(__name__)
 _one_at_a_time = threading.RLock()
+
+_COMPILER_BYTES = 1 << 30  # that compiling takes, and some more
+_elsewhere: dict[str, "subprocess.Popen[bytes]"] = {}  # by the name of a kernel, the process that compiles it
 
 # Taken once: sources edited under a running process must not get its machine code.
 _FINGERPRINT = _fingerprint()
@@ -73,6 +80,9 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
     with _one_at_a_time:
         others = _who_else_fills(directory)
         found = None if others else _load(path)
+        if found is None and (child := _elsewhere.get(name)) and child.poll() is None:
+            child.wait()
+            found = _load(path)
         if found is None:
             _tell_of_compiling(directory, is_ours=not others)
             if directory.name != _FINGERPRINT:
@@ -85,6 +95,35 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
                 except OSError as error:  # told already, unless the disk was filled by this very file
                     _log.debug("%s was not kept: %s", path, error)
     return found
+
+
+def compile_elsewhere(name: str, code: str) -> None:
+    """Let another process compile a kernel and keep it, beside what this one does; `address` waits for it.
+
+    code: Python that asks for the kernel's address. Nothing happens where the kernel is there or cannot be kept, or where there
+    is no second core or not the memory for another compiler.
+    """
+    directory, available = kernel_directory(), SYSTEM.memory().available
+    with _one_at_a_time:
+        if name in _elsewhere or (directory / f"{name}.o").exists() or usable_cores() == 1 or not sys.executable:
+            return
+        if (
+            (available is not None and available < _COMPILER_BYTES)
+            or _who_else_fills(directory)
+            or why_unwritable(directory, 0o755)
+        ):
+            return
+        _tell_of_compiling(directory, is_ours=True)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with suppress(OSError):  # no processes, or no memory for one
+            _elsewhere[name] = child = subprocess.Popen(
+                [sys.executable, "-P", "-c", code],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            atexit.register(child.kill)
 
 
 def function(address: int, num_arguments: int, returns: bool = False) -> Callable[..., Any]:

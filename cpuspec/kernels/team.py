@@ -95,6 +95,16 @@ def _function(name: str) -> Callable[..., Any]:
     return machine_code.function(_entry(name), num_arguments, returns)
 
 
+def compile_ahead() -> None:
+    """At the first start, begin to compile `run` in another process: more than half of all that a start compiles."""
+    machine_code.compile_elsewhere("run", f"from {__name__} import compile_run; compile_run()")
+
+
+def compile_run() -> None:
+    """Compile `run` and keep it, unless it is there."""
+    _entry("run")
+
+
 class Team:
     """`threads` threads, the caller's among them, that run one program after another. Models that take turns share one.
 

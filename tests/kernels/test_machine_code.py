@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from cpuspec.kernels import machine_code
 from cpuspec.kernels.machine_code import address, compiled_before, function, kernel_directory
+from cpuspec.platform import SYSTEM, Memory
 
 # What a process does that has not loaded Numba's runtime.
 FRESH = """
@@ -64,6 +66,45 @@ def test_a_second_start_compiles_nothing(compiles: list[object]) -> None:
     compiles.clear()
     assert value() == 12
     assert compiles == []
+
+
+ELSEWHERE = """
+from tests.kernels.test_machine_code import weighted
+from cpuspec.kernels.machine_code import address
+address("weighted", 2, lambda: weighted, True)
+"""
+
+
+@pytest.mark.parametrize(("code", "here"), [(ELSEWHERE, []), ("raise SystemExit(1)", [weighted])], ids=["done", "failed"])
+def test_what_another_process_compiles_is_waited_for_and_made_here_if_it_fails(
+    cache: Path, compiles: list[object], monkeypatch, code: str, here: list[object]
+) -> None:
+    monkeypatch.setattr(machine_code, "_elsewhere", {})
+    monkeypatch.setattr(machine_code, "usable_cores", lambda: 2)
+    monkeypatch.chdir(Path(__file__).parents[2])
+    machine_code.compile_elsewhere("weighted", f"import sys; sys.path.insert(0, '.')\n{code}")
+    assert value() == 12
+    assert compiles == here
+
+
+@pytest.mark.parametrize("hindrance", ["one core", "no memory", "no cache", "there"])
+def test_nothing_is_compiled_elsewhere_where_that_would_not_help(
+    cache: Path, monkeypatch, compiles: list[object], hindrance: str
+) -> None:
+    monkeypatch.setattr(machine_code, "_elsewhere", {})
+    monkeypatch.setattr(machine_code, "usable_cores", lambda: 1 if hindrance == "one core" else 2)
+    memory = Memory(1 << 34, 1 << 28 if hindrance == "no memory" else 1 << 34)
+    monkeypatch.setattr(machine_code, "SYSTEM", replace(SYSTEM, memory=lambda: memory))
+    if hindrance == "there":
+        value()
+        compiles.clear()
+    if hindrance == "no cache":
+        (cache / "file").touch()
+        monkeypatch.setenv("CPUSPEC_CACHE", str(cache / "file" / "below"))
+    machine_code.compile_elsewhere("weighted", ELSEWHERE)
+    assert not machine_code._elsewhere
+    assert value() == 12
+    assert compiles == ([] if hindrance == "there" else [weighted])
 
 
 def test_another_process_compiles_nothing_and_needs_nothing_that_this_one_had(cache: Path) -> None:
