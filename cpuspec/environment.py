@@ -13,6 +13,7 @@ import math
 import os
 import stat
 import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -161,6 +162,11 @@ def commit() -> str:
             command = ["git", "rev-parse", "--short=12", "HEAD"]
             return subprocess.run(command, cwd=package, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
     return ""
+
+
+def importing_environment() -> dict[str, str]:
+    """This process's environment for a child that imports from the places that this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def child_environment(temporary: Path) -> dict[str, str]:

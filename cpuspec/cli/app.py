@@ -36,6 +36,7 @@ COMMANDS = {
     "imatrix": ("quantize:imatrix", "Measure how much each input of each matrix counts."),
     "extract": ("train:extract", "Write a model's hidden states over texts, with token ids, as safetensors."),
     "info": ("machine:info", "Show what cpuspec makes of this machine."),
+    "doctor": ("doctor:doctor", "Tell whether cpuspec can run on this machine, what is slow there and why, and what to do."),
     "eval": ("evaluation:eval_app", "Measure how good a model is: texts, tasks, formats, and what answers cost."),
     "train": ("train:train_app", "Train heads that draft for a model, from its own answers."),
 }

@@ -27,7 +27,7 @@ from llvmlite import binding
 from numba import cfunc, types
 
 from cpuspec import formats, platform
-from cpuspec.environment import cache_dir, sources_digest, usable_cores, who_else_writes
+from cpuspec.environment import cache_dir, importing_environment, sources_digest, usable_cores, who_else_writes
 from cpuspec.files import why_unwritable
 from cpuspec.kernels import isa
 from cpuspec.kernels.options import OPTIONS
@@ -114,11 +114,10 @@ def compile_elsewhere(name: str, code: str) -> None:
         ):
             return
         _tell_of_compiling(directory, is_ours=True)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with suppress(OSError):  # no processes, or no memory for one
             _elsewhere[name] = child = subprocess.Popen(
                 [sys.executable, "-P", "-c", code],
-                env=environment,
+                env=importing_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

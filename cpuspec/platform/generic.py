@@ -109,6 +109,7 @@ SYSTEM = System(
     memory=memory,
     processor_name=lambda: platform.processor() or platform.machine(),
     processor_flags=frozenset,
+    settings=dict,
     boot_id=str,
     enable_tile_registers=no,
     zeroed_pages=zeroed_pages,

@@ -177,6 +177,13 @@ def processor_flags() -> frozenset[str]:
     return frozenset(match[1].split()) if match else frozenset()
 
 
+def read_settings(root: Path = _ROOT) -> dict[str, str]:
+    """The clock's governor and the choice of transparent huge pages, in the files under `root`."""
+    chosen = re.search(r"\[(\w+)\]", _read(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    found = {"governor": _read(root / _CPU / "cpu0/cpufreq/scaling_governor"), "huge_pages": chosen[1] if chosen else ""}
+    return {name: value for name, value in found.items() if value}
+
+
 def enable_tile_registers() -> bool:
     """The kernel keeps the large state of these registers only for processes that have asked for it."""
     return _knows_calls() and _call(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
@@ -302,6 +309,7 @@ SYSTEM = replace(
     memory=read_memory,
     processor_name=processor_name,
     processor_flags=processor_flags,
+    settings=read_settings,
     boot_id=lambda: _read(_ROOT / "proc/sys/kernel/random/boot_id"),
     enable_tile_registers=enable_tile_registers,
     zeroed_pages=zeroed_pages,

@@ -21,6 +21,8 @@ class System:
     processor_name: Callable[[], str]
     # The names that the system gives the first processor's features. Others: none.
     processor_flags: Callable[[], frozenset[str]]
+    # Settings of the system that speed depends on: "governor" of the clock, "huge_pages". Others: none.
+    settings: Callable[[], Mapping[str, str]]
     # The id that the system gives each boot. Others: "".
     boot_id: Callable[[], str]
     # Ask for the use of tile registers (AMX), and return whether this process may use them. Others: False.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cpuspec.platform import SYSTEM, Memory, Topology
-from cpuspec.platform.linux import read_memory, read_topology
+from cpuspec.platform.linux import read_memory, read_settings, read_topology
 
 CPU, NODE, GROUP = "sys/devices/system/cpu", "sys/devices/system/node", "sys/fs/cgroup"
 
@@ -184,6 +184,13 @@ def test_directories_in_place_of_files_count_as_missing(tmp_path: Path) -> None:
     for name in (f"{CPU}/online", f"{NODE}/has_memory", f"{GROUP}/cpu.max"):
         (tmp_path / name).mkdir(parents=True)
     assert read_topology(tmp_path, {0, 1}).usable_cores == 2
+
+
+def test_settings_that_are_there_are_told(tmp_path: Path) -> None:
+    huge = "sys/kernel/mm/transparent_hugepage/enabled"
+    assert read_settings(tree(tmp_path, {huge: "nonsense\n"})) == {}
+    tree(tmp_path, {huge: "always madvise [never]\n", f"{CPU}/cpu0/cpufreq/scaling_governor": "powersave\n"})
+    assert read_settings(tmp_path) == {"huge_pages": "never", "governor": "powersave"}
 
 
 def test_this_machine_has_cores() -> None:
