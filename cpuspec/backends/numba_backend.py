@@ -216,26 +216,10 @@ class NumbaBackend:
             storage.grow(places, kv_rows.num_chunks(length))
             places.copy_prefix(source.memory, storage.memory, length)
 
-        def memory_of(storage: _Storage) -> RecurrentMemory:
-            assert storage.recurrent, "the model has recurrent layers"
-            return storage.recurrent
-
-        def reach(storage: _Storage, length: int) -> int:
-            return length if memory_of(storage).folded <= length else 0
-
-        def take(storage: _Storage, length: int, states: U8) -> None:
-            memory = memory_of(storage)
-            np.concatenate([memory.block, np.array([memory.folded]).view(np.uint8)], out=states)
-
-        def put(storage: _Storage, states: U8, length: int) -> None:
-            memory = memory_of(storage)
-            memory.block[:], memory.folded = states[:-8], int(states[-8:].view(np.int64)[0])
-
         def views(storage: _Storage, number: int) -> tuple[U8, ...]:
             storage.grow(places, number + 1)
             return places.views(storage.memory, number)
 
-        of_states = recurrent.num_bytes if recurrent else 0
         return KVCache(
             num_slots,
             capacity,
@@ -245,8 +229,8 @@ class NumbaBackend:
             places.bytes_per_token,
             BlockAccess(kv_rows.CHUNK, simd.LANES, views),  # keys lie in blocks of LANES positions
             self._identity,
-            StateAccess(of_states + 8, reach, take, put) if recurrent else None,
-            of_states,
+            _state_access(recurrent) if recurrent else None,
+            recurrent.num_bytes if recurrent else 0,
         )
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
@@ -955,6 +939,21 @@ class _Writer:
             room[:] = 0
             self.rooms[part] = room
         return self.rooms[part]
+
+
+def _state_access(recurrent: RecurrentLayers) -> StateAccess:
+    """The states of recurrent layers in a `_Storage`."""
+
+    def memory_of(storage: _Storage) -> RecurrentMemory:
+        assert storage.recurrent, "the model has recurrent layers"
+        return storage.recurrent
+
+    return StateAccess(
+        recurrent.snapshot_bytes,
+        lambda storage, length: length if memory_of(storage).folded <= length else 0,
+        lambda storage, length, states: recurrent.take(memory_of(storage), length, states),
+        lambda storage, states, length: recurrent.put(memory_of(storage), length, states),
+    )
 
 
 def _memory_limit(text: str) -> int | None:

@@ -1,11 +1,12 @@
 """The memory that recurrent layers have in the numba backend's slots, and what the kernels are told of it for each forward.
 
-`kernels.recurrent` says what lies there. This file knows where: one block of bytes a slot, layer after layer. A copy of a block
-and of its `folded` is a copy of the slot's recurrent memory. A forward of many rows writes to a spare block, which takes the place
-of the slot's when it has ended: one that ends early has changed nothing. An empty slot has nothing to lose, and needs no spare.
+`kernels.recurrent` says what lies there. This file knows where: one block of bytes a slot, layer after layer. A forward of many
+rows writes to a spare block, which takes the place of the slot's when it has ended: one that ends early has changed nothing. An
+empty slot has nothing to lose, and needs no spare. A snapshot has for each layer the inputs that the next row's convolution reads,
+and the states with all rows folded: the same bytes for the same tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,11 @@ from cpuspec.config import ModelConfig, Recurrent, ShortConv
 from cpuspec.errors import CacheError
 from cpuspec.formats.packing import GROUP, U8, paged_bytes
 from cpuspec.kernels import layout
-from cpuspec.kernels.recurrent import RING
+from cpuspec.kernels.recurrent import RING, write_states
 from cpuspec.layers import Layer
+from cpuspec.model.batch import F32
 from cpuspec.model.cache import KEPT_ROWS
-from cpuspec.model.recurrence import recurrent_mixers
+from cpuspec.model.recurrence import recurrent_mixers, state_numbers
 
 _SHORT = 8  # rows of a forward that folds in place, those that it found
 _STEP = 8  # tokens between two folds of such forwards
@@ -44,12 +46,14 @@ class RecurrentMemory:
 class RecurrentLayers:
     """The recurrent layers of a model. Forwards take turns: `enter` before each, and `commit` when it has ended.
 
-    num_bytes: of a slot's block. tile_bytes: of a thread's room for a tile of a state.
+    num_bytes: of a slot's block. snapshot_bytes: of a snapshot. tile_bytes: of a thread's room for a tile of a state.
     """
 
     def __init__(self, config: ModelConfig, max_rows: int) -> None:
         self.num_bytes = self.tile_bytes = 0
-        self._offsets = [self._placed(mixer) for mixer in recurrent_mixers(config)]
+        self._mixers = recurrent_mixers(config)
+        self._offsets = [self._placed(mixer) for mixer in self._mixers]
+        self.snapshot_bytes = 4 * state_numbers(config, 0)
         self._spare: U8 | None = None
         self._taken: dict[RecurrentMemory, tuple[U8, int]] = {}  # the spare block of each slot, and where its states are folded
         self._sequences = np.zeros(max_rows, layout.SEQUENCE)
@@ -82,6 +86,43 @@ class RecurrentLayers:
     def new_memory(self) -> RecurrentMemory:
         """An empty slot's."""
         return RecurrentMemory(paged_bytes((self.num_bytes,)))
+
+    def take(self, memory: RecurrentMemory, length: int, snapshot: U8) -> None:
+        """Write a snapshot of the first `length` tokens, `memory.folded` or more, to U8 [snapshot_bytes]."""
+        at = memory.block.ctypes.data
+        for mixer, offsets, inputs, states in self._parts_of(snapshot):
+            ring, positions = self._ring(memory, mixer, offsets), np.arange(length - len(inputs), length)
+            inputs[:] = ring[positions % len(ring), : mixer.channels] * (positions >= 0)[:, None]
+            if not isinstance(mixer, ShortConv):
+                shape = mixer.value_dims, mixer.key_heads, mixer.key_dims
+                places = {name: at + offset for name, offset in offsets.items()}
+                write_states(places, mixer.key_head_of_values, *shape, length, states.ctypes.data)
+
+    def put(self, memory: RecurrentMemory, length: int, snapshot: U8) -> None:
+        """Have what `take` wrote, and nothing else."""
+        for mixer, offsets, inputs, states in self._parts_of(snapshot):
+            ring, positions = self._ring(memory, mixer, offsets), np.arange(length - len(inputs), length)
+            ring[positions % len(ring), : mixer.channels] = inputs
+            if not isinstance(mixer, ShortConv):
+                memory.block[offsets["state_at"] :][: states.nbytes] = states.view(np.uint8)
+                num_tiles = mixer.value_heads * mixer.value_dims // 16
+                memory.block[offsets["folded_at"] :][: 8 * num_tiles].view(np.int64)[:] = length
+        memory.folded = length
+
+    def _parts_of(self, snapshot: U8) -> Iterator[tuple[Recurrent, dict[str, int], F32, F32]]:
+        """Of each layer its mixer, the places of its memory, and its inputs [taps - 1, channels] and states in a snapshot."""
+        numbers, at = snapshot.view(np.float32), 0
+        for mixer, offsets in zip(self._mixers, self._offsets, strict=True):
+            num_inputs = (mixer.taps - 1) * mixer.channels
+            of_states = 0 if isinstance(mixer, ShortConv) else mixer.value_heads * mixer.value_dims * mixer.key_dims
+            inputs, states = np.split(numbers[at : at + num_inputs + of_states], [num_inputs])
+            at += num_inputs + of_states
+            yield mixer, offsets, inputs.reshape(mixer.taps - 1, -1), states
+
+    def _ring(self, memory: RecurrentMemory, mixer: Recurrent, offsets: dict[str, int]) -> F32:
+        """A layer's inputs, [positions modulo `inputs_kept`, channels]."""
+        rows, channels = inputs_kept(mixer), _padded(mixer.channels, GROUP)
+        return memory.block[offsets["inputs_at"] :][: 4 * rows * channels].view(np.float32).reshape(rows, channels)
 
     def addresses(self) -> dict[str, int]:
         """Of the arrays that `enter` writes, by their fields in a program's state."""

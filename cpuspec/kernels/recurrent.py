@@ -15,7 +15,12 @@ unless the slot was empty. `backends.recurrent_memory` decides this, and
 `model.recurrence` does the same with arrays.
 """
 
-from cpuspec.kernels import simd
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+import numpy as np
+
+from cpuspec.kernels import machine_code, simd
 from cpuspec.kernels.options import compiled, inlined
 from cpuspec.kernels.pointwise import exp_f32, silu_f32, softplus_f32
 
@@ -200,6 +205,42 @@ def recur(op, state, item, tile):
         simd.store_f32(op.out + row * op.out_stride + 64 * number, answer)
         if position >= seq.recorded:
             simd.store_f32(seq.target + update_at + position % RING * updates_row, update)
+
+
+def write_states(
+    places: Mapping[str, int], key_heads: Sequence[int], value_dims: int, num_key_heads: int, key_dims: int, length: int, to: int
+) -> None:
+    """Write the states of a layer after the first `length` tokens of a slot, tile after tile, to the address `to`.
+
+    Does what a forward would do before its first row. places: the addresses of the parts of the slot's memory. key_heads: of each
+    value head, the key head that it reads.
+    """
+    of_values = np.array(key_heads)
+    parts = [places[name] for name in ("state_at", "folded_at", "decays_at", "keys_at", "updates_at")]
+    shape = len(key_heads), value_dims // 16, num_key_heads, key_dims
+    _write_states_function()(*parts, *shape, of_values.ctypes.data, length, to)
+
+
+@cache
+def _write_states_function() -> Callable[..., None]:
+    return machine_code.function(machine_code.address("write_states", 12, lambda: _write_states), 12)
+
+
+def _write_states(states, folded, decays, keys, updates, value_heads, tiles, num_key_heads, key_dims, key_heads, length, to):
+    size, padded, keys_row = _TILE * key_dims, (value_heads + 15) // 16 * 64, 4 * num_key_heads * key_dims
+    for number in range(value_heads * tiles):
+        tile, begin, head = to + number * size, simd.peek_i64(folded + 8 * number), number // tiles
+        if begin > 0:
+            _copy(states + number * size, tile, size)
+        else:
+            for at in range(tile, tile + size, 64):
+                simd.store_f32(at, simd.splat_f32(0.0))
+        key_at = keys + 4 * key_dims * simd.peek_i64(key_heads + 8 * head)
+        for position in range(begin, length):
+            slot = position % RING
+            update = simd.load_f32(updates + 64 * (number + slot * value_heads * tiles))
+            decay = simd.splat_f32(simd.peek_f32(decays + slot * padded + 4 * head))
+            _step(tile, key_dims, decay, key_at + slot * keys_row, update)
 
 
 @compiled

@@ -19,7 +19,7 @@ from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
-from tests.backends.models import every_backend, forward, tiny
+from tests.backends.models import RECURRENT, every_backend, forward, tiny
 from tests.oracles import ToyBackend
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -75,6 +75,37 @@ def test_blocks_that_were_kept_elsewhere_are_continued_with_the_same_bits(
     assert (cache.lengths[2], cache.slot_bytes(2)) == (0, 0)
     with pytest.raises(CacheError, match="cannot read 16 tokens of block 0 of slot 2: it holds 0"):
         cache.read_block(2, 0, step)
+    backend.close()
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+@every_backend(["numba", "numpy", "torch"])
+def test_a_snapshot_is_of_its_tokens_alone_and_is_gone_on_with(tmp_path_factory, family: str, name: str) -> None:  # type: ignore[no-untyped-def]
+    """However its rows were fed and folded; the same bytes, in numba's own order, and nothing of the slot's longer past."""
+    backend = make_backend(name, tiny(tmp_path_factory, **RECURRENT[family]), EngineConfig(threads=1, max_rows=64, kv_format="f32"))
+    tokens, cache = np.random.default_rng(2).integers(0, 300, 160).tolist(), backend.new_cache(4, 200)
+    assert cache.states is not None
+    for slot, sizes in enumerate(([64, 27], [1] * 91, [30, 61, 4, 1, 1])):
+        for size in sizes:
+            forward(backend, cache, {slot: tokens[cache.lengths[slot] :][:size]})
+        assert cache.take_snapshot(slot, 91)
+    first, *others = (cache.snapshots(slot)[91] for slot in range(3))
+    assert len(first) == cache.states.num_bytes
+    for other in others:
+        assert name != "numba" or np.array_equal(first, other)
+    expected = forward(backend, cache, {2: tokens[97:120]}).logits.copy()
+    for token in tokens[120:]:
+        forward(backend, cache, {2: [token]})
+    assert cache.copy(2, 3, 100) == 91
+    got = forward(backend, cache, {3: tokens[91:120]}).logits[6:]
+    assert np.array_equal(got, expected) if name == "numba" else np.allclose(got, expected, rtol=1e-3, atol=1e-4)
+    assert cache.truncate(2, 96) == 91, "the slot itself goes back to it, too"
+    got = forward(backend, cache, {2: tokens[91:120]}).logits[6:]
+    assert np.array_equal(got, expected) if name == "numba" else np.allclose(got, expected, rtol=1e-3, atol=1e-4)
+    for length, taken in ((91, first[:-1]), (90, first), (91, first.view(np.float32))):
+        with pytest.raises(CacheError, match="slot 3 holds 120 tokens and takes uint8"):
+            cache.restore_snapshot(3, length, taken)
+    assert not cache.take_snapshot(3, 50)
     backend.close()
 
 
