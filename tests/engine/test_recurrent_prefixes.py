@@ -13,7 +13,7 @@ import pytest
 
 from cpuspec.config import SamplingParams
 from cpuspec.engine.llm import LLM, Completion
-from tests.backends.models import RECURRENT
+from tests.backends.models import RECURRENT, every_backend
 from tools.make_tiny_model import make_tiny_gguf
 
 _DELTA = {"num_layers": 5, "rope_dims": 8, "shared_size": 32, "expert_size": 64, "predicts": True}
@@ -148,6 +148,17 @@ def test_a_prefix_is_saved_and_restored_with_its_states(opened: Open, tmp_path: 
     answers = one_by_one(other, PROMPTS[:2], params)
     assert shown(answers) == shown(expected)
     assert cached(answers) == [len(FIRST) - 1, len(FIRST)]
+
+
+@every_backend(["numpy", "torch"])
+def test_other_backends_go_on_from_snapshots_where_a_memory_is_given(opened: Open, name: str) -> None:
+    params = HOW["greedy"]
+    plain, llm = (opened("qwen35", backend=name, prefix_cache_gb=gb) for gb in (0, 1.0))
+    answers = one_by_one(llm, PROMPTS[:2], params)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in one_by_one(plain, PROMPTS[:2], params)]
+    assert cached(answers) == [0, len(FIRST)]
+    (again,) = llm.generate([[*SYSTEM, *QUESTION, *text(40, 8)]], params)
+    assert again.stats.num_cached_tokens == len(FIRST) - 1
 
 
 def test_prompts_that_begin_alike_go_on_from_where_they_part(opened: Open) -> None:
