@@ -28,7 +28,8 @@ KINDS = ("passed", "failed", "error", "skipped")
 REPORT = "wine-tests.xml"
 HANG_S = 600  # of one test: then the process tells where each thread is, and ends
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={HANG_S}", "-o", "faulthandler_exit_on_timeout=true")
-ENVIRONMENT = {"PYTHONPATH": ".", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+# Intel's OpenMP (torch) asks Wine for calls that it lacks.
+ENVIRONMENT = {"PYTHONPATH": ".", "KMP_AFFINITY": "disabled", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _, TERMINAL = pty.openpty()  # without one, Wine has no console, and no Ctrl-C
 
 

@@ -43,7 +43,7 @@ _LOAD, _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST, _JUMP_IF_SET, _RETURN = 0x20, 0x15, 0x
 _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 _X86_64, _X32 = 0xC000003E, 0x40000000
 
-_libc: Any = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)  # this script runs on Linux only
+_libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # this script runs on Linux only
 
 
 class _Instruction(ctypes.Structure):

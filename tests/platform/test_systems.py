@@ -22,14 +22,24 @@ TABLES = {"generic": generic.SYSTEM, "linux": linux.SYSTEM, "windows": windows.S
 
 # Hides what Windows lacks, and imports every module that this installation can import.
 HIDDEN = """
-import importlib, json, os, signal, sys
+import ctypes, importlib, json, mmap, os, signal, sys
 import torch, httpx, fastapi, uvicorn, numba, numpy, transformers  # libraries look for what they need themselves
 for name in ("resource", "fcntl", "termios", "tty", "pwd", "grp"):
     sys.modules[name] = None
-for name in ("killpg", "sched_getaffinity", "geteuid", "getuid", "fork", "sysconf"):
-    delattr(os, name)
-for name in ("pthread_kill", "setitimer", "SIGKILL"):
-    delattr(signal, name)
+sys.platform = "unknown"
+for module, names in (
+    (os, "killpg sched_getaffinity geteuid getuid fork sysconf preadv mkfifo O_DIRECT setsid waitid"),
+    (signal, "pthread_kill setitimer SIGKILL SIGHUP SIGUSR1 SIGPIPE"),
+    (mmap, "MAP_PRIVATE MAP_ANONYMOUS MAP_SHARED MAP_POPULATE PROT_READ MADV_NOHUGEPAGE MADV_DONTNEED"),
+):
+    for name in names.split():
+        delattr(module, name)
+class CDLL(ctypes.CDLL):
+    def __init__(self, name, *arguments, **options):
+        if name is None:
+            raise TypeError("a library is a file")
+        super().__init__(name, *arguments, **options)
+ctypes.CDLL = CDLL
 failed = {}
 for name in json.load(sys.stdin):
     try:

@@ -1070,7 +1070,7 @@ def test_vocab_json_and_merges_txt_are_read_where_other_files_say_how_text_is_sp
     tokenizer, plain = make(files), data["model"]["vocab"]
     files.tokenizer_json.unlink()
     (tmp_path / "vocab.json").write_text(json.dumps(plain))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in MERGES))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in MERGES), "utf-8")
     (tmp_path / "added_tokens.json").write_text(json.dumps({token: IDS[token] for token in (*SPECIAL, "<tool>")}))
     again = make(files)
     for text in [*TRICKY, CORPUS]:
