@@ -103,8 +103,6 @@ def joined(config: ModelConfig, family: Family, kind: int, tensors: Mapping[str,
 def joined_shape(shapes: Sequence[Shape]) -> Shape:
     """The shape of a tensor that joins parts of these shapes."""
     first, axis = shapes[0], int(len(shapes[0]) == 3)
-    if axis and shapes[0][0] == shapes[1][0] and shapes[0][1] == shapes[1][2]:  # heads' matrices of keys, transposed, and of values
-        return first[0] * (first[2] + shapes[1][1]), first[1]
     return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
 
 

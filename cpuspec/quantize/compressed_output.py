@@ -66,7 +66,8 @@ def formats_of(checkpoint: Checkpoint, scheme: str, group_size: int) -> dict[str
     found = {}
     for name, tensor in checkpoint.tensors.items():
         if is_linear(name, tensor.shape):
-            inside = layer_parts(name)[0] >= 0
+            layer, part = layer_parts(name)
+            inside = layer >= 0 and part not in ("k_b", "v_b")  # which lie across each other in the file
             found[name] = (
                 tensor.format if not inside else int4 if scheme.startswith("w4") else _rows_of_bytes(scheme, tensor.shape[-1])
             )
@@ -101,6 +102,8 @@ def write_model(
         for part in ("router", "shared_weight") if checkpoint.config.experts else ():
             if part in names:
                 settings["ignore"].append("re:.*" + re.escape(names[part][1].removesuffix(".weight")) + "$")
+        if checkpoint.config.latent:
+            settings["ignore"].append("re:.*kv_b_proj$")
         settings["ignore"] += [name.removesuffix(".weight") for name, tensor in as_they_are.items() if len(tensor.shape) > 1]
         config = config_to_write(checkpoint) | {"quantization_config": settings}
         write_file(unfinished / "config.json", json.dumps(config, indent=2))

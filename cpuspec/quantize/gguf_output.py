@@ -99,6 +99,8 @@ def _is_kept(name: str, config: ModelConfig, again: ModelConfig) -> bool:
         return replace(config.experts, least_sum=again.experts.least_sum) == again.experts
     if name == "recurrent" and isinstance(value, Mamba2):
         return replace(value, least_step=0.0) == other  # llama.cpp's steps have no least
+    if name == "architecture":
+        return (FAMILIES[value].gguf_architecture or value) == (FAMILIES[other].gguf_architecture or other)
     if name == "local_rope_base" and "local" not in config.layer_ropes:
         return True
     return math.isclose(value, other, rel_tol=1e-6) if isinstance(value, float) and isinstance(other, float) else value == other

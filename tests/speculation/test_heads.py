@@ -173,6 +173,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3moe": {"num_experts": 4, "num_used": 2, "expert_size": 64},
     "glm4moe": {**MIXTURES["glm4moe"], "rope_dims": 8, "expert_size": 64},
     "bailingmoe2": {**MIXTURES["bailingmoe2"], "rope_dims": 8, "expert_size": 64},
+    "deepseek2": {**MIXTURES["deepseek2"], "expert_size": 64, "num_layers": 3},
 }
 OWN |= {
     family: {"num_layers": 5, "rope_dims": 8, "shared_size": 32, "expert_size": 64}
