@@ -419,6 +419,7 @@ class HeadConfig:
 # Fields of ModelConfig that have an entry for each layer, or none.
 _PER_LAYER = (
     "layer_windows", "layer_ropes", "layer_experts", "layer_recurrent", "layer_feeds", "layer_head_dims", "layer_kv_heads",
+    "layer_owners", "layer_values", "layer_sizes",
 )  # fmt: skip
 
 
@@ -455,6 +456,12 @@ class ModelConfig:
     and there is one key head. None for other models.
     layer_head_dims, layer_kv_heads: for each layer the numbers of a head and the heads of keys; empty for `head_dim` and
     `num_kv_heads` in every layer. value_dim: the numbers of a head of values, 0 for those of its keys.
+    layer_owners: for each layer the number of the layer whose keys and values it reads, its own where it keeps some; empty for a
+    model in which all do. layer_values: for each layer whether a matrix makes values; else they are what keys are made of, before
+    norms and positions; empty for all. value_norm: whether values have an RMS norm without weights.
+    layer_sizes: for each layer its `intermediate_size`; empty where all have the same.
+    layer_input_size: numbers that each layer is given for a token besides, of a second embedding and of the first (Gemma 4's E
+    models), 0 for none. scales_layers: whether each layer's output is multiplied with a number of its own.
     """
 
     architecture: str
@@ -509,6 +516,12 @@ class ModelConfig:
     layer_head_dims: tuple[int, ...] = ()
     layer_kv_heads: tuple[int, ...] = ()
     value_dim: int = 0
+    layer_owners: tuple[int, ...] = ()
+    layer_values: tuple[bool, ...] = ()
+    layer_sizes: tuple[int, ...] = ()
+    value_norm: bool = False
+    layer_input_size: int = 0
+    scales_layers: bool = False
 
     def __post_init__(self) -> None:
         choices = {
@@ -575,6 +588,28 @@ class ModelConfig:
         if unknown := set(self.layer_ropes) - {"global", "local", "none"}:
             raise ConfigError(f"layer_ropes are global, local or none, got {_shown(min(unknown))}")
         self._check_mixers()
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """What layers read of each other, and their own sizes."""
+        for i, owner in enumerate(self.layer_owners):
+            if not _fits(partial(whole, low=0, high=i), owner) or self.layer_owners[owner] != owner:
+                raise ConfigError(
+                    f"layer {i} reads the keys of layer {_shown(owner)}; wanted one before it that has some, or itself"
+                )
+            for name in ("layer_windows", "layer_head_dims", "layer_kv_heads"):
+                if (of := getattr(self, name)) and of[i] != of[owner]:
+                    raise ConfigError(f"layer {i} reads the keys of layer {owner}, whose {name} differ: {of[i]} and {of[owner]}")
+        for size in self.layer_sizes:
+            if not _fits(partial(whole, low=1, high=1 << 20), size):
+                raise ConfigError(f"layer_sizes must be integers from 1 to {1 << 20}, got {_shown(size)}")
+        if not _fits(partial(whole, low=0, high=1 << 12), self.layer_input_size) or self.layer_input_size % 32:
+            raise ConfigError(f"layer_input_size must be a multiple of 32 up to {1 << 12}, got {_shown(self.layer_input_size)}")
+        of_gemma = self.value_norm or self.layer_input_size or self.scales_layers or self.layer_owners or self.layer_values
+        if of_gemma and (self.head or self.parallel or self.latent or self.recurrent or self.norms != "both"):
+            raise ConfigError('what layers share or are given needs norms "both", in models of attention that are no heads')
+        if self.layer_values and (self.value_dim or self.qkv_bias):
+            raise ConfigError("layer_values needs values of the keys' size, and no biases")
 
     def _check_mixers(self) -> None:
         if latent := self.latent:
@@ -631,7 +666,8 @@ class ModelConfig:
     @property
     def num_attention_layers(self) -> int:
         """How many layers keep keys and values."""
-        return self.num_layers - sum(self.layer_recurrent) - sum(self.layer_feeds)
+        readers = sum(owner != i for i, owner in enumerate(self.layer_owners))
+        return self.num_layers - sum(self.layer_recurrent) - sum(self.layer_feeds) - readers
 
     @property
     def has_alike_heads(self) -> bool:
@@ -647,6 +683,10 @@ class ModelConfig:
     def with_layers(self, kept: Sequence[int]) -> "ModelConfig":
         """The model that has some of these layers, in this order."""
         per_layer: dict[str, Any] = {name: tuple(given[i] for i in kept) for name in _PER_LAYER if (given := getattr(self, name))}
+        if self.layer_owners:
+            if lost := {self.layer_owners[i] for i in kept} - set(kept):
+                raise ConfigError(f"layer {min(lost)} must stay: others read its keys and values")
+            per_layer["layer_owners"] = tuple(list(kept).index(owner) for owner in per_layer["layer_owners"])
         return replace(self, num_layers=len(kept), **per_layer)
 
 

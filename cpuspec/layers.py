@@ -26,6 +26,8 @@ class Attention:
     over, each "head" or the "row" of all heads; "" for none. rotates_first: they follow the rotation. sinks: whether softmax counts
     a score of each head besides, which no value belongs to. gated: whether `q_gate` weighs the results. latent: what keys and
     values are made of, where values are numbers of the cached keys.
+    keeps: whether it appends keys and values; else it reads those of the layer whose `state_index` it has. makes_values: whether a
+    matrix makes them, else they are keys before norms and positions. value_norm: whether values have a norm without weights.
     """
 
     heads: int
@@ -44,6 +46,9 @@ class Attention:
     gated: bool
     value_dims: int
     latent: Latent | None = None
+    keeps: bool = True
+    makes_values: bool = True
+    value_norm: bool = False
 
     output = "o"
 
@@ -57,7 +62,7 @@ class Attention:
         """Parts that the layer's normed rows are multiplied with."""
         if self.latent:
             return self.latent.projections
-        return ("q", "k", "v", "q_gate") if self.gated else ("q", "k", "v")
+        return ("q", *(("k", "v") if self.makes_values else ("k",)) * self.keeps, *("q_gate",) * self.gated)
 
     def tensors(self, hidden: int) -> dict[str, Shape]:
         """The shape of each of its tensors, by part."""
@@ -77,7 +82,8 @@ class Attention:
             found |= {"q_norm": (self.dims,), "k_norm": (self.dims,)} if self.norm == "head" else {"q_norm": (q,), "k_norm": (kv,)}
         if self.sinks:
             found["sinks"] = (self.heads,)
-        return found
+        without = {"k", "v", "k_bias", "v_bias", "k_norm"} if not self.keeps else set() if self.makes_values else {"v"}
+        return {part: shape for part, shape in found.items() if part not in without}
 
 
 # Parts of a layer that mix rows: each says its `tensors`, its `projections` and its `output` matrix.
@@ -108,6 +114,8 @@ class Layer:
     state_index: its place among the layers that keep the same kind of state: keys and values, or that of a recurrence.
     normed_before, normed_after: whether branches have norms of their inputs, and of their outputs. norm_bias: whether those have
     biases. parallel: both branches read one norm and are added to its input.
+    input_size: numbers that the layer is given for each token besides, of which a gate and a matrix make a last branch; 0 for none.
+    scaled: whether its output is multiplied with `output_scale`.
     """
 
     index: int
@@ -119,6 +127,8 @@ class Layer:
     norm_bias: bool = False
     parallel: bool = False
     beside: Mamba2 | None = None
+    input_size: int = 0
+    scaled: bool = False
 
     @property
     def recurrent(self) -> Recurrent | None:
@@ -167,6 +177,14 @@ class Layer:
                 found["shared_weight"] = (1, hidden)
         if self.normed_after:
             found |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
+        if self.input_size:
+            found |= {
+                "input_gate": (self.input_size, hidden),
+                "input_proj": (hidden, self.input_size),
+                "input_post_norm": (hidden,),
+            }
+        if self.scaled:
+            found["output_scale"] = (1,)
         return found
 
 
@@ -198,6 +216,7 @@ def layers_of(config: ModelConfig) -> list[Layer]:
 
     recurs = c.layer_recurrent or (False,) * c.num_layers
 
+    owners, values = c.layer_owners or range(c.num_layers), c.layer_values or (True,) * c.num_layers
     head_dims, kv_heads = c.layer_head_dims or (c.head_dim,) * c.num_layers, c.layer_kv_heads or (c.num_kv_heads,) * c.num_layers
 
     def mixer(i: int) -> Mixer | None:
@@ -212,22 +231,36 @@ def layers_of(config: ModelConfig) -> list[Layer]:
         return Attention(
             c.num_heads, kv_heads[i], dims, windows[i] or None, rope, scale, c.attention_softcap, norm,
             c.qkv_bias, c.o_bias, of_queries, c.rotates_first, c.sinks, c.gated_attention,
-            0 if c.latent else c.value_dim or dims, c.latent,
+            0 if c.latent else c.value_dim or dims, c.latent, owners[i] == i, values[i], c.value_norm,
         )  # fmt: skip
 
     def feed(i: int) -> FeedForward | None:
-        return None if c.layer_feeds and not c.layer_feeds[i] else mixture if mixtures[i] else dense
+        if c.layer_feeds and not c.layer_feeds[i]:
+            return None
+        return mixture if mixtures[i] else replace(dense, size=c.layer_sizes[i]) if c.layer_sizes else dense
 
     beside = c.recurrent if c.beside and isinstance(c.recurrent, Mamba2) else None
     found: list[Layer] = []
     for i in range(c.num_layers):
         one = mixer(i)
-        alike = sum(isinstance(layer.mixer, Attention) == isinstance(one, Attention) for layer in found if layer.mixer)
+        alike = found[owners[i]].state_index if owners[i] != i else sum(_keeps_alike(layer.mixer, one) for layer in found)
         normed = c.norms != "after", c.norms != "before", c.norm_bias
-        found.append(Layer(i, alike, one, feed(i), *normed, c.parallel, beside))
+        found.append(Layer(i, alike, one, feed(i), *normed, c.parallel, beside, c.layer_input_size, c.scales_layers))
     return found
 
 
+def _keeps_alike(one: Mixer | None, other: Mixer | None) -> bool:
+    """Whether a mixer keeps the kind of state that another has."""
+    if isinstance(one, Attention):
+        return one.keeps and isinstance(other, Attention)
+    return one is not None and not isinstance(other, Attention)
+
+
 def attention_layers(config: ModelConfig) -> list[Layer]:
-    """The layers that keep keys and values."""
+    """The layers that have attention."""
     return [layer for layer in layers_of(config) if isinstance(layer.mixer, Attention)]
+
+
+def keeping_layers(config: ModelConfig) -> list[Layer]:
+    """The layers that keep keys and values, by `state_index`."""
+    return [layer for layer in attention_layers(config) if layer.attention.keeps]

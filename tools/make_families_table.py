@@ -63,6 +63,7 @@ ROWS = {
     "mistral": Row("Mistral", BOTH, "2026-11-22"),
     "smollm3": Row("SmolLM3", BOTH, "2026-11-22"),
     "gemma2": Row("Gemma 2", BOTH, "2026-11-22"),
+    "gemma4": Row("Gemma 4 12B, 31B, E2B, E4B (text)", BOTH, "2026-11-25"),
     "gemma3": Row("Gemma 3 (text)", f"{BOTH} (also real models)", "2026-11-22"),
     "qwen3vl": Row("Qwen3-VL (text)", BOTH, "2026-11-25"),
     "olmo3": Row("OLMo 3", BOTH, "2026-11-25"),

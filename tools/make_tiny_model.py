@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cpuspec.checkpoints import gemma
 from cpuspec.checkpoints.canonical import GGUF, HF, file_names, file_shape
 from cpuspec.checkpoints.checkpoint import is_matrix, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, Family, layer_flags
@@ -266,6 +267,9 @@ def tiny_config(
     mamba2: Mamba2 | None = None,
     latent: Latent | None = None,
     mscale: float = 0.0,
+    same_values: bool = False,
+    shared_layers: int = 0,
+    layer_input_size: int = 0,
 ) -> ModelConfig:
     """A small ModelConfig; biases default to what the architecture has, and the default sizes suit every format.
 
@@ -273,6 +277,8 @@ def tiny_config(
     router: fields of `Experts`.
     A Granite has factors that matter. delta: of families with gated delta nets, in all layers but each fourth (or the last).
     latent: of families with latent attention; mscale: the slope of their scores' factor under YaRN.
+    same_values: of a Gemma 4, whether layers without a window make values of keys; shared_layers: how many last layers read keys
+    and values of others, and have twice the size; layer_input_size: that of `ModelConfig`.
     mixers: of layers in families that have others than attention, by default one of each kind in turns; mamba2: their settings.
     window: of all layers, or in a Gemma of each layer but every second; it defaults to 8 in a Gemma and else to none. Gemma 2's
     softcaps are small enough to matter.
@@ -283,8 +289,8 @@ def tiny_config(
     if architecture == "gpt-oss":
         qkv_bias = o_bias = True
         rope_scaling = rope_scaling or RopeScaling("yarn", 32.0, original_context_length=64)
-    gemma = architecture in ("gemma2", "gemma3")
-    has_windows = gemma or architecture in ("olmo3", "cohere2", "gpt-oss")
+    of_gemma = architecture in ("gemma2", "gemma3", "gemma4")
+    has_windows = of_gemma or architecture in ("olmo3", "cohere2", "gpt-oss")
     if architecture == "hunyuan-moe":
         shared_size = expert_size  # in every model
     every = family.unrotated_every or num_layers + 1
@@ -339,7 +345,7 @@ def tiny_config(
     every_bias = family.hf_defaults.get("use_bias") is True
     size = (8 if has_windows else 0) if window is None else window
     slides = [not (has_windows or family.turns_in_windows) or i % 2 == 0 for i in range(num_layers)]
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -357,7 +363,7 @@ def tiny_config(
         tied_embeddings=tied and not family.folds_multipliers,
         **scales,
         attention_softcap=2.0 if architecture == "gemma2" else 0.0,
-        logit_softcap=3.0 if architecture == "gemma2" else 0.0,
+        logit_softcap=3.0 if architecture in ("gemma2", "gemma4") else 0.0,
         **layer_flags(
             size,
             slides,
@@ -372,6 +378,28 @@ def tiny_config(
             | recurrent
         ),
         **{"qk_norm": family.hf_defaults.get("use_qk_norm", False) if qk_norm is None else qk_norm, **family.flags},
+    )
+    return _by_window(config, same_values, shared_layers, layer_input_size) if family.by_window else config
+
+
+def _by_window(config: ModelConfig, same_values: bool, shared_layers: int, layer_input_size: int) -> ModelConfig:
+    """A Gemma 4: layers without a window have heads twice as long, and with `same_values` one key head."""
+    count, first = config.num_layers, config.num_layers - shared_layers
+    slides = [window > 0 for window in config.layer_windows]
+    heads = 1 if same_values else config.num_kv_heads
+    last = {kind: max(i for i in range(first) if slides[i] == kind) for kind in (False, True)}
+    return replace(
+        config,
+        head_dim=2 * config.head_dim,
+        num_kv_heads=heads,
+        layer_head_dims=tuple(config.head_dim * (1 if slid else 2) for slid in slides),
+        layer_kv_heads=tuple(config.num_kv_heads if slid else heads for slid in slides),
+        layer_values=tuple(slides) if same_values else (),
+        layer_owners=tuple(i if i < first else last[slides[i]] for i in range(count)) if shared_layers else (),
+        layer_sizes=tuple(config.intermediate_size * (1 if i < first else 2) for i in range(count)) if shared_layers else (),
+        layer_input_size=layer_input_size,
+        query_scale=1.0,
+        rope_scaling=RopeScaling("factors", factors=(1.0,) * (config.head_dim // 4) + (1e30,) * (config.head_dim * 3 // 4)),
     )
 
 
@@ -443,7 +471,7 @@ def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         return 0.0, 0.5
     if name.endswith("sinks"):
         return 0.0, 2.0
-    if name.endswith("ssm_d"):
+    if name.endswith(("ssm_d", "output_scale")):
         return 1.0, 0.2
     return 0.0, (2.0 if name in ("embed", "output") else 1.0) / math.sqrt(shape[-1])
 
@@ -777,7 +805,8 @@ def _gguf_parts(config: ModelConfig, names: list[str]) -> dict[str, tuple[str, .
     """Tensors as llama.cpp's converter writes them, with what each holds: named by the gguf package's own table."""
     family = FAMILIES[config.architecture]
     # The converter takes them apart, or renames them.
-    if family.hf_groups_heads or family.recurrent or family.latent or config.architecture in ("gpt-oss", "granitemoe", "qwen3next"):
+    renamed = config.architecture in ("gpt-oss", "granitemoe", "qwen3next", "gemma4")
+    if family.hf_groups_heads or family.recurrent or family.latent or renamed:
         return file_names(family, GGUF, names)
     return {_gguf_name(theirs, config): ours for theirs, ours in file_names(family, HF, names).items()}
 
@@ -895,7 +924,7 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
     if config.logit_softcap:
         writer.add_final_logit_softcapping(config.logit_softcap)
 
-    for key, value in (gguf_entries(config) | latent_entries(config)).items():
+    for key, value in (gguf_entries(config) | latent_entries(config) | gemma.gguf_entries(config)).items():
         name = f"{_gguf_architecture(config)}.{key}"
         writer.kv_data[0].pop(name, None)
         if isinstance(value, np.ndarray):
@@ -993,7 +1022,7 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_base,
-        "rope_scaling": _hf_rope_scaling(config.rope_scaling),
+        "rope_scaling": None if FAMILIES[config.architecture].by_window else _hf_rope_scaling(config.rope_scaling),
         "tie_word_embeddings": config.tied_embeddings,
         "bos_token_id": vocabulary.token_id("<|endoftext|>"),
         "eos_token_id": vocabulary.token_id("<|im_end|>"),
@@ -1070,6 +1099,10 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         fields |= {"linear_num_value_heads": d.value_heads, "linear_value_head_dim": d.value_dims}
     if config.mlp_bias and "use_bias" not in family.hf_defaults:
         fields["mlp_bias"] = True
+    if family.by_window:
+        fields |= gemma.hf_settings(config)
+        for key in ("rope_theta", "rope_scaling", "query_pre_attn_scalar", "attn_logit_softcapping"):
+            del fields[key]
     return fields | _hf_mixers(config)
 
 

@@ -63,6 +63,8 @@ class GraphBackend:
             )
         if not config.has_alike_heads:
             raise BackendError(f"{self.name} has heads of one size in all layers; use numba, numpy or torch for this model")
+        if config.value_norm or config.layer_input_size or config.scales_layers or config.layer_owners or config.layer_values:
+            raise BackendError(f"{self.name} does not compute layers of Gemma 4; use numba, numpy or torch for this model")
         self.config = config
         self.max_rows = engine.max_rows
         self.threads = engine.threads or usable_cores()

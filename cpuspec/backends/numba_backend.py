@@ -6,6 +6,7 @@ or by `ForwardBatch.check`; the kernels themselves check nothing.
 
 import hashlib
 import logging
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import addressof, c_int32
@@ -55,7 +56,7 @@ from cpuspec.kernels import (
 )  # fmt: skip
 from cpuspec.kernels.layout import MAX_QUERIES
 from cpuspec.kernels.team import Team, compile_ahead
-from cpuspec.layers import Layer, attention_layers
+from cpuspec.layers import Layer, attention_layers, keeping_layers
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
 from cpuspec.model.cache import BlockAccess, KVCache, StateAccess
 from cpuspec.model.recurrence import LENGTH_EPS
@@ -119,9 +120,10 @@ class NumbaBackend:
         self.max_rows = engine.max_rows
         self.threads: int = share.threads if share else engine.threads or usable_cores()
         self._embed = checkpoint.tensors["embed"]
+        self._layer_embed = checkpoint.tensors.get("layer_embed")
         self._num_logits = _round_up(c.num_logits, TILE)  # of a row, padded
         tensors = weight_tensors(checkpoint, casts, partial(Cast, recode=encode.recode))
-        matrices = {name: t for name, t in tensors.items() if is_matrix(name, t.shape) and name != "embed"}
+        matrices = {name: t for name, t in tensors.items() if is_matrix(name, t.shape) and name not in ("embed", "layer_embed")}
 
         limit_bytes = _memory_limit(engine.memory)
         self.store: ExpertStore | None = None  # of experts that stay on the disk, unless they are another backend's
@@ -145,7 +147,7 @@ class NumbaBackend:
         self._vectors = {name: _padded(t, name.endswith("_conv")) for name, t in tensors.items() if not is_matrix(name, t.shape)}
         orders = {name: t.order for name, t in matrices.items() if t.order is not None}
         kv_format, layers = get_kv_format(engine.kv_format), attention_layers(c)
-        self._kv_places = KVPlaces(layers, kv_format)
+        self._kv_places = KVPlaces(keeping_layers(c), kv_format)
         self._plans = _Plans(layers, self.max_rows, self.threads, kv_format.name)
         self._recurrent = RecurrentLayers(c, self.max_rows) if c.is_recurrent else None
         of_tiles = self._recurrent.tile_bytes if self._recurrent else 0
@@ -160,7 +162,7 @@ class NumbaBackend:
         centres = key_centres(c, kv_format, tensors)
         self._writer = _Writer(
             c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format, centres, self._kv_places,
-            self._plans, self._routing, self._recurrent,
+            self._plans, self._routing, self._recurrent, self._layer_embed,
         )  # fmt: skip
         decode(c, self._writer)
         self._first = dict(self._writer.first)  # rooms that are written before a forward
@@ -250,7 +252,7 @@ class NumbaBackend:
         if lists.parents:
             self._provide_paths(num_rows)
         self._provide_rotations(max(lists.positions))
-        if not self._writer.embeds:
+        if self._first:
             self._write_first_rows(batch)
         num_logits = num_rows if logit_rows is None else len(logit_rows)
         logits = self._room_for_logits(num_logits)
@@ -398,8 +400,11 @@ class NumbaBackend:
     def _write_first_rows(self, batch: ForwardBatch) -> None:
         """Write the rows that the program begins with: embedded tokens, and hidden states where the model takes them."""
         rows, given = self._embed.rows(batch.tokens) * np.float32(self.config.embedding_scale), batch.hidden
+        layers: F32 | None = None
+        if "layer_embed" in self._first and self._layer_embed:
+            layers = self._layer_embed.rows(batch.tokens) * np.float32(math.sqrt(self.config.layer_input_size))
         for name, norms in self._first.items():
-            parts = {"embed": (rows,), "hidden": (given,), "join": (rows, given)}[name]
+            parts = {"embed": (rows,), "hidden": (given,), "join": (rows, given), "layer_embed": (layers,)}[name]
             values = np.concatenate([self._normed(part, norm) for part, norm in zip(parts, norms, strict=True)], axis=1)
             room = self._writer.rooms[name]
             room[: len(rows), : values.shape[1]] = values
@@ -526,6 +531,7 @@ class _Writer:
         self, config: ModelConfig, max_rows: int, matrices: Mapping[str, PackedTensor | StoredTensor], vectors: Mapping[str, F32],
         orders: Mapping[str, I32], embedding: QuantTensor, kv_format: Format, centres: Mapping[int, F32],
         kv_places: KVPlaces, plans: _Plans, routing: "_Routing | None" = None, recurrent: RecurrentLayers | None = None,
+        layer_embedding: QuantTensor | None = None,
     ) -> None:  # fmt: skip
         """orders: of inputs, by the name of the matrix that has them so (`QuantTensor.order`)."""
         self.operations: list[tuple[str, dict[str, Any]]] = []
@@ -537,10 +543,9 @@ class _Writer:
         self.embeds = (
             decoder is not None and embedding.order is None and not config.takes_hidden
         )  # otherwise `first` is written before a forward
-        self._decoder = decoder or 0
         self._config, self._max_rows, self._kv_format, self._centres = config, max_rows, kv_format, centres
         self._kv_places, self._plans = kv_places, plans
-        self._matrices, self._vectors, self._embedding = matrices, vectors, embedding
+        self._matrices, self._vectors, self._embedding, self._layer_embedding = matrices, vectors, embedding, layer_embedding
         self._orders = {name: np.concatenate([order, _rest(len(order))]) for name, order in orders.items()}
         self.rooms: dict[str, F32] = {}  # by the part of a layer whose result it holds
         self._sizes: dict[str, int] = {}  # of a part where it is met first
@@ -556,16 +561,41 @@ class _Writer:
     def embed(self) -> _Rows:
         out = self._rows("embed", self._config.hidden_size)
         if self.embeds:
-            format, features = self._embedding.format, self._config.hidden_size
-            operands = {
-                "decoder": self._decoder, "data": _at(self._embedding.data), "row_bytes": format.row_bytes(features),
-                "blocks": features // format.block_size, "features": features, "out": _at(out), "stride": out.strides[0],
-                "scale": self._config.embedding_scale,
-            }  # fmt: skip
-            self.operations.append(("embed", operands))
+            self._embed(self._embedding, out, self._config.embedding_scale)
         elif not self._config.takes_hidden:
             self.first["embed"] = (None,)
         return _Rows(out)
+
+    def _embed(self, table: QuantTensor, out: F32, scale: float) -> None:
+        """Write the tokens' rows of a table, whose format has a decoder."""
+        format, features = table.format, table.shape[1]
+        operands = {
+            "decoder": embed.row_decoder(format.name), "data": _at(table.data), "row_bytes": format.row_bytes(features),
+            "blocks": features // format.block_size, "features": features, "out": _at(out), "stride": out.strides[0],
+            "scale": scale,
+        }  # fmt: skip
+        self.operations.append(("embed", operands))
+
+    def layer_inputs(self, x: _Rows) -> _Rows:
+        c, table = self._config, self._layer_embedding
+        assert table is not None, "the model has it"
+        size, features = c.layer_input_size, table.shape[1]
+        out, made = self._rows("layer_embed", features), self._rows("layer_input", features)
+        if embed.row_decoder(table.format.name) is None or table.order is not None:
+            self.first["layer_embed"] = (None,)
+        else:
+            self._embed(table, out, math.sqrt(size))
+        self._write_linears(x, {"layer_input": made})
+        operands = {
+            "rows": _at(out), "branch": _at(made), "stride": 4 * size, "weight": _at(self._vectors["layer_input_norm"]),
+            "features": size, "parts": features // size, "scale": 1.0, "after": 1 / math.sqrt(2),
+            "eps": c.norm_eps * c.hidden_size,  # the norm of what was not divided by the root of hidden_size
+        }  # fmt: skip
+        self.operations.append(("add", operands))
+        return _Rows(out)
+
+    def input_of(self, layer: Layer, inputs: _Rows) -> _Rows:
+        return _Rows(inputs.numbers[:, layer.index * layer.input_size :][:, : layer.input_size])
 
     def hidden(self, norm: str | None) -> _Rows:
         self.first["hidden"] = (norm,)
@@ -585,9 +615,9 @@ class _Writer:
         self._write_linears(x, outputs, norm)
         return tuple(map(_Rows, outputs.values()))
 
-    def rotate(self, layer: Layer, q: _Rows, k: _Rows) -> tuple[_Rows, _Rows]:
+    def rotate(self, layer: Layer, q: _Rows, k: _Rows | None) -> tuple[_Rows, _Rows | None]:
         for rows, part in ((q, "q_norm"), (k, "k_norm")):
-            if layer.attention.norm == "row":
+            if layer.attention.norm == "row" and rows:
                 weight = self._vectors[layer.weight(part)]
                 operands = {"rows": _at(rows.numbers), "stride": rows.numbers.strides[0], "weight": _at(weight)}
                 features = (layer.attention.heads if rows is q else layer.attention.kv_heads) * layer.attention.dims
@@ -597,16 +627,13 @@ class _Writer:
     def append(self, layer: Layer, k: _Rows, v: _Rows) -> None:
         self._rotate(layer, None, k, v)
 
-    def _rotate(self, layer: Layer, q: _Rows | None, k: _Rows, v: _Rows | None) -> None:
-        """Rotate queries, if there are any, and keys, and append keys and values."""
+    def _rotate(self, layer: Layer, q: _Rows | None, k: _Rows | None, v: _Rows | None) -> None:
+        """Rotate queries, if there are any, and keys, and append keys and values, if the layer keeps some."""
         mixer = layer.attention
         norms = self._vectors if mixer.norm == "head" else {}  # `rotate` has written those of rows
         operands = {
-            "heads": mixer.heads if q else 0, "kv_heads": mixer.kv_heads, "key_dims": mixer.dims, "value_dims": mixer.value_dims,
-            **self._kv_places.of(layer)._asdict(), "keys": _at(k.numbers), "k_stride": k.numbers.strides[0],
-            "k_norm": _at(norms.get(layer.weight("k_norm"))),
-            "values": _at(v.numbers) if v else 0, "v_stride": v.numbers.strides[0] if v else 0,
-            "eps": self._config.norm_eps, "scale": mixer.scale,
+            "heads": mixer.heads if q else 0, "key_dims": mixer.dims, "value_dims": mixer.value_dims,
+            **self._kv_places.of(layer)._asdict(), "eps": self._config.norm_eps, "scale": mixer.scale,
             "rotation": self._rotation(mixer.rope, mixer.dims),
             "q_rotation": self._rotation(mixer.query_rope if q else None, mixer.dims),
             "norm_last": mixer.rotates_first,
@@ -614,6 +641,17 @@ class _Writer:
             "v_hadamard": hadamard_size(self._kv_format, mixer.value_dims),
             "centres": _at(self._centres.get(layer.index)),
         }  # fmt: skip
+        if k:
+            copies, values, ones = v is k, v.numbers if v else None, self._rows("ones", mixer.value_dims, 1)
+            ones[:] = 1
+            if copies:
+                values = self._rows("v", mixer.kv_heads * mixer.value_dims)
+            operands |= {
+                "kv_heads": mixer.kv_heads, "keys": _at(k.numbers), "k_stride": k.numbers.strides[0],
+                "k_norm": _at(norms.get(layer.weight("k_norm"))), "values": _at(values),
+                "v_stride": 0 if values is None else values.strides[0],
+                "v_norm": _at(ones) if mixer.value_norm else 0, "copies": copies,
+            }  # fmt: skip
         if q:
             operands |= {"queries": _at(q.numbers), "q_stride": q.numbers.strides[0]}
             operands["q_norm"] = _at(norms.get(layer.weight("q_norm")))
@@ -668,7 +706,7 @@ class _Writer:
         self.operations += [("prepare", prepare), ("linear", product)]
         return out
 
-    def attention(self, layer: Layer, q: _Rows, k: _Rows, v: _Rows | None) -> _Rows:
+    def attention(self, layer: Layer, q: _Rows, k: _Rows | None, v: _Rows | None) -> _Rows:
         mixer = layer.attention
         self._rotate(layer, q, k, v)
         value_dims = mixer.mixed_dims
@@ -764,17 +802,18 @@ class _Writer:
     def gate(self, gate: _Rows, up: _Rows | None, activation: str) -> _Rows:
         return _Rows(gate.numbers, None if up is None else up.numbers, activation)
 
-    def add(self, x: _Rows, branch: _Rows, name: str, norm: str | None) -> _Rows:
+    def add(self, x: _Rows, branch: _Rows, name: str, norm: str | None, factor: str | None = None) -> _Rows:
         scale = self._config.residual_scale
-        if norm is None and scale == 1:
+        if norm is None and scale == 1 and factor is None:
             self._write_linears(branch, {name: x.numbers}, residual=True)
             return x
         out = self._rows("branch", self._config.hidden_size)
         self._write_linears(branch, {name: out})
         operands = {
             "rows": _at(x.numbers), "branch": _at(out), "stride": out.strides[0], "scale": scale,
-            "weight": 0 if norm is None else _at(self._vectors[norm]),
+            "weight": 0 if norm is None else _at(self._vectors[norm]), "parts": 1,
             "features": self._config.hidden_size, "eps": self._config.norm_eps,
+            "after": 1.0 if factor is None else float(self._vectors[factor][0]),
         }  # fmt: skip
         self.operations.append(("add", operands))
         return x
@@ -913,6 +952,7 @@ class _Writer:
             other = self._vectors[norm + "_bias"] if c.norm_bias else self._rows("no bias", features, 1)
         return {
             "kind": kind, "rows": _at(x.numbers), "other": _at(other), "stride": x.numbers.strides[0], "eps": c.norm_eps,
+            "other_stride": 0 if other is None or kind == pointwise.LAYER_NORM else other.strides[0],
             "weight": 0 if norm is None else _at(self._vectors[norm]), "features": features,
             **{order: _at(room) for order, room in to.items()},
         }  # fmt: skip

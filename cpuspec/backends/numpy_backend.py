@@ -14,12 +14,12 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import DTypeLike, NDArray
 
-from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, key_centres, weight_tensors
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, key_centres, unread, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, remembered
-from cpuspec.layers import Layer, attention_layers
+from cpuspec.layers import Layer, keeping_layers
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.recurrence import LENGTH_EPS, RecurrentState, delta_step, new_state, recurrent_mixers, recurrent_slots
@@ -49,6 +49,7 @@ class Model:
     embedding: QuantTensor
     weights: Mapping[str, Array]
     rounded_inputs: frozenset[str]  # matrices whose inputs are rounded to int8
+    layer_embedding: QuantTensor | None = None
 
 
 class NumpyBackend:
@@ -78,7 +79,7 @@ class NumpyBackend:
         self.max_rows = engine.max_rows
         self.threads = 1
         tensors = weight_tensors(checkpoint, casts)
-        del tensors["embed"]  # stays where the file is: a forward wants a few rows of it
+        unread(tensors)
         in_codes = frozenset(name for name, tensor in tensors.items() if tensor.format.affine)
         made = np.dtype(dtype)
 
@@ -97,12 +98,13 @@ class NumpyBackend:
             checkpoint.tensors["embed"],
             weights,
             in_codes if engine.activations == "int8" else frozenset(),
+            checkpoint.tensors.get("layer_embed"),
         )
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model: decoded keys and values, rounded as the KV format rounds them."""
         c, dtype = self.config, self._model.dtype
-        attends = [layer.attention for layer in attention_layers(c)]
+        attends = [layer.attention for layer in keeping_layers(c)]
         per_token = sum(mixer.kv_heads * (mixer.dims + mixer.value_dims) for mixer in attends) * dtype.itemsize
         zeros, mixers = partial(np.zeros, dtype=dtype), recurrent_mixers(c)
 
@@ -167,11 +169,10 @@ class Forward:
         normed = self.norm(x, norm)
         return tuple(self.linear(normed, name) for name in names)
 
-    def rotate(self, layer: Layer, q: Array, k: Array) -> tuple[Array, Array]:
+    def rotate(self, layer: Layer, q: Array, k: Array | None) -> tuple[Array, Array | None]:
         """Queries [T, H, D] and keys [T, G, D]. Pairs (i, i + D/2) turn by the row's position (arXiv 2104.09864)."""
-        return self._rotated(layer, q, "q_norm", layer.attention.query_rope), self._rotated(
-            layer, k, "k_norm", layer.attention.rope
-        )
+        queries = self._rotated(layer, q, "q_norm", layer.attention.query_rope)
+        return queries, None if k is None else self._rotated(layer, k, "k_norm", layer.attention.rope)
 
     def _rotated(self, layer: Layer, x: Array, norm: str, rope: Rope | None) -> Array:
         mixer = layer.attention
@@ -208,10 +209,13 @@ class Forward:
             products.append(rounded @ self._model.weights[name][head].T)
         return np.stack(products, axis=1)
 
-    def attention(self, layer: Layer, q: Array, k: Array, v: Array | None) -> Array:
+    def attention(self, layer: Layer, q: Array, k: Array | None, v: Array | None) -> Array:
         """Scores are q k^T times the query scale, under the softcap if the model has one, and the sinks beside them."""
         mixer, batch = layer.attention, self._batch
-        self._append(layer, k, v)
+        if mixer.value_norm and v is not None:
+            v = self._unweighed(v.reshape(len(v), mixer.kv_heads, -1), self._config.norm_eps)
+        if k is not None:
+            self._append(layer, k, v)
         places = None if mixer.latent is None else mixer.latent.value_places
         width = mixer.value_dims if mixer.latent is None else mixer.latent.rank
         out = np.empty((len(q), mixer.heads * width), self._model.dtype)
@@ -335,8 +339,20 @@ class Forward:
             active = self._number(0.5) * gate * (1 + np.tanh(inner))
         return active if up is None else active * up
 
-    def add(self, x: Array, branch: Array, name: str, norm: str | None) -> Array:
-        return x + self._residual(self.norm(self.linear(branch, name), norm))
+    def add(self, x: Array, branch: Array, name: str, norm: str | None, factor: str | None = None) -> Array:
+        total = x + self._residual(self.norm(self.linear(branch, name), norm))
+        return total if factor is None else total * self._model.weights[factor]
+
+    def layer_inputs(self, x: Array) -> Array:
+        size, table = self._config.layer_input_size, self._model.layer_embedding
+        assert table is not None, "the model has it"
+        given = table.rows(self._batch.tokens).astype(self._model.dtype) * self._number(math.sqrt(size))
+        made = self.linear(x, "layer_input") / self._number(math.sqrt(x.shape[1]))
+        normed = self.norm(made.reshape(len(x), -1, size), "layer_input_norm").reshape(len(x), -1)
+        return (normed + given) / self._number(math.sqrt(2))
+
+    def input_of(self, layer: Layer, inputs: Array) -> Array:
+        return inputs[:, layer.index * layer.input_size :][:, : layer.input_size]
 
     def experts(
         self,
@@ -382,6 +398,9 @@ class Forward:
 
     def _number(self, value: float) -> Array:
         return np.asarray(value, self._model.dtype)
+
+    def _unweighed(self, x: Array, eps: float) -> Array:
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self._number(eps))
 
     def norm(self, x: Array, name: str | None) -> Array:
         """RMS norm over the last axis (arXiv 1910.07467), or layer norm (arXiv 1607.06450)."""

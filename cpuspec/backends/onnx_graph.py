@@ -175,8 +175,15 @@ class _Writer:
         normed = self._norm(x, norm)
         return tuple(self._linear(normed, name) for name in names)
 
-    def rotate(self, layer: Layer, q: str, k: str) -> tuple[str, str]:
+    def layer_inputs(self, x: str) -> str:
+        raise AssertionError("`GraphBackend` has refused these models")
+
+    def input_of(self, layer: Layer, inputs: str) -> str:
+        raise AssertionError("`GraphBackend` has refused these models")
+
+    def rotate(self, layer: Layer, q: str, k: str | None) -> tuple[str, str]:
         """Queries and keys, [rows, heads, D]; both are turned at once, for fewer nodes."""
+        assert k, "`GraphBackend` has refused models whose layers share keys"
         mixer, norms = layer.attention, (layer.weight("q_norm"), layer.weight("k_norm"))
         if mixer.norm == "row":
             q, k = (self._norm(x, norm) for x, norm in zip((q, k), norms, strict=True))
@@ -217,8 +224,9 @@ class _Writer:
     def expand(self, layer: Layer, mixed: str) -> str:
         raise AssertionError("`absorb` has refused the layer")
 
-    def attention(self, layer: Layer, q: str, k: str, v: str | None) -> str:
+    def attention(self, layer: Layer, q: str, k: str | None, v: str | None) -> str:
         """Attention over the past and the rows, which are not copied together."""
+        assert k, "`rotate` has made them"
         assert v, "`absorb` has refused layers without"
         c = self._config
         if layer.attention.sinks:
@@ -273,7 +281,8 @@ class _Writer:
             active = self._node("Gelu", gate, approximate="tanh")
         return active if up is None else self._node("Mul", active, up)
 
-    def add(self, x: str, branch: str, name: str, norm: str | None) -> str:
+    def add(self, x: str, branch: str, name: str, norm: str | None, factor: str | None = None) -> str:
+        assert not factor, "`GraphBackend` has refused these models"
         return self._node("Add", x, self._scaled(self._norm(self._linear(branch, name), norm), self._config.residual_scale))
 
     def experts(self, layer: Layer, x: str, norm: str | None, shared: tuple[str, str | None] | None) -> str:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from cpuspec.backends.torch_cache import KV_LAYOUTS, Storage
 from cpuspec.backends.torch_graphs import Outputs, Recorder, record_cuda_graph
 from cpuspec.backends.torch_weights import Codes, Matrix, OfExperts, Values, few_rows_kernel
-from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, key_centres, weight_tensors
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, key_centres, unread, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_matrix
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope
@@ -31,7 +31,7 @@ from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, hadamard, hadamard_size
-from cpuspec.layers import Layer, attention_layers
+from cpuspec.layers import Layer, attention_layers, keeping_layers
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.recurrence import LENGTH_EPS, delta_step, new_state, recurrent_mixers, recurrent_slots
@@ -142,7 +142,8 @@ class TorchBackend:
 
             cast = partial(Cast, recode=recode)
         tensors = weight_tensors(checkpoint, casts, cast)
-        del tensors["embed"]
+        self._layer_embed = checkpoint.tensors.get("layer_embed")
+        unread(tensors)
         sizes = {dims: hadamard_size(kv_format, dims) for mixer in mixers for dims in (mixer.dims, mixer.value_dims)}
         self._heads = _HeadChanges(
             {
@@ -170,7 +171,7 @@ class TorchBackend:
         """An empty cache for this model, on its device."""
         c, layout, recorder = self.config, self._kv_layout, self._recorder
         zeros, mixers = partial(torch.zeros, device=self.device), recurrent_mixers(c)
-        heads = [(mixer.kv_heads, mixer.dims, mixer.value_dims) for mixer in (layer.attention for layer in attention_layers(c))]
+        heads = [(mixer.kv_heads, mixer.dims, mixer.value_dims) for mixer in (layer.attention for layer in keeping_layers(c))]
 
         def new_storage() -> Storage:
             storage = Storage(layout, heads, capacity, self.device)
@@ -253,6 +254,8 @@ class TorchBackend:
         arrays: dict[Hashable, NDArray[Any]] = {"x": self._embed.rows(batch.tokens), "logit_rows": rows.astype(np.int64)}
         if batch.hidden is not None:
             arrays["hidden"] = batch.hidden
+        if self._layer_embed is not None:
+            arrays["layer_embed"] = self._layer_embed.rows(batch.tokens)
         for rope, dims in self._ropes:
             tables = rope_table(rope, dims, batch.positions)
             arrays["cos", rope, dims], arrays["sin", rope, dims] = (table[:, None] for table in tables)
@@ -314,11 +317,10 @@ class _Forward:
         normed = self._norm(x, norm)
         return tuple(self.linear(normed, name) for name in names)
 
-    def rotate(self, layer: Layer, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(self, layer: Layer, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Queries [T, H, D] and keys [T, G, D]."""
-        return self._rotated(layer, q, "q_norm", layer.attention.query_rope), self._rotated(
-            layer, k, "k_norm", layer.attention.rope
-        )
+        queries = self._rotated(layer, q, "q_norm", layer.attention.query_rope)
+        return queries, None if k is None else self._rotated(layer, k, "k_norm", layer.attention.rope)
 
     def _rotated(self, layer: Layer, x: Tensor, norm: str, rope: Rope | None) -> Tensor:
         mixer = layer.attention
@@ -346,13 +348,18 @@ class _Forward:
         heads = x.unflatten(1, (len(matrix.matrices), -1)).unbind(1)
         return torch.stack([own.times(some) for own, some in zip(matrix.matrices, heads, strict=True)], dim=1)
 
-    def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+    def attention(self, layer: Layer, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         latent = layer.attention.latent
         q = self._heads.turned(q * layer.attention.scale)
-        k, v = self._heads.kept(layer, k, v)
-        parts = [
-            self._attend(layer, b, q[p.rows], k[p.rows], None if v is None else v[p.rows]) for b, p in enumerate(self._step.parts)
-        ]
+        if k is not None:
+            if layer.attention.value_norm and v is not None:
+                of_heads = v.unflatten(1, (-1, layer.attention.value_dims))
+                v = (of_heads * torch.rsqrt(of_heads.square().mean(-1, keepdim=True) + self._config.norm_eps)).flatten(1)
+            k, v = self._heads.kept(layer, k, v)
+            for b, p in enumerate(self._step.parts):
+                values = None if v is None else v[p.rows]
+                p.storage.append(layer.state_index, self._tensors["at", b], k[p.rows], values)
+        parts = [self._attend(layer, b, q[p.rows]) for b, p in enumerate(self._step.parts)]
         return (torch.cat(parts) if latent is None else torch.cat(parts)[..., latent.value_places]).flatten(1)
 
     def convolve(self, layer: Layer, x: Tensor) -> Tensor:
@@ -442,8 +449,18 @@ class _Forward:
             active = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
         return active if up is None else active * up
 
-    def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None) -> Tensor:
-        return x + self._norm(self.linear(branch, name), norm) * self._config.residual_scale
+    def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None, factor: str | None = None) -> Tensor:
+        total = x + self._norm(self.linear(branch, name), norm) * self._config.residual_scale
+        return total if factor is None else total * self._vectors[factor]
+
+    def layer_inputs(self, x: Tensor) -> Tensor:
+        size = self._config.layer_input_size
+        made = (self.linear(x, "layer_input") / math.sqrt(x.shape[1])).unflatten(1, (-1, size))
+        given = self._tensors["layer_embed"] * math.sqrt(size)
+        return (self._norm(made, "layer_input_norm").flatten(1) + given) / math.sqrt(2)
+
+    def input_of(self, layer: Layer, inputs: Tensor) -> Tensor:
+        return inputs[:, layer.index * layer.input_size :][:, : layer.input_size]
 
     def experts(self, layer: Layer, x: Tensor, norm: str | None, shared: tuple[Tensor, Tensor | None] | None) -> Tensor:
         """Expert by expert, each with the rows that go through it."""
@@ -492,10 +509,9 @@ class _Forward:
         y = matrix.times(x)
         return y if bias is None else y + bias
 
-    def _attend(self, layer: Layer, b: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+    def _attend(self, layer: Layer, b: int, q: Tensor) -> Tensor:
         """One sequence's attention, F32 [t, H, D]. q: scaled queries [t, H, D]."""
         part, mask = self._step.parts[b], self._tensors["mask", b, layer.attention.window]
-        part.storage.append(layer.state_index, self._tensors["at", b], k, v)
         keys, values = part.storage.read(layer.state_index, part.span)  # [G, span, D]
         if self._step.is_padded:  # with forgotten values, which may be infinite
             values = torch.where(mask.any(0)[:, None], values, 0)

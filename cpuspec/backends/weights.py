@@ -63,6 +63,12 @@ def weight_tensors(
     return {name: cast(tensor, casts[name]) if name in casts else tensor for name, tensor in tensors.items()}
 
 
+def unread(tensors: dict[str, WeightTensor]) -> None:
+    """Leave out embeddings: they stay where the file is, and a forward wants a few rows of them."""
+    for name in ("embed", "layer_embed"):
+        tensors.pop(name, None)
+
+
 def key_centres(config: ModelConfig, kv_format: Format, tensors: Mapping[str, WeightTensor]) -> dict[int, F32]:
     """The vectors that are subtracted from a layer's keys before they are cached, F32 [G, D] by the layer's index: the mean of the
     key bias over positions.

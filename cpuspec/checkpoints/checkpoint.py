@@ -129,6 +129,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes["norm_bias"] = (hidden,)
     if not config.tied_embeddings:
         shapes["output"] = (config.num_logits, hidden)
+    if size := config.num_layers * config.layer_input_size:
+        shapes |= {"layer_embed": (config.vocab_size, size), "layer_input": (size, hidden)}
+        shapes["layer_input_norm"] = (config.layer_input_size,)
     for layer in layers_of(config):
         shapes |= {layer.weight(part): shape for part, shape in layer.tensors(hidden).items()}
     return _of_head(config, config.head, shapes) if config.head else shapes

@@ -208,6 +208,13 @@ _GEMMA_NAMES = {
     "mlp_norm": ("ffn_norm.weight", "pre_feedforward_layernorm.weight"),
     "mlp_post_norm": ("post_ffw_norm.weight", "post_feedforward_layernorm.weight"),
 }
+_GEMMA4_NAMES = {
+    **_GEMMA_NAMES,
+    "output_scale": ("layer_output_scale.weight", "layer_scalar"),
+    "input_gate": ("inp_gate.weight", "per_layer_input_gate.weight"),
+    "input_proj": ("proj.weight", "per_layer_projection.weight"),
+    "input_post_norm": ("post_norm.weight", "post_per_layer_input_norm.weight"),
+}
 
 
 # Of the layers of Qwen3.5 and Qwen3-Next, whose queries have gates beside them, head by head.
@@ -286,6 +293,7 @@ class Family:
     of Mamba-2, which GGUF files do not know. hf_root: the name under which Hugging Face files have the layers.
     folds_multipliers: Hugging Face configurations have factors of matrices that GGUF files have in the matrices.
     latent: keys and values are made of one vector (`config.Latent`).
+    by_window: heads of layers with a window have another size, and layers may share keys (`checkpoints.gemma`).
     """
 
     architecture: str
@@ -325,6 +333,7 @@ class Family:
     hf_root: str = "model"
     folds_multipliers: bool = False
     latent: bool = False
+    by_window: bool = False
     gguf_mark: str = ""  # a key of GGUF files that others of the same `gguf_architecture` have not, or at 0
     gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
 
@@ -1032,6 +1041,33 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 scales_embeddings=True,
                 gguf_wide_layers=62,
                 has_local_rope=True,
+            ),
+            Family(
+                "gemma4",
+                "Gemma4ForCausalLM",
+                hf_wrapper="Gemma4ForConditionalGeneration",
+                hf_types=("gemma4_text", "gemma4"),
+                flags={**_GEMMA_FLAGS, "qk_norm": True, "value_norm": True, "scales_layers": True},
+                hf_defaults={
+                    **{key: value for key, value in _GEMMA_DEFAULTS.items() if key != "query_pre_attn_scalar"},
+                    **{"num_hidden_layers": 30, "vocab_size": 262144, "max_position_embeddings": 131072, "sliding_window": 512},
+                    **{"sliding_window_pattern": 6, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
+                    "rope_parameters": {
+                        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+                        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                    },
+                    **{"partial_rotary_factor": 1.0, "use_bidirectional_attention": None},
+                },
+                gguf_defaults={"rope.freq_base_swa": 1e4, "final_logit_softcapping": 30.0},
+                layer_names=_GEMMA4_NAMES,
+                global_names={
+                    "layer_embed": ("per_layer_token_embd.weight", "model.embed_tokens_per_layer.weight"),
+                    "layer_input": ("per_layer_model_proj.weight", "model.per_layer_model_projection.weight"),
+                    "layer_input_norm": ("per_layer_proj_norm.weight", "model.per_layer_projection_norm.weight"),
+                },
+                scales_embeddings=True,
+                has_local_rope=True,
+                by_window=True,
             ),
         )
     }

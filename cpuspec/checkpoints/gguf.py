@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cpuspec.checkpoints import gemma
 from cpuspec.checkpoints.canonical import GGUF, Names, arranged
 from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, LEAST_SUM, NOT_COMPUTED, Family, each_layer, layer_flags
@@ -246,6 +247,7 @@ def _read_config(
         *(("rope.dimension_sections",) if family.has_sections else ()),
         *(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier") if family.grows or family.latent else ()),
         *(("attention.temperature_length",) if family.latent else ()),
+        *(("attention.shared_kv_layers", "embedding_length_per_layer_input") if family.by_window else ()),
     }
     for key, neutral, feature in _UNSUPPORTED:
         value = fields.value(key)
@@ -267,14 +269,15 @@ def _read_config(
     if attends and "attention.key_length" not in fields and hidden_size % num_heads:
         fields.fail("attention.head_count", f"a divisor of embedding_length {hidden_size}, or attention.key_length")
     for key in ("value_length", "key_length_swa", "value_length_swa", "head_dim"):
-        if not (family.latent and key == "value_length") and fields.integer(f"attention.{key}", head_dim) != head_dim:
+        follows = family.by_window or (family.latent and key == "value_length")  # another rule, which is checked there
+        if not follows and fields.integer(f"attention.{key}", head_dim) != head_dim:
             fields.fail(f"attention.{key}", f"the length of keys, {head_dim}")
     turned = fields.integer("rope.dimension_count", head_dim)
     if family.unrotated_every == 1 or not attends:
         turned = head_dim
     if turned != head_dim and ("partial_rotary_factor" not in family.hf_defaults or turned < 1):
         fields.fail("rope.dimension_count", f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
-    if fields.integer("rope.dimension_count_swa", turned) != turned:
+    if not family.by_window and fields.integer("rope.dimension_count_swa", turned) != turned:
         fields.fail("rope.dimension_count_swa", f"that of other layers, {turned}")
     growth = fields.number("attention.temperature_scale", 0.0) if family.grows or family.latent else 0.0
     growth_length = fields.integer("rope.scaling.original_context_length", context_length) if growth else 0
@@ -301,12 +304,16 @@ def _read_config(
         architecture=family.architecture,
         vocab_size=embed.shape[0],
         hidden_size=hidden_size,
-        intermediate_size=fields.of_layers("feed_forward_length", num_blocks, some=bool(family.recurrent)),
+        intermediate_size=1
+        if family.by_window
+        else fields.of_layers("feed_forward_length", num_blocks, some=bool(family.recurrent)),
         **_read_experts(fields, family, num_layers, tensors, feeds),
         **mixers,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=fields.of_layers("attention.head_count_kv", num_blocks, num_heads, some=True) if attends else 1,
+        num_kv_heads=fields.of_layers("attention.head_count_kv", num_blocks, num_heads, some=True)
+        if attends and not family.by_window
+        else 1,
         head_dim=head_dim,
         context_length=context_length,
         norm_eps=fields.number(eps),
@@ -329,6 +336,8 @@ def _read_config(
         **_read_delta_net(fields, family, num_layers),
         **{"qk_norm": "use_qk_norm" in family.hf_defaults and "layers.0.q_norm" in tensors, **family.flags},
     )
+    if family.by_window:
+        return replace(config, **gemma.read_gguf(fields, slides, tensors))
     return replace(config, **read_latent(fields, scaling, tensors)) if family.latent else config
 
 

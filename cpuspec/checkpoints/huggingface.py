@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cpuspec.checkpoints import openvino
+from cpuspec.checkpoints import gemma, openvino
 from cpuspec.checkpoints.canonical import HF, Names, arranged
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, MODEL_TYPES, NOT_COMPUTED, Family, each_layer, layer_flags
@@ -55,6 +55,7 @@ _NEUTRAL_ROPE = {"factor": 1, "attn_factor": 1, "extrapolation_factor": 1, "atte
 _TELLING_ROPE = ("original_max_position_embeddings", "finetuned")
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 
+_STILL = float(np.float32(1e30))  # a divisor of the frequency of pairs that do not turn, as GGUF files have it
 _SINGLE = "model.safetensors"
 _SENSES = re.compile(
     r"(model\.)?(vision_tower|vision_model|vision_encoder|visual|multi_modal_projector|mm_projector|audio_tower|embed_vision|embed_audio)\."
@@ -339,7 +340,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         norm_eps=fields.number(eps, 1e-6),
         rope_base=rope_base,
         rope_scaling=scaling,
-        rope_dims=0 if rope_dims == head_dim else rope_dims,
+        rope_dims=0 if rope_dims == head_dim or family.by_window else rope_dims,
         query_growth=growth,
         query_growth_length=rope.integer("original_max_position_embeddings", context_length) if growth else 0,
         mlp_bias=every_bias or fields.boolean("mlp_bias", False),
@@ -358,6 +359,11 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
             "activation": _clamped(fields, family) or _ACTIVATIONS[activation],
         },
     )
+    if family.by_window:
+        own = gemma.read_hf(fields, slides)
+        turned_pairs = int(own["head_dim"] * turned) // 2
+        factors = (1.0,) * turned_pairs + (_STILL,) * (own["head_dim"] // 2 - turned_pairs)
+        return replace(config, **own, rope_scaling=RopeScaling("factors", factors=factors) if turned < 1 else None)
     return replace(config, **read_latent(fields, rope, scaling)) if family.latent else config
 
 
@@ -537,7 +543,7 @@ def _read_rope_scaling(rope: Fields, context_length: int, original: int, family:
 
 def _scaling(rope: Fields, context_length: int, original: int, family: Family) -> RopeScaling | None:
     kind = rope.text("rope_type", rope.text("type", "default"))  # `type` is the older spelling
-    if kind == "default" or (kind == "mrope" and family.has_sections):
+    if kind == "default" or (kind == "mrope" and family.has_sections) or (kind == "proportional" and family.by_window):
         return None
     if kind == "dynamic" and (family.hf_groups_heads or family.flags.get("rotates_first")):  # InternLM 2, Hunyuan
         rope.number("factor", 1.0)  # beyond the context that the model has here; an alpha is in the base

@@ -28,7 +28,7 @@ from cpuspec.errors import CheckpointError
 from cpuspec.evaluate.certify import file_identity
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
-from cpuspec.layers import attention_layers
+from cpuspec.layers import keeping_layers
 from cpuspec.metrics import read_bandwidth
 
 
@@ -231,7 +231,7 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
         "state_bytes_per_sequence": RecurrentLayers(config, 1).num_bytes,  # with the rows that can be truncated
         "kv_bytes_per_token": sum(
             mixer.kv_heads * (stored_bytes(kv_format, mixer.dims) + stored_bytes(kv_format, mixer.value_dims))
-            for mixer in (layer.attention for layer in attention_layers(config))
+            for mixer in (layer.attention for layer in keeping_layers(config))
         ),
         "read_bytes_per_token": read_bytes,
         "processor": isa.describe(),

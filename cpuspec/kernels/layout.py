@@ -158,6 +158,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             rows=_I64,
             other=_I64,  # rows, or the bias of a layer norm
             stride=_I64,
+            other_stride=_I64,
             weight=_I64,
             order=_I64,  # int32 [features, padded]: the input of each place, 0 where they are in order
             eps=_F32,
@@ -189,6 +190,8 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             centres=_I64,  # of keys, f32 [kv_heads][dims] (`backends.weights.key_centres`), or 0
             hadamard=_I64,  # of `formats.kv.hadamard_size`, for queries and keys
             v_hadamard=_I64,  # for values
+            v_norm=_I64,  # f32 [value_dims], or 0
+            copies=_I64,  # not 0: values are keys before norms and positions, and are written first
         ),
         "attend": _record(
             **dict.fromkeys(("queries", "stride", "out", "out_stride", "heads", "kv_heads", "key_dims", "value_dims"), _I64),
@@ -202,8 +205,14 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             hadamard=_I64,  # of results
             sinks=_I64,  # f32 [heads], or 0
         ),
-        # rows += scale * `branch`, after an RMS norm times weight where that is not 0
-        "add": _record(**dict.fromkeys(("rows", "branch", "stride", "weight", "features"), _I64), eps=_F32, scale=_F32),
+        # rows = after * (rows + scale * `branch`, after an RMS norm times weight where that is not 0)
+        "add": _record(
+            **dict.fromkeys(("rows", "branch", "stride", "weight", "features"), _I64),
+            eps=_F32,
+            scale=_F32,
+            after=_F32,
+            parts=_I64,  # pieces of `features` numbers that a row has, one after another
+        ),
         # `latent.assemble`. turns: of the numbers in `turned` and `k_turned`
         "latent": _record(
             **dict.fromkeys(("heads", "rank", "turns", "vectors", "vectors_stride", "turned", "turned_stride", "latent"), _I64),

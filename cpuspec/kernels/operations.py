@@ -14,7 +14,6 @@ from cpuspec.kernels.ops import Ops, Value
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
 from cpuspec.kernels.pointwise import (
-    LAYER_NORM,
     add_normed,
     cap_numbers,
     hadamard_head,
@@ -70,7 +69,7 @@ def _prepare(op, state, threads, item):
     if op.used != 0:
         place += state.first_pair
     row = state.logit_rows[place] if op.select != 0 else place
-    source, other = op.rows + row * op.stride, op.other + row * op.stride if op.kind != LAYER_NORM else op.other
+    source, other = op.rows + row * op.stride, op.other + row * op.other_stride
     block, block_rows = place // BLOCK_ROWS * BLOCK_ROWS, rows_of_block(place, rows)
     if op.used != 0:
         pair = state.pairs[place]
@@ -224,6 +223,11 @@ def _rotate(op, state, item):
     else:
         head -= heads
         key, value = op.keys + row * op.k_stride + head * dims * 4, op.values + row * op.v_stride + head * value_dims * 4
+        if op.copies != 0:
+            for at in range(0, 4 * dims, 4):
+                simd.poke_f32(value + at, simd.peek_f32(key + at))
+        if op.v_norm != 0:
+            rotate_head(value, value_dims, 0, 0, op.v_norm, 0, op.eps, simd.to_float(1))
         rotate_head(key, dims, cosines, sines, op.k_norm, op.norm_last, op.eps, simd.to_float(1))
         if op.centres != 0:
             subtract(key, op.centres + 4 * head * dims, dims)
@@ -333,7 +337,7 @@ def _sees_straight(place, start, window):
 @compiled
 def _add(op, row):
     """The norm of a branch's row added to the residual's."""
-    add_normed(op.rows + row * op.stride, op.branch + row * op.stride, op.weight, op.eps, op.features, op.scale)
+    add_normed(op.rows + row * op.stride, op.branch + row * op.stride, op.weight, op.eps, op.features, op.scale, op.after)
 
 
 @compiled
@@ -356,6 +360,8 @@ def _num_items(op, state, threads):
         return _num_tiles(op.linear) if not op.linear.vocab or state.num_logit_rows > 0 else 0
     if op.number == layout.ROTATE:
         return state.num_rows * (op.rotate.heads + op.rotate.kv_heads)
+    if op.number == layout.ADD:
+        return state.num_rows * op.add.parts
     if op.number == layout.ATTEND:
         return state.plans[op.attend.plan].num_items
     if op.number == layout.LATENT:

@@ -131,19 +131,19 @@ def _mean_and_factor(row, features, eps):
 
 
 @compiled
-def add_normed(row, branch, weight, eps, features, factor):
-    """In place: row + factor * branch / rms(branch) * weight, or row + factor * branch where weight is 0. All are padded with zeros
-    to whole vectors.
+def add_normed(row, branch, weight, eps, features, factor, after):
+    """In place: after * (row + factor * branch / rms(branch) * weight), or after * (row + factor * branch) where weight is 0. All
+    are padded with zeros to whole vectors.
     """
-    factors = simd.splat_f32(factor)
+    factors, afters = simd.splat_f32(factor), simd.splat_f32(after)
     if weight == 0:
         for at in range(0, features * 4, 64):
-            simd.store_f32(row + at, simd.fma(factors, simd.load_f32(branch + at), simd.load_f32(row + at)))
+            simd.store_f32(row + at, simd.fma(factors, simd.load_f32(branch + at), simd.load_f32(row + at)) * afters)
         return
     scale = _norm_factor(branch, features, eps)
     for at in range(0, features * 4, 64):
         normed = simd.load_f32(branch + at) * scale * simd.load_f32(weight + at)
-        simd.store_f32(row + at, simd.load_f32(row + at) + normed * factors)
+        simd.store_f32(row + at, (simd.load_f32(row + at) + normed * factors) * afters)
 
 
 @compiled

@@ -31,12 +31,16 @@ class Operations(Protocol[V]):
         """Norm of `x` (None for none), then its product with each matrix, plus the matrix's bias if it has one."""
         ...
 
-    def rotate(self, layer: Layer, q: V, k: V) -> tuple[V, V]:
-        """Queries and keys: RMS norm of each head, or of all, if there is one, then rotary positions; or these first."""
+    def rotate(self, layer: Layer, q: V, k: V | None) -> tuple[V, V | None]:
+        """Queries and keys: RMS norm of each head, or of all, if there is one, then rotary positions; or these first.
+
+        k: None of a layer that reads keys of another.
+        """
         ...
 
-    def attention(self, layer: Layer, q: V, k: V, v: V | None) -> V:
-        """Append keys and values to the cache, then softmax(scores) v over the tokens that each row sees, [T, H * D].
+    def attention(self, layer: Layer, q: V, k: V | None, v: V | None) -> V:
+        """Append keys and values to the cache, if there are any, then softmax(scores) v over the tokens that each row sees,
+        [T, H * D]. Where the layer says so, values have an RMS norm without weights first.
 
         v: None for latent attention, whose values are the `rank` numbers in the cached keys: [T, H * rank].
         """
@@ -76,10 +80,21 @@ class Operations(Protocol[V]):
         """activation(gate) * up, None for 1. activation: one of `ModelConfig`, or "sigmoid"."""
         ...
 
-    def add(self, x: V, branch: V, name: str, norm: str | None) -> V:
+    def add(self, x: V, branch: V, name: str, norm: str | None, factor: str | None = None) -> V:
         """`x` plus the product of `branch` with a matrix and its bias, after an RMS norm of that product (None for none), times
-        `residual_scale`.
+        `residual_scale`. factor: a tensor of one number that the sum is multiplied with.
         """
+        ...
+
+    def layer_inputs(self, x: V) -> V:
+        """What each layer is given besides, of the embedded tokens `x`, [T, layers * `layer_input_size`].
+
+        For each (RMS norm of the product of x / sqrt(C) with `layer_input` + sqrt(size) * the token's `layer_embed`) / sqrt(2).
+        """
+        ...
+
+    def input_of(self, layer: Layer, inputs: V) -> V:
+        """A layer's part of `layer_inputs`."""
         ...
 
     def experts(self, layer: Layer, x: V, norm: str | None, shared: tuple[V, V | None] | None) -> V:
@@ -121,12 +136,17 @@ def decode(config: ModelConfig, ops: Operations[V]) -> V:
     elif head and head.fuses == "attention":
         read = _joined(head, ops, x)
         x = ops.hidden("hidden_norm" if head.normed_residual else None)
+    inputs = ops.layer_inputs(x) if config.layer_input_size else None
     for layer in layers_of(config):
         if layer.parallel:
             x = _parallel(ops, layer, x)
         else:
             x, read = _mixed(ops, layer, x, read), None
             x = _feed_forward(ops, layer, x)
+        if inputs is not None:
+            (gate,) = ops.linears(x, (layer.weight("input_gate"),), None)
+            inside = ops.gate(gate, ops.input_of(layer, inputs), config.activation)
+            x = ops.add(x, inside, layer.weight("input_proj"), layer.weight("input_post_norm"), _factor(layer))
         ops.keep(layer, x)
     return ops.logits(x, "output", "norm" if head is None or head.final_norm else None)
 
@@ -154,10 +174,11 @@ def _mix(ops: Operations[V], layer: Layer, mixer: Mixer, rows: tuple[V, ...]) ->
             q, k = ops.rotate(layer, *ops.absorb(layer, queries[0], queries[1], vector, k_turned))
             return ops.expand(layer, ops.attention(layer, q, k, None))
         case Attention():
-            q, k, v, *gates = rows
-            q, k = ops.rotate(layer, q, k)
-            mixed = ops.attention(layer, q, k, v)
-            return ops.gate(gates[0], mixed, "sigmoid") if gates else mixed
+            named = dict(zip(mixer.projections, rows, strict=True))
+            own = named.get("k")
+            of_queries, of_keys = ops.rotate(layer, named["q"], own)
+            mixed = ops.attention(layer, of_queries, of_keys, named.get("v", own))
+            return ops.gate(named["q_gate"], mixed, "sigmoid") if mixer.gated else mixed
         case DeltaNet():
             qkv, gate, beta, alpha = rows
             return ops.gate(gate, ops.delta_net(layer, ops.convolve(layer, qkv), beta, alpha), "silu")
@@ -174,7 +195,8 @@ def _feed_forward(ops: Operations[V], layer: Layer, x: V) -> V:
         return x
     if not feed.experts:
         inside = ops.gate(*_two(ops.linears(x, tuple(map(weight, _inner(feed))), norm)), feed.activation)
-        return ops.add(x, inside, weight("down"), _norm_after(layer, "mlp_post_norm"))
+        factor = None if layer.input_size else _factor(layer)
+        return ops.add(x, inside, weight("down"), _norm_after(layer, "mlp_post_norm"), factor)
     shared: tuple[V, V | None] | None = None
     if feed.size:
         matrices = [f"shared_{part}" for part in _inner(feed)] + ["shared_weight"] * feed.is_gated
@@ -198,8 +220,8 @@ def _parallel(ops: Operations[V], layer: Layer, x: V) -> V:
     weight, feed = layer.weight, layer.feed
     assert feed, "`ModelConfig` has seen to it"
     q, k, v, *inner = ops.linears(x, tuple(map(weight, ("q", "k", "v", *_inner(feed)))), weight("attn_norm"))
-    q, k = ops.rotate(layer, q, k)
-    x = ops.add(x, ops.attention(layer, q, k, v), weight("o"), None)
+    of_queries, of_keys = ops.rotate(layer, q, k)
+    x = ops.add(x, ops.attention(layer, of_queries, of_keys, v), weight("o"), None)
     return ops.add(x, ops.gate(*_two(tuple(inner)), feed.activation), weight("down"), None)
 
 
@@ -217,6 +239,10 @@ def _joined(head: HeadConfig, ops: Operations[V], x: V) -> V:
 
 def _norm_before(layer: Layer, part: str) -> str | None:
     return layer.weight(part) if layer.normed_before else None
+
+
+def _factor(layer: Layer) -> str | None:
+    return layer.weight("output_scale") if layer.scaled else None
 
 
 def _norm_after(layer: Layer, part: str) -> str | None:

@@ -14,7 +14,7 @@ from cpuspec.backends.numpy_backend import Array, Forward, Model, Storage
 from cpuspec.checkpoints.checkpoint import is_linear
 from cpuspec.errors import ConfigError
 from cpuspec.formats import QuantTensor, get_format
-from cpuspec.layers import Layer, attention_layers
+from cpuspec.layers import Layer, keeping_layers
 from cpuspec.model.batch import F32, I32, ForwardBatch
 from cpuspec.model.cache import KVCache
 from cpuspec.model.recurrence import new_state, recurrent_mixers
@@ -44,14 +44,16 @@ def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, Q
     """
     config = weights.checkpoint.config
     count, length = chunks.shape
-    mixers = [layer.attention for layer in attention_layers(config)]
+    mixers = [layer.attention for layer in keeping_layers(config)]
 
     def new_storage() -> Storage:
-        # A layer's keys and values are read right after they are written: layers that are alike share the room of one.
+        # A layer's keys and values are read right after they are written: layers that are alike share the room of one, if no other
+        # layer reads them later.
         rooms: dict[tuple[str, int, int], F32] = {}
 
         def room(kind: str, heads: int, dims: int) -> Any:
-            return rooms.setdefault((kind, heads, dims), np.zeros((length, heads, dims), np.float32))
+            new = np.zeros((length, heads, dims), np.float32)
+            return new if config.layer_owners else rooms.setdefault((kind, heads, dims), new)
 
         keys = [room("keys", mixer.kv_heads, mixer.dims) for mixer in mixers]
         values = [room("values", mixer.kv_heads, mixer.value_dims) for mixer in mixers]
@@ -67,7 +69,9 @@ def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, Q
     )
     f32 = get_format("f32")
     values, embedding = _Values(weights, done), weights.checkpoint.tensors["embed"]
-    model = Model(config, np.dtype(np.float32), f32, {}, embedding, values, frozenset())
+    model = Model(
+        config, np.dtype(np.float32), f32, {}, embedding, values, frozenset(), weights.checkpoint.tensors.get("layer_embed")
+    )
     return decode(config, _Watched(Forward(model, batch, cache), on_inputs, with_logits))
 
 
@@ -119,6 +123,7 @@ class _Watched:
         self.convolve, self.delta_net = forward.convolve, forward.delta_net
         self.short_conv, self.mamba2 = forward.short_conv, forward.mamba2
         self.hidden, self.join = forward.hidden, forward.join  # of draft heads alone
+        self.input_of = forward.input_of
 
     def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:
         normed = self._forward.norm(x, norm)
@@ -131,9 +136,13 @@ class _Watched:
     def expand(self, layer: Layer, mixed: Array) -> Array:
         return self._forward.expand(layer, mixed, self._on_inputs)
 
-    def add(self, x: Array, branch: Array, name: str, norm: str | None) -> Array:
+    def add(self, x: Array, branch: Array, name: str, norm: str | None, factor: str | None = None) -> Array:
         self._on_inputs(branch, (name,))
-        return self._forward.add(x, branch, name, norm)
+        return self._forward.add(x, branch, name, norm, factor)
+
+    def layer_inputs(self, x: Array) -> Array:
+        self._on_inputs(x, ("layer_input",))
+        return self._forward.layer_inputs(x)
 
     def experts(self, layer: Layer, x: Array, norm: str | None, shared: tuple[Array, Array | None] | None) -> Array:
         self._on_inputs(self._forward.norm(x, norm), (layer.weight("router"),))

@@ -36,7 +36,7 @@ def casts(checkpoint: Checkpoint, format: Format) -> dict[str, Format]:
     """
     found = {}
     for name, tensor in checkpoint.tensors.items():
-        if is_linear(name, tensor.shape) and name not in ("embed", "output"):
+        if is_linear(name, tensor.shape) and name not in ("embed", "layer_embed", "output"):
             with naming(name):
                 format.row_bytes(tensor.shape[-1])
             found[name] = format

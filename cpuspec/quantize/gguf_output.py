@@ -15,6 +15,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.canonical import GGUF, Names, file_names, file_shape, joined, joined_shape
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.checkpoints.families import FAMILIES
+from cpuspec.checkpoints.gemma import gguf_entries as gemma_entries
 from cpuspec.checkpoints.gguf import GGUF_POOLINGS, GGUF_SAMPLING_KEYS, GGUF_SCORES, ROPE_TENSORS, config_of
 from cpuspec.checkpoints.gguf_file import Value, read_gguf
 from cpuspec.checkpoints.gguf_parts import read_parts
@@ -167,6 +168,8 @@ def rope_factors(config: ModelConfig) -> dict[str, QuantTensor]:
     if scaling is not None and scaling.kind == "longrope":
         both = {_LONG: scaling.factors, _SHORT: scaling.short_factors}
         return {name: QuantTensor.encode(f32, np.array(factors)) for name, factors in both.items()}
+    if scaling is not None and scaling.kind == "factors":
+        return {_ROPE_FACTORS: QuantTensor.encode(f32, np.array(scaling.factors))}
     if scaling is None or scaling.kind != "llama3":
         return {}
     turned = config.rope_dims or config.head_dim
@@ -256,7 +259,9 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
             }
             if not scaling.truncate:
                 found["rope.scaling.yarn_truncate"] = False
-    found = {key: value for key, value in (found | gguf_entries(c) | latent_entries(c)).items() if value is not None}
+    found = {
+        key: value for key, value in (found | gguf_entries(c) | latent_entries(c) | gemma_entries(c)).items() if value is not None
+    }
     if FAMILIES[c.architecture].has_scales and c.is_recurrent:
         found["rope.scaling.finetuned"] = "none" not in c.layer_ropes
     general: dict[str, Value] = {"general.architecture": architecture, "general.type": "model", "general.name": checkpoint.name}

@@ -52,6 +52,8 @@ def awq(weights: Weights, chunks: I32, formats: Mapping[str, Format]) -> Weights
         feeder = f"layers.{layer}.{'v' if part == 'o' else 'up'}" if part in ("o", "down") else _norm_before(weights, names[0])
         if part == "down" and not config.gated:
             feeder = None  # between them is more than a factor
+        if part == "o" and (attending[int(layer)].value_norm or not attending[int(layer)].makes_values):
+            feeder = None  # a norm would take the factors away, and keys are of the same matrix
         if feeder is None or not all(formats[name].affine for name in names):
             return
         sizes = np.maximum(np.abs(x).mean(axis=0), _LEAST)

@@ -81,8 +81,9 @@ class Rows:
         normed = self.norm(x, norm)
         return tuple(self._linear(normed, name) for name in names)
 
-    def rotate(self, layer: Layer, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(self, layer: Layer, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Queries [T, H, D] and keys [T, G, D]."""
+        assert k is not None, "heads that are trained have keys"
         return self._rotated(layer, q, "q_norm"), self._rotated(layer, k, "k_norm")
 
     def absorb(self, layer: Layer, plain: Tensor, turned: Tensor, latent: Tensor, k_turned: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,8 +92,15 @@ class Rows:
     def expand(self, layer: Layer, mixed: Tensor) -> Tensor:
         raise AssertionError("heads that are trained have keys and values of their own")
 
-    def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
-        assert v is not None, "heads that are trained have values"
+    def layer_inputs(self, x: Tensor) -> Tensor:
+        raise AssertionError("heads have none (`ModelConfig`)")
+
+    def input_of(self, layer: Layer, inputs: Tensor) -> Tensor:
+        raise AssertionError("heads have none (`ModelConfig`)")
+
+    def attention(self, layer: Layer, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        assert k is not None, "heads that are trained have keys"
+        assert v is not None, "and values"
         v = v.unflatten(1, (-1, layer.attention.value_dims))
         return self._attention.attend(layer.index, q, k, v, layer.attention.scale).flatten(1)
 
@@ -118,7 +126,7 @@ class Rows:
             gated = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
         return gated if up is None else gated * up
 
-    def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None) -> Tensor:
+    def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None, factor: str | None = None) -> Tensor:
         return x + self.norm(self._linear(branch, name), norm) * self._config.residual_scale
 
     def experts(self, layer: Layer, x: Tensor, norm: str | None, shared: tuple[Tensor, Tensor | None] | None) -> Tensor:

@@ -105,6 +105,12 @@ LATENT: dict[str, dict[str, Any]] = {
 
 
 MIXTURES |= LATENT
+# Gemma 4: dense, with values made of keys, and an E model.
+GEMMA4: dict[str, dict[str, Any]] = {
+    "gemma4": {"architecture": "gemma4", "num_layers": 4},
+    "gemma4, values of keys": {"architecture": "gemma4", "num_layers": 4, "same_values": True, "tied": False},
+    "gemma4, E": {"architecture": "gemma4", "num_layers": 6, "shared_layers": 2, "layer_input_size": 32},
+}
 
 
 def in_gguf(mixture: str) -> dict[str, Any]:

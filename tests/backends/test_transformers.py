@@ -11,7 +11,7 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.config import DeltaNet, EngineConfig, RopeScaling
-from tests.backends.models import MIXTURES, RECURRENT, forward
+from tests.backends.models import GEMMA4, MIXTURES, RECURRENT, forward
 from tools.make_tiny_model import make_tiny_hf, write_huggingface
 
 LLAMA3 = RopeScaling("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=128)
@@ -45,6 +45,7 @@ MODELS = {
     "qwen3 with windows": {"architecture": "qwen3", "window": 30},
     **MIXTURES,
     **RECURRENT,
+    **GEMMA4,
     "qwen3next with a dense layer": {**RECURRENT["qwen3next"], "num_layers": 5, "dense_layers": (0,)},
     "gpt-oss": {
         **{"architecture": "gpt-oss", "num_layers": 3, "tied": False, "rope_base": 150000.0},
@@ -91,6 +92,8 @@ WRONG: dict[str, list[dict]] = {
     "deepseek_v2": [{"query_scale": 0.112}, {"experts": {"normalised": True}}, {"shared_size": 0}],
     "glm4_moe_lite": [{"experts": {"score": "softmax"}}, {"experts": {"shifted": False}}],
     "mistral4": [{"query_growth": 0.0}, {"rope_scaling": None}],
+    "gemma4": [{"value_norm": False}, {"query_scale": None}, {"rope_scaling": None}, {"logit_softcap": 0.0}, {"layer_windows": ()}],
+    "gemma4, E": [{"embedding_scale": 15.0}, {"scales_layers": False}],
     "lfm2": [{"qk_norm": False}, {"rope_base": 20000.0}],
     "lfm2moe": [{"experts": {"score": "softmax"}}, {"experts": {"normalised": False}}, {"experts": {"shifted": False}}],
     "granitehybrid": [{"layer_ropes": ()}, {"residual_scale": 1.0}],

@@ -242,7 +242,7 @@ WINDOW = {"qwen2.attention.sliding_window": (4, T.UINT32)}
         ({"qwen2.block_count": (2**32 - 1, T.UINT32)}, "num_layers"),
         ({"qwen2.embedding_length": (64, T.UINT32)}, "shape"),
         ({"qwen2.feed_forward_length": (32, T.UINT32)}, r"shape \[64, 32\], wanted \[32, 32\]"),
-        ({"general.architecture": ("gemma4", T.STRING)}, "'gemma4'; supported are llama, .*mistral3"),
+        ({"general.architecture": ("gemma9", T.STRING)}, "'gemma9'; supported are llama, .*mistral3"),
         ({"general.architecture": ("qwen3", T.STRING)}, "qwen3"),
         ({"general.type": ("adapter", T.STRING)}, "adapter"),
         ({"split.count": (3, T.UINT16)}, "give the first part under its own name"),

@@ -1,0 +1,121 @@
+"""Settings of Gemma 4 in files of both kinds: heads and windows of layers, shared keys and values, inputs of layers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cpuspec.checkpoints.families import each_layer
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.config import ModelConfig
+from cpuspec.formats import QuantTensor
+
+
+def _owners(slides: Sequence[bool], num_shared: int) -> tuple[int, ...]:
+    """For each layer the one whose keys and values it reads: the last ones read those of the last earlier layer of their kind."""
+    first = len(slides) - num_shared
+    last = {kind: max((i for i in range(first) if slides[i] == kind), default=-1) for kind in (False, True)}
+    return tuple(i if i < first else last[slides[i]] for i in range(len(slides))) if num_shared else ()
+
+
+def _check_shared(fields: Fields, key: str, slides: Sequence[bool]) -> int:
+    """How many layers read those of others. Raises CheckpointError."""
+    count = fields.integer(key, 0)
+    if not 0 <= count < len(slides) or (count and -1 in _owners(slides, count)):
+        fields.fail(key, "fewer than the layers, and one of each kind before them")
+    return count
+
+
+def read_hf(fields: Fields, slides: Sequence[bool]) -> dict[str, Any]:
+    """Those of a config.json, as arguments of `ModelConfig`. slides: for each layer whether it has a window."""
+    if fields.text("use_bidirectional_attention", "vision") == "all":
+        fields.fail("use_bidirectional_attention", "null or vision; attention that is not causal is not supported")
+    if fields.boolean("enable_moe_block", False):
+        fields.fail("enable_moe_block", "false; Gemma 4 with experts is not supported yet")
+    local, heads = fields.integer("head_dim"), fields.integer("num_key_value_heads")
+    whole, same = fields.integer("global_head_dim", 512), fields.boolean("attention_k_eq_v", False)
+    whole_heads = fields.integer("num_global_key_value_heads", heads)
+    whole_heads = whole_heads if same else heads  # as transformers does
+    shared = _check_shared(fields, "num_kv_shared_layers", slides)
+    size, wide = fields.integer("intermediate_size"), fields.boolean("use_double_wide_mlp", False) and shared > 0
+    given = fields.integer("hidden_size_per_layer_input", 0)
+    if given and fields.integer("vocab_size_per_layer_input") != fields.integer("vocab_size"):
+        fields.fail("vocab_size_per_layer_input", "vocab_size")
+    return {
+        "head_dim": whole, "num_kv_heads": whole_heads,
+        "layer_head_dims": tuple(local if slid else whole for slid in slides),
+        "layer_kv_heads": tuple(heads if slid else whole_heads for slid in slides),
+        "layer_values": tuple(slid or not same for slid in slides) if same else (),
+        "layer_owners": _owners(slides, shared),
+        "layer_sizes": tuple(size * (1 + (i >= len(slides) - shared)) for i in range(len(slides))) if wide else (),
+        "layer_input_size": given, "query_scale": 1.0,
+    }  # fmt: skip
+
+
+def read_gguf(fields: Fields, slides: Sequence[bool], tensors: Mapping[str, QuantTensor]) -> dict[str, Any]:
+    """Those of a GGUF file, as arguments of `ModelConfig`. slides: for each layer whether it has a window."""
+    count, num_blocks = len(slides), fields.integer("block_count")
+    whole = fields.integer("attention.key_length")
+    local = fields.integer("attention.key_length_swa", whole)
+    for key, dims in (("value_length", whole), ("value_length_swa", local)):
+        if fields.integer(f"attention.{key}", dims) != dims:
+            fields.fail(f"attention.{key}", f"the length of keys, {dims}")
+    for key, dims in (("rope.dimension_count", whole), ("rope.dimension_count_swa", local)):
+        if fields.integer(key, dims) != dims:
+            fields.fail(key, f"all {dims} dimensions of a head")
+    heads = _each(fields, "attention.head_count_kv", num_blocks)[:count]
+    sizes = _each(fields, "feed_forward_length", num_blocks)[:count]
+    values = each_layer(count, lambda i: f"layers.{i}.v" in tensors or f"layers.{i}.k" not in tensors)
+    full = next((i for i, slid in enumerate(slides) if not slid), 0)
+    return {
+        "head_dim": whole, "num_kv_heads": heads[full], "intermediate_size": sizes[0],
+        "layer_head_dims": tuple(local if slid else whole for slid in slides), "layer_kv_heads": heads,
+        "layer_values": () if all(values) else values,
+        "layer_owners": _owners(slides, _check_shared(fields, "attention.shared_kv_layers", slides)),
+        "layer_sizes": sizes if len(set(sizes)) > 1 else (),
+        "layer_input_size": fields.integer("embedding_length_per_layer_input", 0), "query_scale": 1.0,
+    }  # fmt: skip
+
+
+def _each(fields: Fields, key: str, num_blocks: int) -> tuple[int, ...]:
+    """A number for each layer, of one for all or of an array."""
+    if isinstance(fields.value(key), np.ndarray):
+        return tuple(map(int, fields.numbers(key, np.integer, num_blocks)))
+    return (fields.integer(key),) * num_blocks
+
+
+def hf_settings(config: ModelConfig) -> dict[str, Any]:
+    """The settings of a config.json of transformers' Gemma4TextConfig that other families do not have."""
+    c, slid = config, next((i for i, window in enumerate(config.layer_windows) if window), 0)
+    scaling = c.rope_scaling
+    turned = sum(factor == 1 for factor in scaling.factors) / len(scaling.factors) if scaling else 1.0
+    shared = sum(owner != i for i, owner in enumerate(c.layer_owners))
+    return {
+        "head_dim": c.layer_head_dims[slid], "global_head_dim": c.head_dim, "num_key_value_heads": c.layer_kv_heads[slid],
+        "num_global_key_value_heads": c.num_kv_heads, "attention_k_eq_v": bool(c.layer_values), "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": bool(c.layer_sizes), "hidden_size_per_layer_input": c.layer_input_size,
+        "vocab_size_per_layer_input": c.vocab_size, "sliding_window": max(c.layer_windows),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in c.layer_windows],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": c.rope_base, "partial_rotary_factor": turned},
+            "sliding_attention": {"rope_type": "default", "rope_theta": c.local_rope_base},
+        },
+        "final_logit_softcapping": c.logit_softcap or None, "enable_moe_block": False,
+    }  # fmt: skip
+
+
+def gguf_entries(config: ModelConfig) -> dict[str, Any]:
+    """The metadata of a Gemma 4, by keys without the architecture; none of other models."""
+    c = config
+    if not c.value_norm:
+        return {}
+    slid = next((i for i, window in enumerate(c.layer_windows) if window), 0)
+    local = c.layer_head_dims[slid]
+    found: dict[str, Any] = {
+        "attention.key_length_swa": local, "attention.value_length_swa": local, "rope.dimension_count_swa": local,
+        "attention.head_count_kv": np.array(c.layer_kv_heads, np.int32), "embedding_length_per_layer_input": c.layer_input_size,
+        "attention.shared_kv_layers": sum(owner != i for i, owner in enumerate(c.layer_owners)),
+    }  # fmt: skip
+    if c.layer_sizes:
+        found["feed_forward_length"] = np.array(c.layer_sizes, np.int32)
+    return found
