@@ -90,7 +90,7 @@ LATENT: dict[str, dict[str, Any]] = {
     },
     "deepseek2 without a rank of queries": {
         **{"architecture": "deepseek2", "num_layers": 1, "shared_size": 128, "num_heads": 3},
-        **{"latent": Latent(32, 16, 32, 80), "router": {"normalised": True, "scale": 1.5}},
+        **{"latent": Latent(32, 16, 32, 96), "router": {"normalised": True, "scale": 1.5}},
     },
     "deepseek_v2": {
         **{"architecture": "deepseek_v2", **_SPARSE, "shared_size": 256, "rope_scaling": YARN, "mscale": 0.707},
@@ -98,7 +98,7 @@ LATENT: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": {
         **{"architecture": "glm4_moe_lite", **_SPARSE, "shared_size": 128, "num_heads": 5},
-        "router": {"normalised": True, "scale": 1.8},
+        **{"latent": Latent(64, 32, 64, 64, q_rank=96), "router": {"normalised": True, "scale": 1.8}},
     },
     "mistral4": {"architecture": "mistral4", "shared_size": 128, "tied": False, "router": {"normalised": True}},
 }
