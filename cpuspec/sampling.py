@@ -224,8 +224,13 @@ class TokenLogprobs:
 
 
 def logprobs(logits: F32, token: int, num_top: int) -> TokenLogprobs:
-    """Log-softmax of raw logits [V] for `token` and the `num_top` most likely tokens (as many as there are)."""
+    """Log-softmax of raw logits [V] for `token` and the `num_top` most likely tokens (as many as there are).
+
+    Raises BackendError for NaN or infinite logits.
+    """
     x = log_softmax(logits)
+    if math.isnan(x[token]):  # one such logit makes all of them NaN
+        raise _not_finite(logits)
     best = _largest(x, min(num_top, len(x))) if num_top else np.arange(0)
     best = best[np.argsort(-x[best], kind="stable")]
     return TokenLogprobs(int(token), float(x[token]), tuple((int(i), float(x[i])) for i in best))

@@ -227,6 +227,15 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
         assert {Noise(seed).draw(row, 0) for seed in range(200) for row in (probs, sparse(probs))} == {1}
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_not_finite_have_no_logprobs(bad: float) -> None:
+    for place in range(3):
+        logits = np.zeros(3, np.float32)
+        logits[place] = bad
+        with pytest.raises(BackendError, match="NaN or infinite"), np.errstate(invalid="ignore"):
+            logprobs(logits, 0, 2)
+
+
 def test_logprobs_are_of_the_raw_logits_and_alternatives_come_best_first() -> None:
     logits = np.array([0.5, 2.0, -1.0, 2.0, 0.0], np.float32)
     expected = np.log(softmax(logits.astype(np.float64)))

@@ -11,7 +11,7 @@ import numpy as np
 from cpuspec.backends import Backend
 from cpuspec.checkpoints.heads.head import HeadNorm
 from cpuspec.config import POOLINGS
-from cpuspec.errors import ConfigError
+from cpuspec.errors import BackendError, ConfigError
 from cpuspec.model.batch import F32, ForwardBatch
 
 
@@ -88,10 +88,15 @@ class EmbeddingJob:
         self._reading = left + self._reading
 
     def embeddings(self) -> F32:
-        """[n, dimensions] of length one, when the job is done; zeros where a state is zero."""
+        """[n, dimensions] of length one, when the job is done; zeros where a state is zero.
+
+        Raises BackendError for states that are not finite.
+        """
         assert self.is_done, "embeddings are there when every text has been read"
         states = self._states[:, : self._dimensions]
         lengths = np.linalg.norm(states, axis=1, keepdims=True)
+        if bad := int((~np.isfinite(lengths)).sum()):
+            raise BackendError(f"the states of {bad} of {len(states)} texts are NaN or infinite; the model's weights are broken")
         return (states / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
     def _pool(self, prompt: int, start: int, states: F32) -> None:

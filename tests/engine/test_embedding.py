@@ -11,9 +11,11 @@ import pytest
 from cpuspec import LLM, EngineConfig, SamplingParams
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
+from cpuspec.checkpoints.heads.head import HeadNorm
 from cpuspec.checkpoints.safetensors import read_safetensors
 from cpuspec.config import POOLINGS
-from cpuspec.errors import CheckpointError, ConfigError
+from cpuspec.engine.embedding import EmbeddingJob
+from cpuspec.errors import BackendError, CheckpointError, ConfigError
 from cpuspec.text import make_tokenizer
 from tests.backends.models import every_backend
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf, write_safetensors
@@ -121,6 +123,15 @@ def test_embeddings_and_answers_of_other_threads_go_on_in_turns(tmp_path: Path) 
         thread.join(300)
     num_steps = sum(map(len, TEXTS)) // 8
     assert num_steps / 2 <= num_outputs <= 3 * num_steps
+
+
+def test_states_that_are_not_finite_are_no_embeddings(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", "qwen3", context_length=64))
+    norm = HeadNorm(np.full(checkpoint.config.hidden_size, np.nan, np.float32), 1e-6)
+    job = EmbeddingJob(make_backend("numpy", checkpoint, EngineConfig(8, 64)), norm, [[1, 2, 3]], "last")
+    job.step()
+    with pytest.raises(BackendError, match="NaN or infinite"):
+        job.embeddings()
 
 
 def test_what_cannot_be_embedded_is_refused(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from cpuspec.errors import BackendError, CheckpointError, ConfigError
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.speculation.drafters.blocks import _MIN_CHANCE
 from cpuspec.speculation.drafters.heads import HeadProposer
-from tests.backends.models import every_backend, tiny
+from tests.backends.models import every_backend
 from tests.block_heads import MASK_ID, RANK, accepted_chance, as_gguf, block_rows, make_block_head, markov_bias
 from tests.heads import RandomHead, opened, output_of, states_of, write_head
-from tests.speculation.head_runs import PARAMS, PROMPTS, SETTINGS, SMALL, check_answers, llm_over
+from tests.speculation.head_runs import PARAMS, PROMPTS, SETTINGS, check_answers, llm_over
 
 SCALES = {"input_embedding_scale": 0.5, "output_multiplier": 1.5, "final_logit_softcapping": 2.0}
 KINDS: dict[str, Any] = {
@@ -33,11 +33,6 @@ KINDS: dict[str, Any] = {
     "DSpark with confidence": {"markov": "vanilla", "confidence": "markov"},
     "DSpark with confidence of the state": {"markov": "vanilla", "confidence": "state"},
 }
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return tiny(tmp_path_factory, weight_format="f32", **SMALL)
 
 
 @pytest.fixture(scope="module")

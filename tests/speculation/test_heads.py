@@ -74,12 +74,6 @@ from tools.make_tiny_model import (
     write_huggingface,
 )
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return tiny(tmp_path_factory, weight_format="f32", **SMALL)
-
-
 EAGLE3 = {
     "original": {},
     "speculators": {"layout": "speculators"},

@@ -53,11 +53,6 @@ MLP: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return tiny(tmp_path_factory, weight_format="f32", **SMALL)
-
-
-@pytest.fixture(scope="module")
 def heads(target: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RandomHead]:
     directory = tmp_path_factory.mktemp("heads")
     made = {f"Medusa, {kind}": make_medusa(directory / f"a{i}", target.config, **MEDUSA[kind]) for i, kind in enumerate(MEDUSA)}
