@@ -1,5 +1,6 @@
 """The Python interface: a model by name, prompts or messages in, completions or streams out."""
 
+import logging
 import weakref
 from collections import abc
 from collections.abc import Callable, Generator, Mapping
@@ -12,7 +13,7 @@ from typing import Any, Protocol, TypeVar, cast, overload
 
 import numpy as np
 
-from cpuspec.backends import BACKENDS, Backend, check_backend, disk_reads, make_backend
+from cpuspec.backends import BACKENDS, Backend, check_backend, device_of, disk_reads, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.checkpoints.heads.head import final_norm
@@ -38,6 +39,7 @@ from cpuspec.errors import CacheError, ConfigError, CpuspecError
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.metrics import LevelCounters, LevelMemory, LevelReads, PrefixStats, RequestStats
 from cpuspec.model.batch import F32
+from cpuspec.platform import SYSTEM
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.context import Context
@@ -47,6 +49,8 @@ from cpuspec.speculation.prefix_files import PrefixDirectory, PrefixPart
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.proposer import LevelContext
 from cpuspec.text import Tokenizer, make_tokenizer
+
+_log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Conversation = str | Seq[Message]
@@ -196,6 +200,8 @@ class LLM:
         self._guard = GuardedProposer(chosen, self._context, settings.plain_on_draft_error)
         self._engine = Engine(self._context, self._guard, tokenizer)
         self._prefix_queue = _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
+        if settings.memory == "auto" and device_of(backend) == "cpu":  # else experts stay on the disk, or keys elsewhere
+            _tell_of_long_contexts([*(draft.context for draft in self._drafts), self._context])
         backends = [*(draft.context.backend for draft in self._drafts), backend]
         self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))
         # Dropped without `close`, or still running as the process exits: no step may outlive what it computes with.
@@ -656,6 +662,17 @@ def _capacity(config: ModelConfig, settings: EngineConfig) -> int:
 
 
 _SHARED_TOKENS = 1024  # of a prefix by whose size in each model the models share the memory
+
+
+def _tell_of_long_contexts(contexts: list[LevelContext]) -> None:
+    """Warn where one request that fills the context would take more memory than there is, and so end the process."""
+    usable, length = SYSTEM.memory().usable, contexts[-1].cache.capacity
+    weights = sum(context.backend.weight_bytes - context.backend.shared_bytes for context in contexts)
+    held = sum(context.cache.bytes_of(length) for context in contexts)
+    if usable is not None and weights < usable < weights + held:
+        said = "%d tokens, this model's context, take %.2f GB besides %.2f GB of weights, and this process may use %.2f GB: set "
+        fitting = length * (usable - weights) // held
+        _log.warning(f"{said}--context-length to less than %d", length, held / 1e9, weights / 1e9, usable / 1e9, fitting)
 
 
 def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> PrefixQueue | None:

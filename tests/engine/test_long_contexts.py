@@ -1,0 +1,32 @@
+"""A context that would not fit the memory is told when the model is loaded."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpuspec import LLM
+from cpuspec.engine import llm as module
+from cpuspec.platform import SYSTEM, Memory
+from tools.make_tiny_model import make_tiny_gguf
+
+
+@pytest.mark.parametrize("backend", ["numba", "numpy"])
+def test_a_context_longer_than_the_memory_is_told_with_the_length_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, backend: str
+) -> None:
+    path = make_tiny_gguf(tmp_path / "m.gguf")
+    caplog.set_level(logging.WARNING)
+    with LLM(path, backend=backend, spec="none") as llm:
+        [target] = llm.memory()
+        length = llm.context_length
+        kept = llm._context.cache.bytes_of(length)
+    assert "--context-length" not in caplog.text
+    usable = target.weight_bytes + kept // 2
+    monkeypatch.setattr(module, "SYSTEM", replace(SYSTEM, memory=lambda: Memory(usable, usable)))
+    with LLM(path, backend=backend, spec="none"):
+        assert f"--context-length to less than {length // 2}" in caplog.text
+    caplog.clear()
+    with LLM(path, backend=backend, spec="none", context_length=length // 4):
+        assert "--context-length" not in caplog.text
