@@ -182,7 +182,7 @@ def _write(path: Path, costs: Costs) -> None:
 def _read(path: Path) -> Costs | None:
     """Kept costs, or None where the file is missing or holds nonsense."""
     try:
-        kept = json.loads(path.read_text())
+        kept = json.loads(path.read_text("utf-8"))
         rows, *others = numbers = [kept[name] for name in ("rows", "seconds", "num_bytes", "further_s")]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
