@@ -202,7 +202,7 @@ def cache_home(variables: Mapping[str, str]) -> Path:
 def _kernel32() -> Any:
     library = _ctypes.WinDLL("kernel32", use_last_error=True)
     for name in ("GetCurrentProcess", "VirtualAlloc", "CreateJobObjectW"):
-        library[name].restype = ctypes.c_void_p
+        getattr(library, name).restype = ctypes.c_void_p
     return library
 
 

@@ -121,7 +121,7 @@ def test_a_helper_beyond_its_limits_is_ended(code: str, cpu_s: int | None, memor
 
 
 def test_reserved_pages_are_zero_once_they_are_committed() -> None:
-    pages = np.frombuffer(SYSTEM.reserved_pages(1 << 33), np.uint8)
+    pages = np.frombuffer(SYSTEM.reserved_pages(1 << 33), np.uint8)  # 8 GB: the place of some bytes has more than 32 bits
     for first, last in ((4096, 8191), (1 << 32, (1 << 32) + 10), (4096, 8191)):
         SYSTEM.commit_pages(pages[first:].ctypes.data, last - first)
         assert not pages[first:last].any()
