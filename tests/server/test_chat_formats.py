@@ -33,6 +33,12 @@ def in_xml(name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
+def in_tags(name: str, arguments: dict[str, Any]) -> str:
+    values = ((key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for key, value in arguments.items())
+    pairs = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in values)
+    return f"<tool_call>{name}{pairs}</tool_call>"
+
+
 def in_python(name: str, arguments: dict[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
@@ -40,6 +46,10 @@ def in_python(name: str, arguments: dict[str, Any]) -> str:
 XML_CALLS = (
     "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
     "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
+)
+TAG_CALLS = (
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}"
+    "<arg_key>{{ k }}</arg_key><arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}</tool_call>{% endfor %}"
 )
 JSON_CALLS = "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
 JSON_TOOLS = "{% if tools %}<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n</tools>{% endif %}"
@@ -74,6 +84,7 @@ class Family:
 
 
 OPEN, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
+TAGS = tuple(in_tags(name, arguments) for name, arguments in CALLS)
 XML = tuple(in_xml(name, arguments) for name, arguments in CALLS)
 HERMES = tuple(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in CALLS)
 PYTHON = ", ".join(in_python(name, arguments) for name, arguments in CALLS)
@@ -103,6 +114,17 @@ FAMILIES = {
         f"{THOUGHT}\n</think>\n{SAID}\n" + "\n".join(XML).replace("\n</parameter>\n</function>", "\n</function>"),
         (f"<think></think>{SAID}", *XML),
         switch=(OPEN, "<think></think>"),
+    ),
+    "glm-4.7": Family(
+        chatml(
+            JSON_TOOLS,
+            TAG_CALLS,
+            "{% if loop.index0 > last.user %}<think>{{ m.reasoning_content }}</think>{% else %}</think>{% endif %}",
+            "{% if enable_thinking is defined and not enable_thinking %}</think>{% else %}<think>{% endif %}",
+        ),
+        f"{THOUGHT}</think>{SAID}" + "".join(TAGS),
+        TAGS,
+        switch=("<think>", "</think>"),
     ),
     "lfm2": Family(
         chatml("{% if tools %}List of tools: [{{ tools | tojson }}]{% endif %}<think></think>", "", ""),
