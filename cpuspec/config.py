@@ -700,12 +700,15 @@ class _Kind(NamedTuple):
     wanted: str
 
 
-def _setting(default: object, kind: _Kind, help: str, metavar: str = "", of_backend: bool = False, option: str = "") -> Any:
+def _setting(
+    default: object, kind: _Kind, help: str, metavar: str = "", of_backend: bool = False, option: str = "", short: str = ""
+) -> Any:
     """A field of settings: everything that Python, the command line and a backend's spelling need to know of it.
 
-    help, metavar, option: of its option; by default its name, without the plural's s. of_backend: whether `read_backend` takes it.
+    help, metavar, option: of its option; by default its name, without the plural's s. short: the letter that llama.cpp gives it.
+    of_backend: whether `read_backend` takes it.
     """
-    told = {"kind": kind, "help": help, "metavar": metavar, "of_backend": of_backend, "option": option}
+    told = {"kind": kind, "help": help, "metavar": metavar, "of_backend": of_backend, "option": option, "short": short}
     return field(default=default, metadata=told)
 
 
@@ -892,7 +895,7 @@ class SamplingParams:
         (), _TEXTS, "The answer never has this text as the tokenizer writes it alone, or behind a space. Repeatable.", "TEXT"
     )
     ignore_eos: bool = _setting(False, _BOOLEAN, "Go on when the model ends its answer, up to --max-tokens.")
-    max_tokens: int = _setting(256, _POSITIVE_COUNT, "Tokens that an answer may have at most.", "N")
+    max_tokens: int = _setting(256, _POSITIVE_COUNT, "Tokens that an answer may have at most.", "N", short="n")
     min_tokens: int = _setting(0, _COUNT, "Tokens that an answer has at least: before, no end token is taken, and no --stop.", "N")
     n: int = _setting(1, _POSITIVE_COUNT, "Answers to the prompt.", "N")
     parse_special: bool = _setting(

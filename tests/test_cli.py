@@ -177,7 +177,7 @@ def test_a_warning_is_a_line_on_stderr(model: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_raw_continues_the_prompt_as_it_is(model: str) -> None:
-    shown = answer_of("--raw", "-m", model, "--max-tokens", "6")
+    shown = answer_of("--raw", "-m", model, "-n", "6")
     with LLM(model, backend="numpy") as llm:
         (answer,) = llm.generate("hello", SamplingParams(max_tokens=6, ignore_eos=True))
     assert shown["token_ids"] == answer.token_ids

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 
 from cpuspec.backends.disk import DiskReads
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, ModelConfig
+from cpuspec.config import EngineConfig, ModelConfig, memory_limit_bytes
 from cpuspec.errors import BackendError
 from cpuspec.formats import Format
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
+from cpuspec.platform import SYSTEM
 
 BACKENDS = ("numba", "numpy", "torch", "onnxruntime", "openvino")
 
@@ -139,6 +140,16 @@ def stop_forward(backend: Backend) -> None:
     """End the forward that runs if its batch `stops_early` and the backend can. Any thread may call this at any time."""
     if stop := getattr(backend, "stop", None):
         stop()
+
+
+def memory_limit(text: str) -> int | None:
+    """The bytes that weights may take, None for no limit. Raises BackendError for a share where the memory's size is unknown."""
+    there = SYSTEM.memory().usable
+    if text == "auto":
+        return None
+    if there is None and "%" in text:
+        raise BackendError(f"memory {text}: this system does not tell how much memory there is; give a size, such as 8GB")
+    return memory_limit_bytes(text, there or 0)
 
 
 def make_backend(

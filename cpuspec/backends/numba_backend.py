@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec import model
+from cpuspec.backends import memory_limit
 from cpuspec.backends.kv_memory import KVPlaces, Memory
 from cpuspec.backends.numa import interleave_pages, nodes_to_use, spread_new_pages
 from cpuspec.backends.packed import content_hash, packed_matrices
@@ -30,7 +31,7 @@ from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, w
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_matrix
 from cpuspec.checkpoints.mapped import place_in_file
-from cpuspec.config import DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope, memory_limit_bytes
+from cpuspec.config import DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope
 from cpuspec.environment import sources_digest, usable_cores
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.formats import Cast, Format, QuantTensor
@@ -125,7 +126,7 @@ class NumbaBackend:
         tensors = weight_tensors(checkpoint, casts, partial(Cast, recode=encode.recode))
         matrices = {name: t for name, t in tensors.items() if is_matrix(name, t.shape) and name not in ("embed", "layer_embed")}
 
-        limit_bytes = _memory_limit(engine.memory)
+        limit_bytes = memory_limit(engine.memory)
         self.store: ExpertStore | None = None  # of experts that stay on the disk, unless they are another backend's
 
         def load(matrices: Mapping[str, WeightTensor]) -> Mapping[str, PackedTensor | StoredTensor]:
@@ -994,16 +995,6 @@ def _state_access(recurrent: RecurrentLayers) -> StateAccess:
         lambda storage, length, states: recurrent.take(memory_of(storage), length, states),
         lambda storage, states, length: recurrent.put(memory_of(storage), length, states),
     )
-
-
-def _memory_limit(text: str) -> int | None:
-    """The bytes that weights may take, None for no limit. Raises BackendError for a share where the memory's size is unknown."""
-    there = SYSTEM.memory().usable
-    if text == "auto":
-        return None
-    if there is None and "%" in text:
-        raise BackendError(f"memory {text}: this system does not tell how much memory there is; give a size, such as 8GB")
-    return memory_limit_bytes(text, there or 0)
 
 
 def _prompt_arithmetic(asked: str, config: ModelConfig) -> str:

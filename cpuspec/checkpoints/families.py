@@ -334,6 +334,8 @@ class Family:
     folds_multipliers: bool = False
     latent: bool = False
     by_window: bool = False
+    tells_ropes: bool = False  # whether GGUF files say by `rope.scaling.finetuned` that no layer rotates
+    gguf_plain: str = ""  # the family that GGUF files of its models without recurrent layers belong to
     gguf_mark: str = ""  # a key of GGUF files that others of the same `gguf_architecture` have not, or at 0
     gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
 
@@ -574,7 +576,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "mlp.experts.down_proj.weight": "expert_down",
                 },
             ),
-            Family("granite", "GraniteForCausalLM", pairs_neighbours=True, has_scales=True),
+            Family("granite", "GraniteForCausalLM", pairs_neighbours=True, has_scales=True, tells_ropes=True),
             Family(
                 "granitemoe",
                 "GraniteMoeForCausalLM",
@@ -906,6 +908,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 pairs_neighbours=True,
                 has_scales=True,
                 recurrent="mamba2",
+                tells_ropes=True,
+                gguf_plain="granite",
             ),
             Family(
                 "granitehybrid-moe",
@@ -922,6 +926,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 pairs_neighbours=True,
                 has_scales=True,
                 recurrent="mamba2",
+                tells_ropes=True,
+                gguf_plain="granitemoe",
             ),
             Family(
                 "mamba2",

@@ -287,7 +287,7 @@ def _read_config(
     rotated = each_layer(num_layers, lambda i: family.unrotated_every == 0 or (i + 1) % family.unrotated_every != 0)
     if family.turns_in_windows and any(slides):
         rotated = slides
-    if family.recurrent == "mamba2" and family.has_scales and not fields.boolean("rope.scaling.finetuned", True):
+    if family.tells_ropes and not fields.boolean("rope.scaling.finetuned", True):
         rotated = (False,) * num_layers
     is_local = "rope.freq_base_swa" in fields or (family.has_local_rope and any(slides))
     eps = f"attention.layer_norm_{'' if family.flags.get('norm_kind') == 'layer' else 'rms_'}epsilon"

@@ -179,6 +179,7 @@ def _options(declaration: type, names: Iterable[str], panel: str, **defaults: An
         flag = f"--{spelling.replace('_', '-')}"
         shown = typer.Option(
             f"{flag}/--no-{flag[2:]}" if one.default is True else flag,
+            *([f"-{one.metadata['short']}"] if one.metadata["short"] else []),
             metavar=one.metadata["metavar"] or None,
             rich_help_panel=panel,
             help=one.metadata["help"],

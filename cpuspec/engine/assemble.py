@@ -6,12 +6,13 @@ A new drafter is one row of LOOKUPS or of MODELS.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
-from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend, settings_on
+from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend, memory_limit, settings_on
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import fetch, find_model
 from cpuspec.checkpoints.gguf import checkpoint_of
@@ -285,6 +286,28 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
     planned = _PLANNED_CHAIN if _is_recurrent(target) else _PLANNED_LOOKUP
     lookups = [level for level in levels if _read(level).is_lookup] or [planned] * is_planned
     return OpenedSpec(is_planned, [_open_level(level, target, verifier, DEFAULT_NUM_TOKENS) for level in lookups], models)
+
+
+def within_memory(opened: OpenedSpec, target: Checkpoint, settings: EngineConfig) -> EngineConfig:
+    """The target's settings: of its limit of memory, the rest that heads with weights of their own leave.
+
+    Raises ConfigError where they leave nothing, and BackendError as the backend does.
+    """
+    heads = [one for level in opened.models for one in level if isinstance(one, OpenedHead) and one.settings.memory != "auto"]
+    theirs = set(map(id, target.tensors.values()))
+    own = sum(
+        prod(tensor.shape[:-1]) * one.casts.get(name, tensor.format).row_bytes(tensor.shape[-1])
+        for one in heads
+        for name, tensor in one.head.model.tensors.items()
+        if id(tensor) not in theirs
+    )
+    limit = memory_limit(settings.memory)
+    if not own or limit is None:
+        return settings
+    if own >= limit:
+        names = " and ".join(one.name for one in heads)
+        raise ConfigError(f"memory is limited to {limit / 1e9:.3f} GB, and {names} alone takes {own / 1e9:.3f} GB; allow more")
+    return replace(settings, memory=f"{(limit - own) / 1e3:.3f}KB")
 
 
 def _is_recurrent(target: Target) -> bool:

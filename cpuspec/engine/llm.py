@@ -29,7 +29,7 @@ from cpuspec.config import (
     SpecConfig,
     read_backend,
 )
-from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec
+from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec, within_memory
 from cpuspec.engine.embedding import EmbeddingJob
 from cpuspec.engine.engine import Engine, Output, RequestedAnswer
 from cpuspec.engine.scoring import ScoringJob
@@ -139,7 +139,7 @@ class LLM:
         tokenizer, context_length = make_tokenizer(checkpoint), _capacity(checkpoint.config, settings)
         opened = open_spec(spec, Target(checkpoint, tokenizer, backend, checkpoint.config.vocab_size, context_length, settings))
         self.name = checkpoint.name
-        target = make_backend(backend, checkpoint, settings)
+        target = make_backend(backend, checkpoint, within_memory(opened, checkpoint, settings))
         try:
             self._start(target, tokenizer, spec, settings, opened, checkpoint)
         except BaseException:

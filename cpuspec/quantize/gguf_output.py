@@ -69,6 +69,7 @@ def source_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
     """
     if isinstance(checkpoint.vocabulary, GgufVocabulary):
         return {key: data.tobytes() for key, data in read_gguf(checkpoint.path).entries.items() if key not in _DROPPED}
+    checkpoint = _of_plain_family(checkpoint)
     config, family = checkpoint.config, FAMILIES[checkpoint.config.architecture]
     architecture = family.gguf_architecture or family.architecture
     made = shape_entries(checkpoint, architecture)
@@ -83,6 +84,20 @@ def source_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
     if lost := [f"{name} {getattr(config, name)!r}"[:100] for name in vars(config) if not _is_kept(name, config, again)]:
         raise ConfigError(f"{checkpoint.path}: GGUF files of {architecture} models have no place for {', '.join(lost)}; {_REMEDY}")
     return {key: entry(key, value) for key, value in made.items()} | tokenizer_entries(checkpoint)
+
+
+def _of_plain_family(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint as one of the family that its GGUF file belongs to, where a Hugging Face directory has no recurrent layers.
+
+    A mixture without rotation stays what it is: llama.cpp rotates all of `granitemoe`.
+    """
+    config = checkpoint.config
+    plain = FAMILIES[config.architecture].gguf_plain
+    if not plain or config.is_recurrent or isinstance(checkpoint.vocabulary, GgufVocabulary):
+        return checkpoint
+    if "none" in config.layer_ropes and not FAMILIES[plain].tells_ropes:
+        return checkpoint
+    return replace(checkpoint, config=replace(config, architecture=plain))
 
 
 def _is_kept(name: str, config: ModelConfig, again: ModelConfig) -> bool:
@@ -122,6 +137,7 @@ def write_model(
     source: what `source_entries` gave. predicts: whether it keeps its layer for multi-token prediction.
     Raises ConfigError as that does, OSError where the file cannot be written.
     """
+    checkpoint = _of_plain_family(checkpoint)
     config = checkpoint.config
     family = FAMILIES[config.architecture]
     told: dict[str, Value] = {"general.file_type": file_type, "general.quantization_version": _QUANTIZATION_VERSION, **extra}
@@ -259,10 +275,15 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
             }
             if not scaling.truncate:
                 found["rope.scaling.yarn_truncate"] = False
+<<<<<<< HEAD
     found = {
         key: value for key, value in (found | gguf_entries(c) | latent_entries(c) | gemma_entries(c)).items() if value is not None
     }
     if FAMILIES[c.architecture].has_scales and c.is_recurrent:
+=======
+    found = {key: value for key, value in (found | gguf_entries(c) | latent_entries(c)).items() if value is not None}
+    if FAMILIES[c.architecture].tells_ropes and (c.is_recurrent or "none" in c.layer_ropes):
+>>>>>>> 6b25615 (Granite 4 without states is written as llama.cpp's granite; hidden states do not pile up for a head that auto may never ask; a named head counts for --memory; -n is --max-tokens)
         found["rope.scaling.finetuned"] = "none" not in c.layer_ropes
     general: dict[str, Value] = {"general.architecture": architecture, "general.type": "model", "general.name": checkpoint.name}
     return general | {f"{architecture}.{key}": value for key, value in found.items()}

@@ -18,7 +18,7 @@ class ChosenDrafts(Proposer):
     def __init__(self, usual: Proposer, make: Callable[[str], Proposer]) -> None:
         """make: the proposer of a name that was checked. It needs no hidden states, and no levels but those of `usual`."""
         self.name = usual.name
-        self.hidden_layers = usual.hidden_layers
+        self.hidden_layers, self.most_hidden = usual.hidden_layers, usual.most_hidden
         self.levels = usual.levels
         self.usual = usual
         self._make = make

@@ -300,11 +300,13 @@ class Context:
         drafts: list[Draft],
         hidden_layers: tuple[int, ...] = (),
         chunks: list[PromptChunk] | None = None,
+        most_hidden: int | None = None,
     ) -> list[ForwardOutput]:
         """For each sequence the rows after its last committed token and after each drafted one; `chunks` are fed beside them.
 
         Returns logits [n+1, V], and hidden [rows fed, C] for each asked layer, whose last n+1 rows belong to the logits. Rows of
-        chunks are added to those of the sequence's next score; until then they take 4 C bytes a token and layer.
+        chunks are added to those of the sequence's next score, at least the last `most_hidden` of them; until then they take 4 C
+        bytes a token and layer.
         Where there are chunks alone, `stop_forward` ends the call with what has been read by then.
         Afterwards the slot holds committed and drafted tokens, of a tree only those that `keep_path` keeps. Raises CacheError when
         they exceed the capacity, and ConfigError for a tree of more rows than a forward takes.
@@ -319,7 +321,10 @@ class Context:
             self.num_stopped += 1
         if hidden_layers:
             for chunk, feed in zip(chunks or (), read, strict=True):
-                self._assignments[chunk.seq.id].hidden += [output.hidden for output in feed.outputs]
+                waiting_rows = self._assignments[chunk.seq.id].hidden
+                waiting_rows += [output.hidden for output in feed.outputs]
+                while most_hidden is not None and sum(len(rows[0]) for rows in waiting_rows[1:]) >= most_hidden:
+                    del waiting_rows[0]
         outputs = []
         for seq, feed in zip(seqs, feeds, strict=True):
             output = feed.outputs[0] if len(feed.outputs) == 1 else _join(feed.outputs)

@@ -27,7 +27,7 @@ class GuardedProposer(Proposer):
     def __init__(self, inner: Proposer, context: Context, goes_on: bool = True) -> None:
         """context: of the verifying model."""
         self.name = inner.name
-        self.hidden_layers = inner.hidden_layers
+        self.hidden_layers, self.most_hidden = inner.hidden_layers, inner.most_hidden
         self.levels = inner.levels
         self.num_failures = 0
         self._inner = inner

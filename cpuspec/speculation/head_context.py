@@ -134,6 +134,7 @@ class HeadContext:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._free = list(range(num_slots))  # least recently used first
         self._followed: dict[int, _Followed] = {}  # by sequence id
+        self.most_waiting: int | None = None  # hidden states that wait for a sequence's next draft, twice as many; None for all
         self._max_kept_bytes: int | None = None
         self._store: PrefixStore | None = None
         self._num_rows = self._num_shared_rows = self._num_evictions = self._clock = 0
@@ -142,6 +143,11 @@ class HeadContext:
     def is_alone(self) -> bool:
         """As in `Context`."""
         return max(self.num_running, len(self._slots) - len(self._free)) <= 1
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows of the verifier's hidden states that are in memory for drafts to come."""
+        return sum(one.end - one.first for one in self._followed.values())
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Follow a sequence. num_cached: as in `Proposer.begin`."""
@@ -162,6 +168,9 @@ class HeadContext:
         one.raw.append(rows)
         if len(rows) >= _ENCODED_AT_ONCE:
             self._encode([one])
+        if self.most_waiting is not None and one.end - one.first > 2 * self.most_waiting:
+            self._encode([one])
+            one.first, one.known = one.end - self.most_waiting, one.known[-self.most_waiting :].copy()
 
     def end(self, seq: Sequence) -> None:
         """Forget a sequence; its rows stay for later ones that begin alike. One that never began is ignored."""

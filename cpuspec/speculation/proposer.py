@@ -89,6 +89,7 @@ class Proposer(Protocol):
 
     name: str
     hidden_layers: tuple[int, ...] = ()  # layers of the verifying model whose outputs `accept` wants
+    most_hidden: int | None = None  # of a prompt, the last rows of these that it wants; None for all
     # The models that draft in it, the cheapest first; a proposer with weights of its own is one of its levels.
     levels: "tuple[Level, ...]" = ()
 
@@ -107,7 +108,7 @@ class Proposer(Protocol):
         """Learn from a round whose tokens `seq` already holds; called once for each round of the level it drafts for.
 
         hidden: [rows, C] for each layer asked for, of consecutive positions up to the last accepted token's. The first call has one
-        row for each token of the prompt behind the cached ones, in however many chunks the prompt was read.
+        row for each token of the prompt behind the cached ones, or `most_hidden` of these, in however many chunks it was read.
         """
         return
 

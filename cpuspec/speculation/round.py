@@ -65,7 +65,7 @@ def speculate(
     parts = list(map(legal_part, ahead, drafts))
     drafts = list(map(_with_forced, ahead, forced, parts, left))
     rounds = []
-    outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks)
+    outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks, proposer.most_hidden)
     for seq, draft, scored, before, part in zip(seqs, drafts, outputs, forced, parts, strict=True):
         hidden = scored.hidden
         failed: CpuspecError | None = None

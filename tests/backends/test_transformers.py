@@ -1,5 +1,6 @@
 """The reference backend against `transformers`, an independent implementation, on small random models."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,6 +188,14 @@ def _difference(checkpoint: Checkpoint, wanted: np.ndarray, **changes: object) -
     backend = NumpyBackend(checkpoint, EngineConfig(kv_format="f32"))
     got = forward(backend, backend.new_cache(1, 256), {0: TOKENS}).logits
     return float(np.abs(got - wanted).max())
+
+
+def test_nemotron_h_has_an_output_of_its_own_whatever_its_settings_say_of_ties(tmp_path: Path) -> None:
+    """Transformers ties nothing in it."""
+    checkpoint, wanted = _meant(tmp_path, "nemotron_h_moe")
+    settings = json.loads((checkpoint.path / "config.json").read_text())
+    (checkpoint.path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    assert _difference(open_checkpoint(checkpoint.path), wanted) < 1e-4
 
 
 @pytest.mark.parametrize("model", MODELS)

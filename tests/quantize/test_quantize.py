@@ -32,7 +32,7 @@ from cpuspec.quantize.rounding import encode
 from cpuspec.quantize.store import Workspace
 from cpuspec.quantize.weights import Weights
 from cpuspec.text import make_tokenizer
-from tests.backends.models import MIXTURES, in_gguf
+from tests.backends.models import MIXTURES, RECURRENT, in_gguf
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 CODED = [name for name, row in FORMATS.items() if row.affine]
@@ -100,9 +100,22 @@ def test_an_independent_reader_finds_the_same_tensors_and_metadata(source: Check
         assert np.array_equal(values.reshape(ours.tensors[tensor.name].shape), ours.tensors[tensor.name].dequantize())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", *MIXTURES])
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen35": {"architecture": "qwen35"},
+    "qwen3next": {"architecture": "qwen3next", "shared_size": 96, "tied": False},
+    **{name: options for name, options in RECURRENT.items() if name != "nemotron_h"},  # whose least step GGUF files do not know
+    "granitehybrid without states": {"architecture": "granitehybrid", "mixers": ("attention", "attention")},
+    "granitehybrid-moe without states": {
+        "architecture": "granitehybrid-moe",
+        "shared_size": 128,
+        "mixers": ("attention", "attention"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", *MIXTURES, *HYBRIDS])
 def test_a_hugging_face_model_becomes_a_gguf_file_of_the_same_model(tmp_path: Path, name: str) -> None:
-    options = in_gguf(name) if name in MIXTURES else {"architecture": name}
+    options = in_gguf(name) if name in MIXTURES else HYBRIDS.get(name, {"architecture": name})
     source = open_checkpoint(make_tiny_hf(tmp_path / "hf", dtype="f32", **options))
     quantize(source, tmp_path / "out.gguf", Job("f32"), threads=1)
     again = open_checkpoint(tmp_path / "out.gguf")
@@ -116,6 +129,21 @@ def test_a_hugging_face_model_becomes_a_gguf_file_of_the_same_model(tmp_path: Pa
     text = "the cat sat on 1234 mats; don't\n\n  return x"
     assert make_tokenizer(again).encode(text) == make_tokenizer(source).encode(text)
     assert make_tokenizer(again).chat_template == make_tokenizer(source).chat_template
+    if name.endswith("without states"):  # as llama.cpp names such models
+        plain = {"granitehybrid": "granite", "granitehybrid-moe": "granitehybrid"}[options["architecture"]]  # whose mixtures rotate
+        assert read_gguf(tmp_path / "out.gguf").metadata["general.architecture"] == plain
+
+
+def test_a_mixture_of_granite_that_rotates_and_has_no_states_is_one_of_llama_cpps_granitemoe(tmp_path: Path) -> None:
+    path = make_tiny_hf(tmp_path / "hf", **HYBRIDS["granitehybrid-moe without states"])
+    (path / "config.json").write_text((path / "config.json").read_text().replace('"nope"', '"rope"'))
+    source = open_checkpoint(path)
+    quantize(source, tmp_path / "out.gguf", Job("f32"), threads=1)
+    again = open_checkpoint(tmp_path / "out.gguf")
+    assert again.config.architecture == "granitemoe"
+    engine = EngineConfig(kv_format="f32")
+    found = compare(make_backend("numpy", source, engine), make_backend("numpy", again, engine), list(range(40)))
+    assert found.max_abs_logit_difference < 1e-4
 
 
 def test_experts_are_quantized_as_the_matrices_that_they_are_and_routers_are_not(tmp_path: Path) -> None:

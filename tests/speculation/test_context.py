@@ -13,7 +13,7 @@ from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.sampling import argmax
 from cpuspec.sequence import Sequence, shared_prefix
-from cpuspec.speculation.context import Context
+from cpuspec.speculation.context import Context, PromptChunk
 from cpuspec.speculation.draft import Draft
 from tests.oracles import ToyBackend
 
@@ -119,6 +119,19 @@ def test_a_long_feed_goes_in_chunks_no_larger_than_the_backend_takes() -> None:
     assert context.num_forwards == 4  # 13 + 4 rows by fives
     np.testing.assert_array_equal(outputs[0].logits, expected_rows(model, seqs[0].tokens, Draft.chain([4], "test")))
     np.testing.assert_array_equal(outputs[1].logits, expected_rows(model, seqs[1].tokens, Draft.chain([5, 6], "test")))
+
+
+def test_of_a_prompt_in_chunks_the_last_hidden_states_wait() -> None:
+    for most, number in ((None, 30), (8, 10), (3, 6)):  # whole chunks, of 4 and the last one of 1, and the last token's row
+        context = Context(ToyBackend(1, max_rows=64), 1, 64)
+        seq = sequence(0, [0] * 30)
+        context.acquire(seq)
+        while num_unfed := context.num_unfed(seq):
+            context.score([], [], (0,), [PromptChunk(seq, min(num_unfed, 4))], most)
+        (output,) = context.score([seq], [Draft.chain([], "test")], (0,), None, most)
+        (hidden,) = output.hidden
+        assert len(hidden) == number
+        assert hidden[:, 1].tolist() == list(range(30 - number, 30))
 
 
 def test_a_slot_with_the_longest_shared_prefix_is_reused_and_others_are_left_alone() -> None:

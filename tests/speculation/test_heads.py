@@ -275,6 +275,40 @@ def test_auto_weighs_the_layer_of_the_file(tmp_path: Path, kind: str) -> None:
         assert level.num_accepted_tokens == level.num_draft_tokens > 30
 
 
+def test_a_head_drafts_behind_the_hidden_states_that_may_wait(tmp_path: Path) -> None:
+    """A planner's head may be asked late, and so many rows of a long text do not wait for it."""
+    with LLM(oracle_of(tmp_path, "gguf"), "mtp@3", settings=SETTINGS) as llm:
+        (level,) = llm._drafts
+        level.context.most_waiting, waiting = 4, list[int]()
+        learn = level.context.learn
+
+        def noted(seq: Sequence, layers: tuple[np.ndarray, ...]) -> None:
+            learn(seq, layers)
+            waiting.append(level.context.num_waiting)
+
+        level.context.learn = noted  # type: ignore[method-assign]
+        llm.generate(PROMPTS[1], PARAMS)
+        (counts,) = llm.levels.values()
+        assert counts.num_accepted_tokens == counts.num_draft_tokens > 10
+        assert 4 <= max(waiting) <= 8
+    with LLM(oracle_of(tmp_path, "gguf"), "auto", settings=SETTINGS) as llm:
+        assert llm._drafts[0].context.most_waiting
+
+
+def test_a_named_head_takes_its_weights_of_the_memory_limit(tmp_path: Path) -> None:
+    path = oracle_of(tmp_path, "gguf")
+    with LLM(path, "mtp@2", settings=SETTINGS) as llm:
+        head, target = llm.memory()
+    settings = replace(
+        SETTINGS, keep_packed=True, memory=f"{(target.weight_bytes + (head.weight_bytes - head.shared_bytes) / 2) / 1e3:.3f}KB"
+    )
+    for spec, on_disk in (("none", False), ("mtp@2", True)):
+        with LLM(path, spec, settings=settings) as llm:
+            assert (llm.reads()[-1].disk is not None) == on_disk
+    with pytest.raises(ConfigError, match=r"memory is limited to 0\.000 GB, and mtp alone takes 0\.\d* GB"):
+        LLM(path, "mtp@2", settings=replace(settings, memory="0.001MB"))
+
+
 def test_a_layer_in_a_file_of_its_own_is_that_of_the_whole_file(tmp_path: Path) -> None:
     main, alone = oracle_of(tmp_path, "gguf", "main"), oracle_of(tmp_path, "gguf", "mtp")
     whole, target = own_mtp(open_checkpoint(oracle_of(tmp_path / "..", "gguf"))), open_checkpoint(main)

@@ -20,6 +20,7 @@ from cpuspec.speculation.constrained import legal_part
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.heads import HeadProposer
+from cpuspec.speculation.head_context import HeadContext
 from cpuspec.speculation.planner.choose import Option, best_prefix
 from cpuspec.speculation.planner.costs import Costs, find_costs
 from cpuspec.speculation.planner.exploration import TRIAL_TOKENS, TrialBudget
@@ -30,6 +31,8 @@ from cpuspec.speculation.verify import Verdict
 
 _PLAIN_LOOKS = 4  # one of this many forwards without a draft is timed: timing takes 1 % of a short token
 _WORTH = 1.05  # a looked-up draft must promise this over what is there: what seems to gain less loses as often
+# Hidden states that wait for a head which may never be asked. At 10 KB a token, as of a 4B, 40 to 80 MB of a sequence.
+_MOST_HIDDEN = 4096
 _MOST_FED = 2  # rows fed for each that is judged, in a forward whose time tells what judged rows take
 
 
@@ -79,6 +82,10 @@ class Planner(Proposer):
         self.costs = costs
         proposers = [*lookups, *(model for model, _ in models)]
         self.hidden_layers = tuple(sorted({layer for one in proposers for layer in one.hidden_layers}))
+        self.most_hidden = _MOST_HIDDEN
+        for of_model in (model.context for model, _ in models):
+            if isinstance(of_model, HeadContext):
+                of_model.most_waiting = _MOST_HIDDEN
         self.levels = tuple(level for model, _ in models for level in model.levels) if serves else ()
         self.lookups = [LookupDrafter(proposer) for proposer in lookups]
         self.models = [ModelDrafter(proposer, its, costs, self._now_s) for proposer, its in models]
