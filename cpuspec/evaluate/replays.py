@@ -53,7 +53,7 @@ def check_replays(backend: Backend, texts: Sequence[Sequence[int]]) -> Replays:
     """
     cut = [list(text[: min(_LENGTH, backend.max_rows)]) for text in texts]
     whole = [_fed(backend, backend.new_cache(1, len(text)), [0], [text]) for text in cut]
-    runs = [Replay(name, *_compared(backend, cut, whole, way)) for name, way in _WAYS.items()]
+    runs = [Replay(name, *_compared(backend, cut, whole, *way)) for name, way in _WAYS.items()]
     return Replays(len(cut), tuple(runs), _control(backend, cut[0], whole[0]))
 
 
@@ -93,15 +93,17 @@ def _taken_back(cache: KVCache, slot: int, sizes: _Sizes) -> tuple[int, int, lis
     return length - kept, length + sizes.rows(), []
 
 
-_WAYS: dict[str, _Way] = {
-    "token by token": _one_by_one,
-    "in forwards of several sizes, with drafts taken back": _drafted,
-    "again from the least length that can be kept": _taken_back,
+# And whether each forward goes on in a copy of the slot that the last one left.
+_WAYS: dict[str, tuple[_Way, bool]] = {
+    "token by token": (_one_by_one, False),
+    "in forwards of several sizes, with drafts taken back": (_drafted, False),
+    "again from the least length that can be kept": (_taken_back, False),
+    "in copies of the slot": (_drafted, True),
 }
 
 
-def _compared(backend: Backend, texts: list[list[int]], whole: list[F32], way: _Way) -> tuple[int, tuple[int, int] | None]:
-    """The rows that were compared, and the first that differs. Two texts share each forward, and go on in copies of their slots."""
+def _compared(backend: Backend, texts: list[list[int]], whole: list[F32], way: _Way, copies: bool) -> tuple[int, tuple[int, int] | None]:
+    """The rows that were compared, and the first that differs. Two texts share each forward."""
     sizes, num_rows = _Sizes(backend.config.vocab_size), 0
     for first in range(0, len(texts), 2):
         numbers = [first, first + 1] if first + 1 < len(texts) else [first]
@@ -124,9 +126,10 @@ def _compared(backend: Backend, texts: list[list[int]], whole: list[F32], way: _
                     return num_rows, (number, begin + differing)
                 if cache.truncate(slots[number], end) != end:
                     return num_rows, (number, end)
-                other = slots[number] ^ 1
-                if cache.copy(slots[number], other, end) == end:  # and the other one is overwritten next time
-                    slots[number] = other
+                if copies:
+                    source, slots[number] = slots[number], slots[number] ^ 1
+                    if cache.copy(source, slots[number], end) != end:
+                        return num_rows, (number, end)
     return num_rows, None
 
 

@@ -64,7 +64,7 @@ class Lying:
     def found(self) -> Replays:
         """What replays say of it; it has lied in them."""
         found = check_replays(self, TEXTS)  # type: ignore[arg-type]
-        assert len(self._told) >= 2
+        assert len(self._told) >= 2, found
         return found
 
 
@@ -142,7 +142,7 @@ def test_a_certificate_is_refused_for_a_wrong_state(tmp_path_factory: pytest.Tem
     made = certify(checkpoint, SpecConfig.parse("ngram"), max_tokens=8, num_samples=50, settings=EngineConfig(threads=1))
     assert made.states
     assert made.passed
-    assert len(made.as_dict()["states"]["ways"]) == 3
+    assert len(made.as_dict()["states"]["ways"]) == 4
     (first, *others), states = made.states.ways, made.states
     for wrong in (replace(states, control_seen=False), replace(states, ways=(replace(first, differs=(0, 9)), *others))):
         assert not replace(made, states=wrong).passed
