@@ -102,7 +102,9 @@ _WAYS: dict[str, tuple[_Way, bool]] = {
 }
 
 
-def _compared(backend: Backend, texts: list[list[int]], whole: list[F32], way: _Way, copies: bool) -> tuple[int, tuple[int, int] | None]:
+def _compared(
+    backend: Backend, texts: list[list[int]], whole: list[F32], way: _Way, copies: bool
+) -> tuple[int, tuple[int, int] | None]:
     """The rows that were compared, and the first that differs. Two texts share each forward."""
     sizes, num_rows = _Sizes(backend.config.vocab_size), 0
     for first in range(0, len(texts), 2):
