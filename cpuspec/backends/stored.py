@@ -285,7 +285,7 @@ def stored_matrices(
     """
     layers: dict[str, dict[str, WeightTensor]] = {}
     for one, tensor in tensors.items():
-        if ".expert_" in name:
+        if ".expert_" in one:
             layers.setdefault(one.rpartition(".")[0], {})[one] = tensor
     in_memory = {one: tensor for one, tensor in tensors.items() if ".expert_" not in one}
     always = sum(map(packed_bytes, in_memory.values()))

@@ -275,15 +275,10 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
             }
             if not scaling.truncate:
                 found["rope.scaling.yarn_truncate"] = False
-<<<<<<< HEAD
     found = {
         key: value for key, value in (found | gguf_entries(c) | latent_entries(c) | gemma_entries(c)).items() if value is not None
     }
-    if FAMILIES[c.architecture].has_scales and c.is_recurrent:
-=======
-    found = {key: value for key, value in (found | gguf_entries(c) | latent_entries(c)).items() if value is not None}
     if FAMILIES[c.architecture].tells_ropes and (c.is_recurrent or "none" in c.layer_ropes):
->>>>>>> 6b25615 (Granite 4 without states is written as llama.cpp's granite; hidden states do not pile up for a head that auto may never ask; a named head counts for --memory; -n is --max-tokens)
         found["rope.scaling.finetuned"] = "none" not in c.layer_ropes
     general: dict[str, Value] = {"general.architecture": architecture, "general.type": "model", "general.name": checkpoint.name}
     return general | {f"{architecture}.{key}": value for key, value in found.items()}

@@ -142,7 +142,7 @@ def test_a_mixture_of_granite_that_rotates_and_has_no_states_is_one_of_llama_cpp
     again = open_checkpoint(tmp_path / "out.gguf")
     assert again.config.architecture == "granitemoe"
     engine = EngineConfig(kv_format="f32")
-    found = compare(make_backend("numpy", source, engine), make_backend("numpy", again, engine), list(range(40)))
+    found = compare_backends(make_backend("numpy", source, engine), make_backend("numpy", again, engine), list(range(40)))
     assert found.max_abs_logit_difference < 1e-4
 
 
