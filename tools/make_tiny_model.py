@@ -126,7 +126,18 @@ SHAPES: Mapping[str, ModelConfig] = {
     ),
 }
 
+_E4B_WINDOWS = ((512,) * 5 + (0,)) * 7
 LATENT_SHAPES: Mapping[str, ModelConfig] = {
+    # A number of layers like the published one's; the last 18 read keys and values of layers 22 and 23.
+    "gemma4-e4b": ModelConfig(
+        "gemma4", 262144, 2560, 10240, 42, 8, 2, 512, 131072, 1e-6, 1e6,
+        RopeScaling("factors", factors=(1.0,) * 64 + (gemma.STILL,) * 192), qk_norm=True, tied_embeddings=True, norms="both",
+        activation="gelu_tanh", embedding_scale=math.sqrt(2560), query_scale=1.0, logit_softcap=30.0, layer_windows=_E4B_WINDOWS,
+        layer_ropes=tuple("local" if window else "global" for window in _E4B_WINDOWS),
+        layer_head_dims=tuple(256 if window else 512 for window in _E4B_WINDOWS), layer_kv_heads=(2,) * 42,
+        layer_owners=tuple(i if i < 24 else 22 if window else 23 for i, window in enumerate(_E4B_WINDOWS)),
+        value_norm=True, layer_input_size=256, scales_layers=True,
+    ),
     "deepseek-v2-lite": ModelConfig(
         "deepseek2", 102400, 2048, 10944, 27, 16, 1, 576, 163840, 1e-6, 1e4,
         RopeScaling("yarn", 40.0, original_context_length=4096, attention_factor=1.0), rope_dims=64,
@@ -399,7 +410,7 @@ def _by_window(config: ModelConfig, same_values: bool, shared_layers: int, layer
         layer_sizes=tuple(config.intermediate_size * (1 if i < first else 2) for i in range(count)) if shared_layers else (),
         layer_input_size=layer_input_size,
         query_scale=1.0,
-        rope_scaling=RopeScaling("factors", factors=(1.0,) * (config.head_dim // 4) + (1e30,) * (config.head_dim * 3 // 4)),
+        rope_scaling=RopeScaling("factors", factors=(1.0,) * (config.head_dim // 4) + (gemma.STILL,) * (config.head_dim * 3 // 4)),
     )
 
 
@@ -436,6 +447,8 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, F32]:
     for name, shape in tensor_shapes(config).items():
         mean, deviation = _moments(name, shape)
         weights[name] = (mean + deviation * rng.standard_normal(shape)).astype(np.float32)
+        if config.value_norm and name.endswith("q_norm"):
+            weights[name] /= np.float32(math.sqrt(len(weights[name])))  # scores have no other factor
         if isinstance(config.recurrent, DeltaNet) and name.endswith("delta_qkv"):
             # Keys resemble queries: a result that nearly vanishes would have its rounding errors magnified by the norm behind it.
             size = config.recurrent.key_heads * config.recurrent.key_dims

@@ -10,6 +10,8 @@ from cpuspec.checkpoints.fields import Fields
 from cpuspec.config import ModelConfig
 from cpuspec.formats import QuantTensor
 
+STILL = float(np.float32(1e30))  # a divisor of the frequency of pairs that do not turn, as GGUF files have it
+
 
 def _owners(slides: Sequence[bool], num_shared: int) -> tuple[int, ...]:
     """For each layer the one whose keys and values it reads: the last ones read those of the last earlier layer of their kind."""

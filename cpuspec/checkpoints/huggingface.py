@@ -55,7 +55,6 @@ _NEUTRAL_ROPE = {"factor": 1, "attn_factor": 1, "extrapolation_factor": 1, "atte
 _TELLING_ROPE = ("original_max_position_embeddings", "finetuned")
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 
-_STILL = float(np.float32(1e30))  # a divisor of the frequency of pairs that do not turn, as GGUF files have it
 _SINGLE = "model.safetensors"
 _SENSES = re.compile(
     r"(model\.)?(vision_tower|vision_model|vision_encoder|visual|multi_modal_projector|mm_projector|audio_tower|embed_vision|embed_audio)\."
@@ -362,7 +361,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
     if family.by_window:
         own = gemma.read_hf(fields, slides)
         turned_pairs = int(own["head_dim"] * turned) // 2
-        factors = (1.0,) * turned_pairs + (_STILL,) * (own["head_dim"] // 2 - turned_pairs)
+        factors = (1.0,) * turned_pairs + (gemma.STILL,) * (own["head_dim"] // 2 - turned_pairs)
         return replace(config, **own, rope_scaling=RopeScaling("factors", factors=factors) if turned < 1 else None)
     return replace(config, **read_latent(fields, rope, scaling)) if family.latent else config
 

@@ -209,7 +209,7 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
     read_bytes = sum(
         t.num_bytes * (share if ".expert_" in name else 1)
         for name, t in tensors.items()
-        if name != "embed" or config.tied_embeddings
+        if name != "layer_embed" and (name != "embed" or config.tied_embeddings)
     )
     bandwidth = read_bandwidth(threads)
     report = {

@@ -94,7 +94,7 @@ WRONG: dict[str, list[dict]] = {
     "glm4_moe_lite": [{"experts": {"score": "softmax"}}, {"experts": {"shifted": False}}],
     "mistral4": [{"query_growth": 0.0}, {"rope_scaling": None}],
     "gemma4": [{"value_norm": False}, {"query_scale": None}, {"rope_scaling": None}, {"logit_softcap": 0.0}, {"layer_windows": ()}],
-    "gemma4, E": [{"embedding_scale": 15.0}, {"scales_layers": False}],
+    "gemma4, E": [{"embedding_scale": 15.0}],
     "lfm2": [{"qk_norm": False}, {"rope_base": 20000.0}],
     "lfm2moe": [{"experts": {"score": "softmax"}}, {"experts": {"normalised": False}}, {"experts": {"shifted": False}}],
     "granitehybrid": [{"layer_ropes": ()}, {"residual_scale": 1.0}],

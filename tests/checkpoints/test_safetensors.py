@@ -56,7 +56,8 @@ def test_configuration_and_values_come_back_as_written_in_either_container(tmp_p
     if shape["rope_scaling"]:
         shape["rope_scaling"] = replace(shape["rope_scaling"], attention_factor=None)  # which llama.cpp computes
     file = make_tiny_gguf(tmp_path / "m.gguf", architecture, weight_format="f32", seed=5, **shape)
-    in_file = replace(config, experts=experts, rope_scaling=shape["rope_scaling"], norm_eps=float(np.float32(config.norm_eps)))
+    scaling = config.rope_scaling if FAMILIES[architecture].by_window else shape["rope_scaling"]
+    in_file = replace(config, experts=experts, rope_scaling=scaling, norm_eps=float(np.float32(config.norm_eps)))
     for path, wanted in ((directory, config), (file, in_file)):
         checkpoint = open_checkpoint(path)
         assert checkpoint.config == wanted

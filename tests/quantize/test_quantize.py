@@ -222,6 +222,7 @@ OF_TENSORS = {
     *("norm_spans", "experts", "layer_experts", "shared_size", "shared_gate", "norm_kind", "norm_bias", "gated", "mlp_bias"),
     *("parallel", "rotates_first", "query_growth_length", "sinks", "gated_attention", "recurrent", "layer_recurrent"),
     *("beside", "layer_feeds", "latent", "layer_head_dims", "layer_kv_heads", "value_dim"),
+    *("layer_owners", "layer_values", "layer_sizes", "value_norm", "layer_input_size", "scales_layers"),
 }
 
 
@@ -250,6 +251,8 @@ def test_no_field_of_a_configuration_is_lost_silently(
             continue  # whose factors are as many as half of the dimensions that turn
         if name in ("rope_dims", "rope_scaling", "query_scale") and source.config.latent:
             continue  # the first is `Latent.turned`, and of a scaling and the factor of scores files tell both at once
+        if name in ("rope_scaling", "rope_dims") and FAMILIES[architecture].by_window:
+            continue  # which pairs turn is said by factors, of which each family has its own number
         if name.startswith("rope_") and not source.config.num_attention_layers:
             continue  # nothing rotates
         if name == "query_growth" or (name == "rope_scaling" and source.config.query_growth):  # which count by one length

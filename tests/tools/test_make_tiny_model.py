@@ -81,6 +81,9 @@ def test_known_shapes_have_the_parameters_of_their_names():
         "qwen3.5-4b": 4206,
         "qwen3.5-35b-a3b": 34661,
         "lfm2.5-1.2b": 1170.3,
+        "gemma4-e4b": 7463,
+        "deepseek-v2-lite": 15706,
+        "glm-4.7-flash": 29943,
     }
     for name, config in SHAPES.items():
         count = sum(math.prod(shape) for shape in tensor_shapes(config).values())
