@@ -370,7 +370,7 @@ def _read_experts(
     if not fields.integer("expert_count", 0):
         return {}
     if family.experts is None:
-        fields.fail("expert_count", f"none; {family.architecture} models have no experts")
+        fields.fail("expert_count", f"none; this version computes {family.architecture} models without experts alone")
     gating = fields.integer("expert_gating_func", 0)
     if gating and gating not in GGUF_SCORES:
         fields.fail("expert_gating_func", f"one of {', '.join(map(str, GGUF_SCORES))}")
