@@ -66,6 +66,7 @@ _SCALES = ("attention.scale", "logit_scale", "residual_scale", "embedding_scale"
 _HARMLESS = frozenset(
     {
         "attention.layer_norm_epsilon",  # of another kind of norms
+        "expert_shared_count",  # whose tensors have all their rows
         "rope.scaling.finetuned",
         "rope.scaling.original_context_length",
         *(f"rope.scaling.{of}beta_{end}" for of in ("yarn_", "") for end in ("fast", "slow")),
