@@ -205,7 +205,7 @@ WINDOW = {"qwen2.attention.sliding_window": (4, T.UINT32)}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"qwen2.expert_count": (8, T.UINT32)}, "qwen2 models have no experts"),
+        ({"qwen2.expert_count": (8, T.UINT32)}, "computes qwen2 models without experts alone"),
         ({"qwen2.expert_count": ([0, 8], T.ARRAY)}, "wanted an integer"),
         ({"qwen2.attention.sliding_window": (128, T.UINT32)}, "this architecture has no windows"),
         (
