@@ -130,7 +130,7 @@ class _Writer:
     def gate(self, gate: int, up: int | None, activation: str) -> int:
         return gate
 
-    def add(self, x: int, branch: int, name: str, norm: str | None) -> int:
+    def add(self, x: int, branch: int, name: str, norm: str | None, factor: str | None = None) -> int:
         self._multiply(name)
         return x
 

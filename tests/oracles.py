@@ -244,7 +244,7 @@ class ToyTokenizer:
     def turns(self, ids: list[int]) -> tuple[int, ...]:
         return tuple(at for at, token_id in enumerate(ids) if token_id == 0)
 
-    def encode_chat(self, messages: list[dict[str, str]], variables: object = None) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, str]], variables: object = None, **how: bool) -> list[int]:
         return [0, *(t for message in messages for t in self.encode(message["content"], add_special=False))]
 
 
@@ -269,6 +269,7 @@ class SampledProposer:
     """
 
     name = "sampled"
+    most_hidden: int | None = None
     levels = ()
 
     def __init__(

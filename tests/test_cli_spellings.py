@@ -10,7 +10,7 @@ from tools.make_coming_from import PAGE, page
 
 PROGRAM = {name: whole_command(name) for name in ("generate", "chat", "serve", "batch", "bench")}
 LINES = [
-    ("generate", "-m a.gguf -p hi -n 8 --temp 0 -ngl 99 -t 2", "-m a.gguf --max-tokens 8 --temperature 0 --threads 2 hi"),
+    ("generate", "-m a.gguf -p hi -n 8 --temp 0 -ngl 99 -t 2", "-m a.gguf -n 8 --temperature 0 --threads 2 hi"),
     ("generate", "-m a.gguf -p -x --seed -n", "-m a.gguf --seed -n -- -x"),
     ("generate", "a.gguf -c 0 --ctx-size=512 -- -n 5", "a.gguf --context-length 512 -- -n 5"),
     ("generate", "-hf o/n:Q4_K_M -no-cnv --spec-type draft-mtp --stop -r", "--model o/n:Q4_K_M --raw --draft mtp --stop -r"),
@@ -36,7 +36,7 @@ def test_options_of_other_programs_are_read(command: str, typed: str, read: str)
         ("serve", "a -p hi", "PROMPT, which this command does not have"),
         ("generate", "a -ctk q4_1", "here it is --kv-format, and q4_1 is none of it"),
         ("generate", "a -np 4", "--max-sequences, which this command does not have"),
-        ("generate", "a -n", "its value is none of it"),
+        ("generate", "a --predict", "its value is none of it"),
     ],
 )
 def test_what_has_no_counterpart_is_an_error_that_says_what_to_do(command: str, typed: str, why: str) -> None:

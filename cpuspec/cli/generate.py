@@ -95,7 +95,7 @@ def generate(
             "sampling_params": describe_params(params),
             "logprobs": None if logprobs is None else [asdict(one) for one in answer.logprobs],
             "stats": answer.stats and answer.stats.as_dict(),
-            "memory_line": [asdict(one) for one in llm.memory()],
+            "memory": [asdict(one) for one in llm.memory()],
             "reads": [asdict(one) for one in llm.reads()],
             "plan": [asdict(one) for one in llm.explain()],
         }

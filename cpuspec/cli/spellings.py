@@ -47,7 +47,7 @@ def _flag(program: str, *names: str, why: str) -> Spelling:
 
 SPELLINGS = (
     Spelling(LLAMA, ("-p", "--prompt"), "PROMPT"),
-    Spelling(LLAMA, ("-n", "--predict", "--n-predict"), "--max-tokens"),
+    Spelling(LLAMA, ("--predict", "--n-predict"), "--max-tokens"),
     Spelling(LLAMA, ("-c", "--ctx-size"), "--context-length", read=lambda value: None if value == "0" else value),
     Spelling(LLAMA, ("-t",), "--threads"),
     Spelling(LLAMA, ("--temp",), "--temperature"),

@@ -94,6 +94,7 @@ class HeadProposer:
     """Drafts with a head: each token beside the hidden state of the token before it, the head's own for drafted tokens."""
 
     name = "head"
+    most_hidden: int | None = None
     levels = ()
 
     def __init__(self, head: Backend, last_layer: int) -> None:

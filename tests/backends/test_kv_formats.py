@@ -126,7 +126,7 @@ def test_bytes_per_token_are_what_a_slot_holds(case: _Case) -> None:
     padded = -(-config.head_dim // unit) * unit
     cache = backend.new_cache(1, 4 * CHUNK)
     assert cache.bytes_per_token == 2 * config.num_layers * config.num_kv_heads * padded * bits / 8
-    assert cache.storage(0).memory.nbytes == 4 * CHUNK * cache.bytes_per_token
+    assert cache.storage(0).memory[0].nbytes == 4 * CHUNK * cache.bytes_per_token
     backend.close()
 
 
@@ -139,10 +139,12 @@ def test_long_walks_are_shared_among_threads_without_a_trace(tmp_path_factory) -
         backend = make_backend("numba", checkpoint, EngineConfig(threads=threads, max_rows=64))
         cache = backend.new_cache(2, 6000)
         if past is None:
-            past = np.random.default_rng(0).standard_normal(cache.storage(0).memory.nbytes // 2).astype(np.float16).view(np.uint8)
-            past = past.reshape(cache.storage(0).memory.shape)
+            past = (
+                np.random.default_rng(0).standard_normal(cache.storage(0).memory[0].nbytes // 2).astype(np.float16).view(np.uint8)
+            )
+            past = past.reshape(cache.storage(0).memory[0].shape)
         for slot in range(2):
-            cache.storage(slot).memory[:] = past
+            cache.storage(slot).memory[0][:] = past
         cache.lengths[:] = 5900, 700
         together = forward(backend, cache, {1: TOKENS[:3], 0: TOKENS[:40]}).logits[3:]
         cache.lengths[0] = 5900

@@ -106,7 +106,7 @@ def test_keys_and_values_are_rounded_to_the_references_bits(name: str, dims: int
 
 @pytest.mark.parametrize("name", KV_LAYOUTS)
 def test_a_slot_grows_with_what_it_holds_and_keeps_it(name: str) -> None:
-    storage = Storage(KV_LAYOUTS[name], 2, 3, 80, 1000, CPU)
+    storage = Storage(KV_LAYOUTS[name], [(3, 80, 80)] * 2, 1000, CPU)
     rows = torch.from_numpy(np.random.default_rng(3).standard_normal((700, 2, 3, 80), np.float32))
     sizes = []
     for start in range(0, 700, 7):
@@ -125,7 +125,7 @@ def test_a_slot_grows_with_what_it_holds_and_keeps_it(name: str) -> None:
 
 
 def test_a_slot_for_which_there_is_no_memory_says_what_would_help() -> None:
-    storage = Storage(KV_LAYOUTS["f32"], 1000, 1000, 1000, 1 << 40, CPU)
+    storage = Storage(KV_LAYOUTS["f32"], [(1000, 1000, 1000)] * 1000, 1 << 40, CPU)
     with pytest.raises(CacheError, match="context_length"):
         storage.provide(1 << 40)
     assert storage.size == 0

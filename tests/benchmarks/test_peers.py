@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import instruction_sets
 import llama_cpp_build
@@ -359,7 +360,7 @@ def test_a_busy_process_runs_beside_busy_figures_only(monkeypatch):
         def measure(self, figure):
             return {figure.name: 1.0 + len(running)}
 
-    monkeypatch.setattr(peers.subprocess, "Popen", Spinner)
+    monkeypatch.setattr(peers, "subprocess", SimpleNamespace(Popen=Spinner))
     samples = peers.measure({("native", "cpuspec"): Watching()}, Rounds(2, 1), [FIGURES["decode"], FIGURES["busy"]], {})
     assert samples == {("native", "cpuspec"): [{"decode": 1.0, "decode, busy": 2.0}] * 2}
     assert len(started) == 2

@@ -217,7 +217,7 @@ def test_an_empty_prompt_starts_from_the_beginning_of_text_or_is_a_clear_error()
         ([None], "a prompt is a text, a list of token ids"),
         (7, "prompts are texts or lists of token ids"),
         (b"ab", "prompts are texts or lists of token ids"),
-        ({"role": "user", "content": "hi"}, "prompts are texts or lists of token ids"),
+        ({"role": "user", "content": "hi"}, "a prompt is a text, a list of token ids"),
     ],
 )
 def test_prompts_that_cannot_run_are_clear_errors_and_leave_nothing_behind(prompts: Any, message: str) -> None:

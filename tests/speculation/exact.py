@@ -53,7 +53,7 @@ class ExactContext:
         pass
 
     def score(
-        self, seqs: list[Sequence], drafts: list[Draft], hidden_layers: tuple[int, ...] = (), chunks: object = ()
+        self, seqs: list[Sequence], drafts: list[Draft], hidden: object = (), chunks: object = (), most: object = None
     ) -> list[ForwardOutput]:
         outputs = []
         for seq, draft in zip(seqs, drafts, strict=True):

@@ -33,6 +33,7 @@ class Failing:
     """Drafts what came `len(seq.tokens) // 2` tokens ago, and fails when the answer of one prompt has some tokens."""
 
     hidden_layers: tuple[int, ...] = ()
+    most_hidden: int | None = None
     levels: tuple[Any, ...] = ()
     name = "failing"
 

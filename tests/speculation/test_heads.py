@@ -738,7 +738,7 @@ def test_a_recipe_ties_a_head_to_its_target(target: Checkpoint, heads: dict[str,
         llm_over(other, str(path))
     llm_over(other, str(made.path)).close()  # without a recipe, nothing says what it was trained for
     write(named, "heads/none")
-    with pytest.raises(DownloadError, match="is not there"):
+    with pytest.raises(DownloadError, match="is not in this installation"):
         llm_over(target, str(path))
     make_tiny_hf(tmp_path / "heads" / "model", **SMALL)
     write(named, "heads/model")

@@ -37,7 +37,7 @@ class FloatRows(ExactContext):
     """For a chain that chooses greedily, which looks at logits and draws nothing."""
 
     def score(
-        self, seqs: list[Sequence], drafts: list[Draft], hidden_layers: tuple[int, ...] = (), chunks: object = ()
+        self, seqs: list[Sequence], drafts: list[Draft], hidden: object = (), chunks: object = (), most: object = None
     ) -> list[ForwardOutput]:
         return [ForwardOutput(output.logits.astype(np.float32)) for output in super().score(seqs, drafts)]
 
