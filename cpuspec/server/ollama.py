@@ -156,17 +156,21 @@ class _Shape:
         self.head, self.context, self._in_message = dict(head), context, in_message
 
     def line(self, content: str, parts: Mapping[str, Any], **more: Any) -> Event:
-        """A line. parts: `thinking` and `tool_calls`, where there are any."""
-        logprobs = {name: parts[name] for name in parts if name == "logprobs"}
-        others = {name: value for name, value in parts.items() if name not in logprobs}
+        """A line. parts: `thinking` and `tool_calls`, where there are any. more: fields of the line itself in both shapes."""
         if self._in_message:
-            return {**self.head, "message": {"role": "assistant", "content": content, **others}, "done": False, **logprobs, **more}
-        return {**self.head, "response": content, **others, "done": False, **logprobs, **more}
+            return {**self.head, "message": {"role": "assistant", "content": content, **parts}, "done": False, **more}
+        return {**self.head, "response": content, **parts, "done": False, **more}
 
-    def parts(self, line: Event) -> dict[str, Any]:
-        """The texts of a line that `line` made."""
-        found: dict[str, Any] = line["message"] if self._in_message else line
-        return found
+    def joined(self, lines: Sequence[Event]) -> Event:
+        """The last line, with what all of them say."""
+        parts = [line["message"] if self._in_message else line for line in lines]
+        content = "".join(part["content" if self._in_message else "response"] for part in parts)
+        found: dict[str, Any] = {"thinking": "".join(part.get("thinking", "") for part in parts)}
+        found["tool_calls"] = [call for part in parts for call in part.get("tool_calls", ())]
+        logprobs = [one for line in lines for one in line.get("logprobs", ())]
+        more = {name: value for name, value in lines[-1].items() if name not in ("message", "response")}
+        said = {name: value for name, value in found.items() if value}
+        return self.line(content, said, **more, **({"logprobs": logprobs} if logprobs else {}))
 
 
 class _OllamaLines(Writer):
@@ -197,19 +201,7 @@ class _OllamaLines(Writer):
 
     def whole(self, events: Sequence[Event], stats: Sequence[RequestStats]) -> Event:
         """The last line, with the texts and calls of all."""
-        parts = list(map(self._shape.parts, events))
-        name = "content" if "content" in parts[0] else "response"
-        found: dict[str, Any] = {name: "".join(one[name] for one in parts)}
-        if thinking := "".join(one.get("thinking", "") for one in parts):
-            found["thinking"] = thinking
-        for many in ("tool_calls", "logprobs"):
-            if listed := [item for one in (parts if many == "tool_calls" else events) for item in one.get(many, ())]:
-                found[many] = listed
-        last = dict(events[-1])
-        if name == "content":
-            logprobs = {"logprobs": found.pop("logprobs")} if "logprobs" in found else {}
-            return {**last, "message": {"role": "assistant", **found}, **logprobs}
-        return {**last, **found}
+        return self._shape.joined(events)
 
     def sign_of_life(self) -> str:
         """Nothing: every line must be JSON, and clients of this protocol wait."""
@@ -228,13 +220,11 @@ class _OllamaLines(Writer):
                     self._calls.append({"id": call["id"], **call["function"]})
                 else:
                     self._calls[-1]["arguments"] += call["function"]["arguments"]
-            content, parts = delta.get("content", ""), {}
-            if delta.get("reasoning_content"):
-                parts["thinking"] = delta["reasoning_content"]
-            if choice["logprobs"]:
-                parts["logprobs"] = choice["logprobs"]["content"]
-            if content or parts:
-                yield self._shape.line(content, parts)
+            content = delta.get("content", "")
+            parts = {"thinking": delta["reasoning_content"]} if delta.get("reasoning_content") else {}
+            more = {"logprobs": choice["logprobs"]["content"]} if choice["logprobs"] else {}
+            if content or parts or more:
+                yield self._shape.line(content, parts, **more)
 
 
 def _head(request: Request, model: ServedModel) -> dict[str, Any]:
