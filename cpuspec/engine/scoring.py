@@ -1,5 +1,6 @@
 """How likely texts are: the logits of their tokens, and log-probabilities of a request's prompt."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -52,30 +53,37 @@ class ScoringJob:
 
     def __init__(self, backend: Backend, prompts: Sequence[list[int]], num_top: int = 0) -> None:
         """prompts: token ids, none empty. num_top: likeliest tokens to report in each place."""
-        self.is_done = not prompts
         self._prompts, self._num_top = prompts, num_top
         self._scores: list[list[TokenLogprobs]] = [[] for _ in prompts]
         self._scorer = Scorer(backend, max(map(len, prompts), default=1))
-        self._chunk = min(_ROWS, backend.max_rows)
-        self._steps = self._run()
+        self._max_rows = min(_ROWS, backend.max_rows)
+        self._unread = deque(sorted(range(len(prompts)), key=prompts.__getitem__))  # the first one has unread tokens
+        self._leave_read()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every text has been read."""
+        return not self._unread
 
     def step(self, max_rows: int | None = None) -> None:
         """Run one forward of at most `max_rows` tokens; None for as many as a step takes."""
-        self._chunk = min(max_rows or _ROWS, _ROWS, self._chunk)
-        self.is_done = next(self._steps, True)
+        number = self._unread[0]
+        tokens, found = self._prompts[number], self._scores[number]
+        end = min(len(tokens) - 1, len(found) + min(max_rows or _ROWS, self._max_rows))
+        for rows in self._scorer.logits(tokens[:end], len(found)):
+            found += [logprobs(row, tokens[len(found) + 1 + at], self._num_top) for at, row in enumerate(rows)]
+        self._leave_read()
 
     def scores(self) -> list[list[TokenLogprobs]]:
         """For each text, when the job is done, the scores of its tokens but the first, which nothing stands before."""
         assert self.is_done, "scores are there when every text has been read"
         return self._scores
 
-    def _run(self) -> Iterator[bool]:
-        last = 0
-        for number in sorted(range(len(self._prompts)), key=self._prompts.__getitem__):
-            tokens, found = self._prompts[number], self._scores[number]
-            found += self._scores[last][: max(0, shared_prefix(self._prompts[last], tokens) - 1)] if last != number else []
-            last = number
-            if len(found) < len(tokens) - 1:
-                for rows in self._scorer.logits(tokens[:-1], len(found), self._chunk):
-                    found += [logprobs(row, tokens[len(found) + 1 + at], self._num_top) for at, row in enumerate(rows)]
-                    yield False
+    def _leave_read(self) -> None:
+        """Leave texts whose scores are complete. The next one has those of its tokens that it shares with the one before."""
+        while self._unread and len(self._scores[self._unread[0]]) == len(self._prompts[self._unread[0]]) - 1:
+            last = self._unread.popleft()
+            if self._unread:
+                following = self._unread[0]
+                shared = shared_prefix(self._prompts[last], self._prompts[following])
+                self._scores[following] += self._scores[last][: max(0, shared - 1)]
