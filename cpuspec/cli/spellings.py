@@ -17,9 +17,9 @@ LLAMA, VLLM, OLLAMA = "llama.cpp", "vLLM", "Ollama"
 class Spelling:
     """An option of another program.
 
-    ours: the option that it stands for, "PROMPT" for an argument, "" for none. value: whether a value follows it. read: the value
-    in our spelling; None for one that has none. why: what to do where it stands for nothing. passes: it is left out with a note,
-    else it is an error.
+    ours: the option that it stands for, "PROMPT" for an argument, "" for none. value: whether a value follows it.
+    read: the value in our spelling; None for one that has none, "" for one that is our default.
+    why: what to do where it stands for nothing. passes: it is left out with a note, else it is an error.
     """
 
     program: str
@@ -48,7 +48,7 @@ def _flag(program: str, *names: str, why: str) -> Spelling:
 SPELLINGS = (
     Spelling(LLAMA, ("-p", "--prompt"), "PROMPT"),
     Spelling(LLAMA, ("--predict", "--n-predict"), "--max-tokens"),
-    Spelling(LLAMA, ("-c", "--ctx-size"), "--context-length", read=lambda value: None if value == "0" else value),
+    Spelling(LLAMA, ("-c", "--ctx-size"), "--context-length", read=lambda value: "" if value == "0" else value),
     Spelling(LLAMA, ("-t",), "--threads"),
     Spelling(LLAMA, ("--temp",), "--temperature"),
     Spelling(LLAMA, ("-s",), "--seed"),
@@ -153,9 +153,7 @@ def _replaced(
             return [one.ours]
         read = one.read(given[0]) if given else None
         if read is not None:
-            return [one.ours, read]
-        if one.ours == "--context-length":
-            return []
+            return [] if given[0] and not read else [one.ours, read]
         value = " ".join(given) or "its value"
         raise typer.BadParameter(f"{name} is {one.program}'s; here it is {one.ours}, and {value} is none of it")
     if one.passes:
