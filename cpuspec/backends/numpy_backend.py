@@ -142,7 +142,7 @@ class NumpyBackend:
 
 
 def _told(x: Array, names: tuple[str, ...], expert: int) -> None:
-    """What rows are multiplied with, where nobody wants to know."""
+    """Ignore the inputs of matrices: the callback of a forward that nobody observes."""
 
 
 class Forward:

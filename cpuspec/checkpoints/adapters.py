@@ -32,7 +32,7 @@ _PLAIN = {"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias"
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """What is added to matrices of a model: `up @ down`, with the adapter's own scale and the caller's in `up`.
+    """An adapter adds `up @ down` to each of its matrices; `up` includes the adapter's own scale and the caller's.
 
     pairs: by canonical name, down F32 [rank, K] and up F32 [N, rank].
     """

@@ -29,7 +29,7 @@ def _check_shared(fields: Fields, key: str, slides: Sequence[bool]) -> int:
 
 
 def read_hf(fields: Fields, slides: Sequence[bool]) -> dict[str, Any]:
-    """Those of a config.json, as arguments of `ModelConfig`. slides: for each layer whether it has a window."""
+    """The settings in a config.json as arguments of `ModelConfig`. slides: for each layer whether it has a window."""
     if fields.text("use_bidirectional_attention", "vision") == "all":
         fields.fail("use_bidirectional_attention", "null or vision; attention that is not causal is not supported")
     if fields.boolean("enable_moe_block", False):
@@ -55,7 +55,7 @@ def read_hf(fields: Fields, slides: Sequence[bool]) -> dict[str, Any]:
 
 
 def read_gguf(fields: Fields, slides: Sequence[bool], tensors: Mapping[str, QuantTensor]) -> dict[str, Any]:
-    """Those of a GGUF file, as arguments of `ModelConfig`. slides: for each layer whether it has a window."""
+    """The settings in a GGUF file as arguments of `ModelConfig`. slides: for each layer whether it has a window."""
     count, num_blocks = len(slides), fields.integer("block_count")
     whole = fields.integer("attention.key_length")
     local = fields.integer("attention.key_length_swa", whole)

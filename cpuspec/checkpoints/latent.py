@@ -16,12 +16,12 @@ def _arguments(latent: Latent, scale: float) -> dict[str, Any]:
 
 
 def _growth(scaling: RopeScaling | None) -> float:
-    """What YaRN's slopes are factors of (arXiv 2309.00071, section 3.4)."""
+    """The number that YaRN's slopes multiply, 0 without YaRN (arXiv 2309.00071, section 3.4)."""
     return 0.1 * math.log(max(scaling.factor, 1.0)) if scaling and scaling.kind == "yarn" else 0.0
 
 
 def read_hf(fields: Fields, rope: Fields, scaling: RopeScaling | None) -> dict[str, Any]:
-    """Those of a config.json and its rotary settings, as arguments of `ModelConfig`."""
+    """The settings in a config.json as arguments of `ModelConfig`. rope, scaling: its rotary settings."""
     if fields.boolean("attention_bias", False):
         fields.fail("attention_bias", "false; latent attention with biases is not supported")
     if not fields.boolean("rope_interleave", True):
@@ -35,7 +35,7 @@ def read_hf(fields: Fields, rope: Fields, scaling: RopeScaling | None) -> dict[s
 
 
 def read_gguf(fields: Fields, scaling: RopeScaling | None, tensors: Mapping[str, QuantTensor]) -> dict[str, Any]:
-    """Those of a GGUF file, as arguments of `ModelConfig`. Files from before the vector was cached have no lengths of `mla`."""
+    """The settings in a GGUF file as arguments of `ModelConfig`. Files that cache no common vector have no lengths of `mla`."""
     rank, turned = fields.integer("attention.kv_lora_rank"), fields.integer("rope.dimension_count")
     whole, values = fields.integer("attention.key_length"), fields.integer("attention.value_length")
     if "attention.key_length_mla" in fields:
