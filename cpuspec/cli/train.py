@@ -12,7 +12,7 @@ from cpuspec.cli.console import counted, emit_json, exit_codes, note
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import busy
-from cpuspec.cli.train_heads import block, distill, eagle3, export
+from cpuspec.cli.train_heads import block, distill, eagle3, export, mtp
 from cpuspec.errors import ConfigError
 from cpuspec.metrics import now_s
 
@@ -245,5 +245,5 @@ def _check_files(paths: list[Path], name: str) -> None:
 train_app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Train heads that draft for a model, from its own answers."
 )
-for command in (block, eagle3, distill, export, answers):
+for command in (block, eagle3, mtp, distill, export, answers):
     options.register(train_app, command)

@@ -1,4 +1,4 @@
-"""The commands that train: `cpuspec train block` and `eagle3` for heads, `distill` for a model that drafts; and `export`."""
+"""The commands that train: `cpuspec train block`, `eagle3` and `mtp` for heads, `distill` for a model that drafts; and `export`."""
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from cpuspec.cli.progress import StepProgress
 
 if TYPE_CHECKING:
     from cpuspec.train.block import BlockLoss
-    from cpuspec.train.eagle3 import Eagle3Loss
+    from cpuspec.train.chains import ChainLoss
     from cpuspec.train.loop import Measured, Schedule
 
 _EXPORTED = ("f32", "f16", "bf16", "q8_0", "q4_0", "iq4_nl")
@@ -67,9 +67,12 @@ _SCHEDULE = (
 )  # fmt: skip
 
 
-def takes_training(of_head: bool, **defaults: float) -> Callable[[options.Command], options.Command]:
-    """Give a command the options of every training, and those of heads; it gets their values as `chosen: dict[str, Any]`."""
-    declared = [*(_SHAPE if of_head else ()), *_SCHEDULE]
+def takes_training(of_head: bool, but: tuple[str, ...] = (), **defaults: float) -> Callable[[options.Command], options.Command]:
+    """Give a command the options of every training, and those of heads; it gets their values as `chosen: dict[str, Any]`.
+
+    but: names of options that it does not have.
+    """
+    declared = [one for one in (*(_SHAPE if of_head else ()), *_SCHEDULE) if one.name not in but]
     return options.takes("chosen", [one.replace(default=defaults.get(one.name, one.default)) for one in declared], _read)
 
 
@@ -124,9 +127,30 @@ def eagle3(
     chosen: dict[str, Any],
 ) -> None:
     """Train an EAGLE-3 head: one layer that drafts token by token, trained on its own outputs; `--draft OUT` uses it."""
-    from cpuspec.train.eagle3 import Eagle3Loss
+    from cpuspec.train.chains import ChainLoss
 
-    _train(model, samples, out, Eagle3Loss(steps), chosen, {}, as_json)
+    _train(model, samples, out, ChainLoss(steps=steps), chosen, {}, as_json)
+
+
+@exit_codes()
+@takes_training(of_head=True, but=_OF_SHAPE)
+def mtp(
+    model: options.ModelArgument,
+    samples: SamplesArgument,
+    out: OutArgument,
+    *,
+    steps: Annotated[int, option("N", "Tokens of a chain, drafted on the layer's own outputs.", min=1, max=16)] = 3,
+    as_json: options.JsonOption = False,
+    chosen: dict[str, Any],
+) -> None:
+    """Train a layer for multi-token prediction, as Qwen3.5 and DeepSeek have one; `--draft OUT` uses it.
+
+    It is a layer of the model's own shape, which reads its final state. `train export` writes it as the file mtp-*.gguf beside a
+    model, which cpuspec and llama.cpp find. It drafts every token; --vocab says how many of them it is trained on.
+    """
+    from cpuspec.train.chains import ChainLoss
+
+    _train(model, samples, out, ChainLoss("mtp", steps, decay=0.6), chosen, {}, as_json)
 
 
 @exit_codes()
@@ -172,7 +196,8 @@ def export(
         bool, flag("--tokenizer/--no-tokenizer", "Without the tokenizer the file is smaller, and for cpuspec alone.")
     ] = True,
 ) -> None:
-    """Write an EAGLE-3, DFlash or DSpark head as a GGUF file, for llama-server (--spec-draft-model) and for cpuspec.
+    """Write a head as a GGUF file, for llama-server (--spec-draft-model) and for cpuspec: EAGLE-3, DFlash, DSpark, or a layer for
+    multi-token prediction, which both find beside the model as mtp-*.gguf.
 
     MODEL is the model that it drafts for, whose tokenizer goes into the file. Needs no torch.
     """
@@ -196,7 +221,7 @@ def _train(
     model: str,
     samples: Path,
     out: Path,
-    loss: "BlockLoss | Eagle3Loss",
+    loss: "BlockLoss | ChainLoss",
     chosen: Mapping[str, Any],
     of_shape: Mapping[str, Any],
     as_json: bool,
@@ -205,7 +230,7 @@ def _train(
     from cpuspec.train.samples import open_samples
     from cpuspec.train.start import HeadShape
 
-    of_head = {name: chosen[name] for name in _OF_SHAPE} | {"copied": not chosen["cold"]} | dict(of_shape)
+    of_head = {name: chosen[name] for name in _OF_SHAPE if name in chosen} | {"copied": not chosen["cold"]} | dict(of_shape)
     vocab_size, source = chosen["vocab_size"], chosen["source"]
     if source is None and vocab_size is not None:
         of_head["vocab_size"] = vocab_size

@@ -1,6 +1,7 @@
-"""A trained head as a GGUF file in the layouts of llama.cpp's converter, which its server drafts with: `eagle3` and `dflash`.
+"""A trained head as a GGUF file in the layouts of llama.cpp's converter, which its server drafts with.
 
-The keys and tensors are those that `checkpoints/heads/gguf.py` reads; the tokenizer is the target's.
+The keys and tensors of `eagle3` and `dflash` are those that `checkpoints/heads/gguf.py` reads. A layer for multi-token prediction
+is a file of the target's architecture without the blocks before that layer. The tokenizer is the target's.
 """
 
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.canonical import GGUF, in_file_order
+from cpuspec.checkpoints.canonical import GGUF, file_names, in_file_order
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.gguf_file import Value
 from cpuspec.checkpoints.gguf_writer import IdsInfo, TensorInfo, entry, write_gguf
@@ -18,6 +19,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.files import replacing
 from cpuspec.formats import Format, QuantTensor, get_format
 from cpuspec.formats.tensor import U8
+from cpuspec.quantize import prediction
 from cpuspec.quantize.gguf_output import rope_factors, shape_entries, tokenizer_entries
 from cpuspec.quantize.weights import layer_parts
 
@@ -37,8 +39,14 @@ def write_head(path: Path, head: Head, target: Checkpoint, format: Format, has_t
     Raises ConfigError for a head that llama.cpp has no layout or no computation for, or a tokenizer that has no place in such a
     file; FormatError for rows that do not fill the format's blocks; OSError where it cannot be written.
     """
+    if head.method == "mtp":
+        _write_mtp(path, head, target, format, has_tokenizer)
+        return
     if head.method not in ("eagle3", "block"):
-        raise ConfigError(f"{head.name} is a head of the kind {head.method}; GGUF files hold EAGLE-3, DFlash and DSpark alone")
+        raise ConfigError(
+            f"{head.name} is a head of the kind {head.method}; GGUF files hold EAGLE-3, DFlash, DSpark and layers for multi-token "
+            "prediction alone"
+        )
     architecture = "eagle3" if head.method == "eagle3" else "dflash"
     own, facts = _eagle3(head, target) if architecture == "eagle3" else _block(head)
     config = head.model.config
@@ -73,6 +81,32 @@ def write_head(path: Path, head: Head, target: Checkpoint, format: Format, has_t
 
     with replacing(path) as file:
         write_gguf(file, entries, infos, data_of)
+
+
+def _write_mtp(path: Path, head: Head, target: Checkpoint, format: Format, has_tokenizer: bool) -> None:
+    """The same of a layer for multi-token prediction. With the tokenizer come the target's embedding, last norm and output matrix,
+    which llama.cpp takes from this file.
+    """
+    if not head.feature_norms:
+        raise ConfigError(f"{head.name} reads hidden states before the target's last norm, and llama.cpp takes those behind it")
+    family = FAMILIES[target.config.architecture]
+    architecture = family.gguf_architecture or family.architecture
+    made = shape_entries(target, architecture)
+    entries = {key: entry(key, value) for key, value in (made | prediction.entries_with(made, architecture)).items()}
+    layer = prediction.tensors_of(target, head, {})
+    layer = {name: (one if one.name == "f32" else format, tensor) for name, (one, tensor) in layer.items()}
+    repeated: dict[str, QuantTensor] = {}
+    if has_tokenizer:
+        entries |= tokenizer_entries(target)
+        names = [name for name in ("embed", "norm", "output") if name in target.tensors]
+        repeated = {theirs: target.tensors[ours[0]] for theirs, ours in file_names(family, GGUF, names).items()}
+        repeated |= rope_factors(target.config)
+    for name, tensor in repeated.items():
+        plain = get_format("f32" if len(tensor.shape) == 1 else "f16")
+        layer[name] = (plain if tensor.format.gguf_type is None or len(tensor.shape) == 1 else tensor.format, tensor)
+    infos: dict[str, TensorInfo | IdsInfo] = {name: TensorInfo(one, tensor.shape) for name, (one, tensor) in layer.items()}
+    with replacing(path) as file:
+        write_gguf(file, entries, infos, lambda name: prediction.encoded(*layer[name]))
 
 
 def _file_name(name: str, architecture: str) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,25 +16,27 @@ from cpuspec.environment import usable_cores
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.platform import SYSTEM
 from cpuspec.train.block import BlockLoss, BlockTraining
+from cpuspec.train.chains import ChainLoss, ChainTraining
 from cpuspec.train.distill import DistillLoss, DistillTraining, Texts
-from cpuspec.train.eagle3 import Eagle3Loss, Eagle3Training
 from cpuspec.train.loop import Measured, OnMeasured, OnStep, Schedule, train, train_and_held_back
 from cpuspec.train.model_files import ModelWeights
 from cpuspec.train.samples import SampleSet
-from cpuspec.train.start import HeadShape, start_block, start_eagle3, start_from
-from cpuspec.train.vocabulary import count, tokens_of, unused_id
+from cpuspec.train.start import HeadShape, start_block, start_eagle3, start_from, start_mtp
+from cpuspec.train.vocabulary import count, drafted_ids, tokens_of, unused_id
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
+
+_STARTS = {"block": start_block, "eagle3": start_eagle3, "mtp": start_mtp}
 
 
 class TrainingJob(NamedTuple):
     """What is trained and how.
 
     source: a head to go on with; None to begin one of `shape`. source_vocab_size: how many tokens it shall draft from now on, as
-    `start_from` has it. dtype: of the head's files. threads: None for every core.
+    `start_from` has it, or learn to draft. dtype: of the head's files. threads: None for every core.
     """
 
-    loss: BlockLoss | Eagle3Loss
+    loss: BlockLoss | ChainLoss
     shape: HeadShape = HeadShape()
     schedule: Schedule = Schedule()
     source: Path | None = None
@@ -63,21 +66,22 @@ def train_head(
                 f"they are samples of {about.model}"
             )
     _begin(job.threads)
-    device, is_block, first = find_device(job.device), isinstance(job.loss, BlockLoss), out / "training" / "start"
+    device, first = find_device(job.device), out / "training" / "start"
+    method = "block" if isinstance(job.loss, BlockLoss) else job.loss.method
+    counted = partial(count, samples, train_and_held_back(samples, job.schedule)[0])
     with _alone_in(out):
         # Until a state is saved, nothing says with which options the beginning was made.
         if not (out / "training" / "state.pt").exists() or not (first / "config.json").exists():
-            counts = count(samples, train_and_held_back(samples, job.schedule)[0])
             if job.source is not None:
-                start_from(first, job.source, target, counts, job.source_vocab_size)
+                start_from(first, job.source, target, counted(), job.source_vocab_size)
             else:
-                start = start_block if is_block else start_eagle3
-                start(first, target, about, counts, job.shape, job.schedule.seed)
-        training: BlockTraining | Eagle3Training
+                _STARTS[method](first, target, about, counted(), job.shape, job.schedule.seed)
+        training: BlockTraining | ChainTraining
         if isinstance(job.loss, BlockLoss):
             training = BlockTraining(first, target, about, job.loss, device)
         else:
-            training = Eagle3Training(first, target, about, job.loss, device)
+            ids = drafted_ids(counted(), job.source_vocab_size or job.shape.vocab_size) if method == "mtp" else None
+            training = ChainTraining(first, target, about, job.loss, device, ids)
         settings = {
             "method": training.method,
             "target": target.name,

@@ -1,8 +1,8 @@
 """Heads as files, which vLLM loads and llama.cpp's converter reads (conversion/llama.py, conversion/qwen.py).
 
-EAGLE-3 has the layout of speculators. Block heads have that of DeepSpec, because vLLM takes it that the first row of a block in
-speculators' layout drafts nothing (vllm, transformers_utils/configs/speculators/algos.py: dspark_bonus_anchor). Training starts
-from such files, read as any other head is, and ends with the same files and other numbers in them.
+EAGLE-3 and layers for multi-token prediction have the layout of speculators. Block heads have that of DeepSpec, because vLLM takes
+it that the first row of a block in speculators' layout drafts nothing (vllm, transformers_utils/configs/speculators/algos.py:
+dspark_bonus_anchor). Training starts from such files, read as any other head is, and ends with the same files and other numbers.
 """
 
 import json
@@ -16,11 +16,15 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.canonical import HF, file_names, joined
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.fields import read_json_object
 from cpuspec.checkpoints.heads import Head, find_reader
+from cpuspec.checkpoints.heads.mtp import MIMO, prediction_config
+from cpuspec.config import ModelConfig
 from cpuspec.errors import CheckpointError
 from cpuspec.files import read_file, write_file
+from cpuspec.formats import QuantTensor, get_format
 
 WEIGHTS = "model.safetensors"
 _MOST_BYTES = 1 << 34
@@ -41,10 +45,11 @@ _OF_EAGLE3 = {
     "embed_norm": "layers.0.input_layernorm.weight",
 }
 _LAYER = {ours: theirs for ours, (_, theirs) in FAMILIES["qwen3"].layer_names.items()}
+_OF_MTP = {ours: f"mtp_layers.0.{theirs}" for theirs, ours in MIMO.items()}
 
 
 def file_name(name: str, method: str) -> str:
-    """The name in the file of a tensor. method: of `Head`."""
+    """The name in the file of a tensor. method: of `Head`, but for "mtp"."""
     outside = _OF_EAGLE3 if method == "eagle3" else _OF_BLOCK
     if name in outside:
         return outside[name]
@@ -86,25 +91,46 @@ def speculators_config(target: Checkpoint, algorithm: str, num_tokens: int) -> d
 
 
 def write_new_head(
-    directory: Path, config: Mapping[str, Any], method: str, arrays: Mapping[str, np.ndarray], vocab_size: int
+    directory: Path, config: Mapping[str, Any], method: str, arrays: Mapping[str, np.ndarray], target: Checkpoint
 ) -> None:
     """Write a new head in f32; arrays by canonical name, and `token_ids`, the target's id of each drafted token, where it has some.
-
-    vocab_size: of the target.
 
     Raises OSError.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _write(directory, config, _tensors(arrays, method, vocab_size))
+    _write(directory, config, _tensors(arrays, method, target.config))
 
 
-def _tensors(arrays: Mapping[str, np.ndarray], method: str, vocab_size: int) -> dict[str, Tensor]:
+def hf_tensors(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Tensors of a model by canonical name as those of its family's Hugging Face files."""
+    family, f32 = FAMILIES[config.architecture], get_format("f32")
+    tensors = {name: QuantTensor.encode(f32, array) for name, array in arrays.items()}
+    found = {}
+    for theirs, ours in file_names(family, HF, tensors).items():
+        whole = joined(config, family, HF, {name: tensors[name] for name in ours}).dequantize()
+        found[theirs] = torch.from_numpy(whole) - (family.norm_offset if ours[0].endswith("norm") else 0.0)
+    return found
+
+
+def _mtp_tensors(target: ModelConfig, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """A layer for multi-token prediction, with the names of speculators outside and those of the target's family inside."""
+    family = FAMILIES[target.architecture]
+    inside = hf_tensors(prediction_config(target, False), {name: array for name, array in arrays.items() if name not in _OF_MTP})
+    tensors = {name.replace(f"{family.hf_root}.layers.", "mtp_layers.", 1): tensor for name, tensor in inside.items()}
+    for ours, theirs in _OF_MTP.items():
+        tensors[theirs] = torch.from_numpy(arrays[ours]) - (family.norm_offset if ours.endswith("norm") else 0.0)
+    return tensors
+
+
+def _tensors(arrays: Mapping[str, np.ndarray], method: str, target: ModelConfig) -> dict[str, Tensor]:
     """As the file holds them."""
+    if method == "mtp":
+        return _mtp_tensors(target, arrays)
     tensors = {file_name(name, method): torch.from_numpy(array) for name, array in arrays.items() if name != "token_ids"}
     ids = arrays.get("token_ids")
     if ids is not None:
         tensors["d2t"] = torch.from_numpy(ids - np.arange(len(ids)))
-        tensors["t2d"] = torch.from_numpy(np.isin(np.arange(vocab_size), ids))
+        tensors["t2d"] = torch.from_numpy(np.isin(np.arange(target.vocab_size), ids))
     return tensors
 
 
@@ -122,13 +148,18 @@ def read_head(directory: Path, target: Checkpoint) -> Head:
     return reader.read(files, target)
 
 
-def rewrite_head(source: Path, directory: Path, method: str, trained: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def rewrite_head(
+    source: Path, directory: Path, method: str, trained: Mapping[str, Tensor], dtype: torch.dtype, target: Checkpoint
+) -> None:
     """Write the head of `source` with other numbers to `directory`, which may be the same.
 
     trained: by canonical name. Every other tensor keeps its numbers; all floats are written in `dtype`.
     Raises CheckpointError for a tensor that the source's files do not have, OSError where nothing can be written.
     """
     tensors = load_file(source / WEIGHTS)
+    if method == "mtp":
+        tensors |= _mtp_tensors(target.config, {name: values.detach().cpu().numpy() for name, values in trained.items()})
+        trained = {}
     for name, values in trained.items():
         theirs = file_name(name, method)
         if name == "confidence_bias" and theirs not in tensors:  # a head may have none, and then it begins with 0
@@ -153,7 +184,7 @@ def replace_output(source: Path, directory: Path, arrays: Mapping[str, np.ndarra
     copy_head(source, directory)
     config = read_json_object(directory / "config.json", _MOST_BYTES) | {"draft_vocab_size": len(arrays["token_ids"])}
     kept = {name: one.float() if one.is_floating_point() else one for name, one in load_file(directory / WEIGHTS).items()}
-    _write(directory, config, kept | _tensors(arrays, "eagle3", target.config.vocab_size))
+    _write(directory, config, kept | _tensors(arrays, "eagle3", target.config))
 
 
 def copy_head(source: Path, directory: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import torch
@@ -10,25 +9,16 @@ from safetensors.torch import save
 from torch import Tensor
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.canonical import HF, file_names, joined
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
-from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.huggingface import config_to_write
 from cpuspec.errors import ConfigError
 from cpuspec.files import write_file
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.quantize.gguf_output import write_model
+from cpuspec.train.layout import hf_tensors
+from cpuspec.train.rows import not_computed
 
 GGUF_NAME = "model.gguf"
-
-# Fields of a model's configuration that `Rows` computes whatever they are. All others must be as they are in most models.
-_COMPUTED = frozenset(
-    {
-        *("norm_eps", "rope_base", "rope_scaling", "qkv_bias", "o_bias", "qk_norm", "tied_embeddings", "norms", "norm_spans"),
-        *("activation", "embedding_scale", "query_scale", "logit_softcap", "head", "layer_ropes", "local_rope_base"),
-        *("residual_scale", "mlp_bias"),
-    }
-)
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 _MADE = ("config.json", "model.safetensors.index.json")
@@ -43,9 +33,7 @@ class ModelWeights:
     """
 
     def __init__(self, model: Checkpoint, mask_id: int | None, device: torch.device) -> None:
-        config = model.config if any(model.config.layer_windows) else replace(model.config, layer_windows=())
-        others = [one for one in fields(config) if one.default is not MISSING and one.name not in _COMPUTED]
-        if unknown := [one.name for one in others if getattr(config, one.name) != one.default]:
+        if unknown := not_computed(model.config):
             raise ConfigError(f"{model.name} sets {', '.join(unknown)}, which are not trained here; take another model")
         if model.mask_id is None and mask_id is not None and not isinstance(model.vocabulary, HfTokenizerFiles):
             raise ConfigError(f"{model.path} is a GGUF file, which cannot name a mask; start from the model's directory")
@@ -77,11 +65,7 @@ class ModelWeights:
         config = config_to_write(model)
         if self.mask_id is not None:
             config["pard_token"] = self.mask_id
-        family, written, f32 = FAMILIES[model.config.architecture], {}, get_format("f32")
-        tensors = {name: QuantTensor.encode(f32, values.detach().cpu().numpy()) for name, values in self.trained.items()}
-        for theirs, ours in file_names(family, HF, tensors).items():
-            offset = family.norm_offset if ours[0].endswith("norm") else 0.0
-            whole = joined(model.config, family, HF, {name: tensors[name] for name in ours}).dequantize()
-            written[theirs] = (torch.from_numpy(whole) - offset).to(dtype).contiguous()
+        arrays = {name: values.detach().cpu().numpy() for name, values in self.trained.items()}
+        written = {name: tensor.to(dtype).contiguous() for name, tensor in hf_tensors(model.config, arrays).items()}
         write_file(directory / "model.safetensors", save(written, {"format": "pt"}))
         write_file(directory / "config.json", json.dumps(config, indent=2) + "\n")

@@ -4,6 +4,7 @@ A trained head and a served one are the same calls of `decode` and `inject` over
 """
 
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,24 @@ from torch.nn import functional
 from cpuspec.config import ModelConfig
 from cpuspec.layers import Layer, layers_of
 from cpuspec.model.rope import rope_table
+
+# Fields of a model's configuration that `Rows` computes whatever they are. All others must be as they are in most models.
+_COMPUTED = frozenset(
+    {
+        *("norm_eps", "rope_base", "rope_scaling", "qkv_bias", "o_bias", "qk_norm", "tied_embeddings", "norms", "norm_spans"),
+        *("activation", "embedding_scale", "query_scale", "logit_softcap", "head", "layer_ropes", "local_rope_base"),
+        *("residual_scale", "mlp_bias", "rope_dims", "gated_attention"),
+    }
+)
+
+
+def not_computed(config: ModelConfig) -> list[str]:
+    """The fields of a configuration for which `Rows` has no operations."""
+    ignored = {"layer_windows"} if not any(config.layer_windows) else set[str]()
+    if not config.is_recurrent:
+        ignored |= {"recurrent", "layer_recurrent"}
+    others = [one for one in fields(config) if one.default is not MISSING and one.name not in _COMPUTED | ignored]
+    return [one.name for one in others if getattr(config, one.name) != one.default]
 
 
 class RowAttention(Protocol):

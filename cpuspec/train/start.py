@@ -12,14 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.families import FAMILIES
+from cpuspec.checkpoints.heads.mtp import last_attending, prediction_config
 from cpuspec.errors import ConfigError
 from cpuspec.train.layout import copy_head, layer_config, read_head, replace_output, speculators_config, write_new_head
+from cpuspec.train.rows import not_computed
 from cpuspec.train.samples import Extraction
 from cpuspec.train.vocabulary import Counts, bigram_factors, drafted_ids, unused_id
 
 F32 = NDArray[np.float32]
 
 _SMALL = 0.02  # the standard deviation of random matrices, as transformers has it
+_LARGE = 4.0  # the largest weight of the norm of hidden states
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -29,7 +33,8 @@ class HeadShape:
 
     layers: of the target, from 0, whose outputs it reads; None for those that the samples have, without the last one.
     num_layers: its own. intermediate_size: numbers inside its MLPs, 0 for the target's; fewer keep the largest ones.
-    vocab_size: tokens that it drafts. copied: whether layers begin as the target's.
+    vocab_size: tokens that it drafts, or that a layer for multi-token prediction learns to draft. copied: whether layers begin as
+    the target's.
     block_size, markov_rank, mask_id: of block heads; mask_id None for a token that no answer has.
     """
 
@@ -74,7 +79,7 @@ def start_block(directory: Path, target: Checkpoint, about: Extraction, counts: 
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     }
-    write_new_head(directory, config, "block", arrays, target.config.vocab_size)
+    write_new_head(directory, config, "block", arrays, target)
 
 
 def start_eagle3(directory: Path, target: Checkpoint, about: Extraction, counts: Counts, shape: HeadShape, seed: int) -> None:
@@ -105,7 +110,43 @@ def start_eagle3(directory: Path, target: Checkpoint, about: Extraction, counts:
         "embed_requires_grad": False,
         "target_hidden_size": None,
     }
-    write_new_head(directory, config, "eagle3", arrays, target.config.vocab_size)
+    write_new_head(directory, config, "eagle3", arrays, target)
+
+
+def start_mtp(directory: Path, target: Checkpoint, about: Extraction, counts: Counts, shape: HeadShape, seed: int) -> None:
+    """Write an untrained layer for multi-token prediction: the target's last one with attention, behind its hidden state.
+
+    Raises ConfigError for a shape that is not the target's own, and for a target with operations that are not trained.
+    """
+    if (shape.layers, shape.num_layers, shape.intermediate_size) != (None, 1, 0):
+        raise ConfigError("a layer for multi-token prediction is one layer of its target's shape, which reads its final state")
+    config, last, rng = prediction_config(target.config, False), last_attending(target.config), np.random.default_rng(seed)
+    if unknown := not_computed(config) + [name for name in target.tensors if name == f"layers.{last}.router"]:
+        raise ConfigError(f"{target.name} has {', '.join(unknown)} in its last layer with attention, which is not trained here")
+    hidden, prefix, norm = config.hidden_size, f"layers.{last}.", target.tensors["norm"].dequantize()
+    arrays = {"layers.0." + n.removeprefix(prefix): t.dequantize() for n, t in target.tensors.items() if n.startswith(prefix)}
+    if not shape.copied:
+        for name, array in arrays.items():
+            random = _SMALL * rng.standard_normal(array.shape, np.float32)
+            arrays[name] = random if array.ndim == 2 else np.full_like(array, not name.endswith("_bias"))
+    # Without the final norm's weights the hidden state is that which the layer would have read behind the target's last.
+    plain = np.sqrt(np.mean(norm * norm)) / np.where(norm == 0, 1, norm)
+    arrays |= {"norm": norm, "embed_norm": np.ones(hidden, np.float32), "hidden_norm": np.clip(plain, -_LARGE, _LARGE)}
+    of_token = _SMALL * rng.standard_normal((hidden, hidden), np.float32)
+    arrays["fuse"] = np.concatenate([of_token, np.eye(hidden, dtype=np.float32)], axis=1)
+    settings = {
+        "architectures": ["MTPDraftModel"],
+        "speculators_model_type": "mtp",
+        "speculators_config": speculators_config(target, "mtp", 3),
+        "transformer_layer_config": layer_config(target, 1, config.intermediate_size, _model_type(target)),
+        "num_nextn_predict_layers": 1,
+    }
+    write_new_head(directory, settings, "mtp", arrays, target)
+
+
+def _model_type(target: Checkpoint) -> str:
+    family = FAMILIES[target.config.architecture]
+    return family.hf_types[0] or family.architecture
 
 
 def start_from(directory: Path, source: Path, target: Checkpoint, counts: Counts, vocab_size: int | None) -> None:
@@ -114,10 +155,10 @@ def start_from(directory: Path, source: Path, target: Checkpoint, counts: Counts
     vocab_size: how many tokens it shall draft, those that the answers use most now; None for those that it drafts.
     Raises CheckpointError for files that are no head, ConfigError for one whose other parts know its tokens by number.
     """
-    if vocab_size is None:
+    if vocab_size is None or (method := read_head(source, target).method) == "mtp":  # which drafts all tokens anyway
         copy_head(source, directory)
         return
-    if read_head(source, target).method != "eagle3":
+    if method != "eagle3":
         raise ConfigError(f"{source} has a Markov head of the tokens that it drafts; other tokens (--vocab) need a new head")
     ids = drafted_ids(counts, vocab_size)
     replace_output(source, directory, _output(target, ids) or _output(target, np.arange(target.config.vocab_size)), target)

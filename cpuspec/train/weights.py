@@ -12,7 +12,7 @@ from torch.nn import functional
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.errors import CheckpointError
 from cpuspec.train.layout import read_head, rewrite_head
-from cpuspec.train.samples import Extraction, Sample
+from cpuspec.train.samples import FINAL, Extraction, Sample
 
 I64 = NDArray[np.int64]
 
@@ -23,28 +23,39 @@ class HeadWeights:
     """A head's tensors in f32 on a device.
 
     trained: those that gradients change, by canonical name. all: and the output matrix.
+    token_ids: the tokens of a head for the whole vocabulary that it is trained to draft; None for all that it drafts.
     Raises CheckpointError for a head that is not trained by `method`, or reads layers that the samples do not have.
     """
 
-    def __init__(self, directory: Path, target: Checkpoint, about: Extraction, method: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        target: Checkpoint,
+        about: Extraction,
+        method: str,
+        device: torch.device,
+        token_ids: I64 | None = None,
+    ) -> None:
         self.head = head = read_head(directory, target)
-        if head.method != method or head.feature_norms:
+        is_mtp = method == "mtp"
+        if head.method != method or bool(head.feature_norms) != is_mtp:
             raise CheckpointError(
                 f"{directory} drafts by {head.method}{' with norms of features' * bool(head.feature_norms)}; wanted {method}, plain"
             )
-        missing = [layer for layer in head.layers if layer not in about.layers]
+        layers: tuple[int | str, ...] = (FINAL,) if is_mtp else head.layers
+        missing = [layer for layer in layers if layer not in about.layers]
         if missing:
-            raise CheckpointError(
-                f"{directory} reads layers {list(head.layers)}, and the samples lack {missing}; extract them, too"
-            )
+            raise CheckpointError(f"{directory} reads layers {list(layers)}, and the samples lack {missing}; extract them, too")
         self.config, self.device = head.model.config, device
         self.embed = head.model.tensors["embed"]
-        self._source = directory
-        self._columns = [about.layers.index(layer) for layer in head.layers]
+        self._source, self._target = directory, target
+        self._columns = [about.layers.index(layer) for layer in layers]
         self._place = np.full(self.config.vocab_size, -1, np.int64)
         ids = np.arange(self.config.vocab_size) if head.token_ids is None else head.token_ids
+        rows = head.model.tensors["output"]
+        output = self.on_device(rows.dequantize() if token_ids is None else rows.rows(token_ids))
+        ids = ids if token_ids is None else token_ids
         self._place[ids] = np.arange(len(ids))
-        output = self.on_device(head.model.tensors["output"].dequantize())
         self.trained: dict[str, Tensor] = {}
         for name, tensor in head.model.tensors.items():
             if name not in _FROZEN:
@@ -63,7 +74,8 @@ class HeadWeights:
     def encoded(self, samples: Sequence[Sample], counts: Sequence[int]) -> Tensor:
         """The head's hidden states [T, C] of what it reads: of each sample the first tokens, so many as `counts` says."""
         features = [one.hidden[:count, self._columns].reshape(count, -1) for one, count in zip(samples, counts, strict=True)]
-        return functional.linear(self.on_device(np.concatenate(features)), self.all["encode"])
+        given = self.on_device(np.concatenate(features))
+        return functional.linear(given, self.all["encode"]) if "encode" in self.all else given
 
     def embedded(self, tokens: I64) -> Tensor:
         """Rows of the target's embedding, [T, C]."""
@@ -76,7 +88,7 @@ class HeadWeights:
 
     def save(self, directory: Path, dtype: torch.dtype) -> None:
         """Write the head. Raises OSError."""
-        rewrite_head(self._source, directory, self.head.method, self.trained, dtype)
+        rewrite_head(self._source, directory, self.head.method, self.trained, dtype, self._target)
 
 
 def target_rows(weights: HeadWeights, samples: Sequence[Sample], rows: Sequence[I64]) -> tuple[Tensor, Tensor] | None:

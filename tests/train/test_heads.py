@@ -9,27 +9,30 @@ import torch
 
 from cpuspec import LLM
 from cpuspec.backends import make_backend
-from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.heads import find_reader
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.heads import Head, find_reader, own_mtp
 from cpuspec.config import SamplingParams
 from cpuspec.errors import CheckpointError, ConfigError
+from cpuspec.formats import get_format
 from cpuspec.model.batch import ForwardBatch
+from cpuspec.quantize.head_output import write_head
 from cpuspec.train.acceptance import Acceptance
 from cpuspec.train.block import BlockLoss, BlockTraining
-from cpuspec.train.eagle3 import Eagle3Loss, Eagle3Training
+from cpuspec.train.chains import ChainLoss, ChainTraining
 from cpuspec.train.job import TrainingJob, train_head
 from cpuspec.train.layout import read_head
 from cpuspec.train.loop import Measured, Schedule, read_log, step_samples, train_and_held_back
-from cpuspec.train.samples import SampleSet
+from cpuspec.train.samples import Sample, SampleSet
 from cpuspec.train.start import HeadShape
 from cpuspec.train.vocabulary import bigram_factors, count, drafted_ids, unused_id
 from tests.backends.models import tiny
 from tests.train.toy import FIRST, LAYERS, SETTINGS, SMALL, WORDS, make_samples, text
+from tools.make_tiny_model import make_tiny_gguf
 
 CPU = torch.device("cpu")
 SHAPE = HeadShape(vocab_size=96, block_size=4, markov_rank=8)
 SHORT = Schedule(epochs=1, tokens=100, rate=3e-3, held_back=0.2, measured_every=1000)
-LOSSES = {"block": BlockLoss(anchors=8), "eagle3": Eagle3Loss(steps=3)}
+LOSSES = {"block": BlockLoss(anchors=8), "eagle3": ChainLoss(steps=3), "mtp": ChainLoss("mtp", steps=3, decay=0.6)}
 each_method = pytest.mark.parametrize("method", LOSSES)
 
 
@@ -66,9 +69,11 @@ def test_a_beginning_that_failed_is_made_again(target: Checkpoint, samples: Samp
     assert trained(target, samples, tmp_path / "head", "block")
 
 
-def opened(directory: Path, target: Checkpoint, samples: SampleSet, method: str) -> BlockTraining | Eagle3Training:
-    kind = BlockTraining if method == "block" else Eagle3Training
-    return kind(directory, target, samples.about, LOSSES[method], CPU)  # type: ignore[arg-type]
+def opened(directory: Path, target: Checkpoint, samples: SampleSet, method: str) -> BlockTraining | ChainTraining:
+    if method == "block":
+        return BlockTraining(directory, target, samples.about, LOSSES[method], CPU)  # type: ignore[arg-type]
+    ids = drafted_ids(count(samples, range(12)), SHAPE.vocab_size) if method == "mtp" else None
+    return ChainTraining(directory, target, samples.about, LOSSES[method], CPU, ids)  # type: ignore[arg-type]
 
 
 @each_method
@@ -115,8 +120,9 @@ def test_a_served_head_computes_the_rows_that_it_was_trained_with(
     backend = make_backend("numpy", head.model, SETTINGS)
     cache = backend.new_cache(1, 64)
     tokens = sample.token_ids.astype(int).tolist()
-    features = sample.hidden[:, [samples.about.layers.index(layer) for layer in head.layers]].reshape(len(tokens), -1)
-    encoded = backend.project(features, "encode")
+    layers = ["final"] if method == "mtp" else head.layers
+    features = sample.hidden[:, [samples.about.layers.index(layer) for layer in layers]].reshape(len(tokens), -1)
+    encoded = features if method == "mtp" else backend.project(features, "encode")
     if isinstance(training, BlockTraining):
         blocks = training.blocks([sample], [np.array([at, at + 3])])
         assert blocks
@@ -138,19 +144,56 @@ def test_a_served_head_computes_the_rows_that_it_was_trained_with(
         assert np.abs(blocks.logits[0].detach().numpy() - wanted).max() < 1e-4 * np.abs(wanted).max()
         assert np.abs(blocks.said[0].detach().numpy() - said).max() < 1e-4 * max(1, np.abs(said).max())
         return
-    chains = training.chains([sample])
+    check_chain(training, head, sample, encoded, at)
+
+
+def check_chain(training: ChainTraining, head: Head, sample: Sample, given: np.ndarray, at: int) -> None:
+    """The head, served, has the logits of training in a chain behind row `at`, of the tokens that came. given: hidden states."""
+    chains, tokens, last = training.chains([sample]), sample.token_ids.astype(int).tolist(), head.model.config.num_layers - 1
     assert chains
-    last = head.model.config.num_layers - 1
-    first = ForwardBatch(tokens[1 : at + 2], list(range(at + 1)), [0], [0, at + 1], None, None, (last,), encoded[: at + 1])
-    output = backend.forward(first, cache)
+    backend = make_backend("numpy", head.model, SETTINGS)
+    cache = backend.new_cache(1, 64)
+    first = ForwardBatch(tokens[1 : at + 2], list(range(at + 1)), [0], [0, at + 1], None, None, (last,), given[: at + 1])
+    output, drafted = backend.forward(first, cache), training.weights.drafted(np.arange(head.model.config.vocab_size)) >= 0
     wanted, state = output.logits[-1], output.hidden[0][-1:]
-    for step in range(3):  # a chain behind row `at`, of the tokens that came
+    for step in range(3):
         got = chains.logits[step][at + step].detach().numpy()
+        wanted = wanted[drafted] if head.token_ids is None else wanted
         assert np.abs(got - wanted).max() < 1e-4 * np.abs(wanted).max()
+        state = head.state_norm.applied(state) if head.state_norm else state
         row = at + step + 1
-        batch = ForwardBatch([tokens[row + 1]], [row], [0], [0, 1], None, None, (last,), state)
-        output = backend.forward(batch, cache)
+        output = backend.forward(ForwardBatch([tokens[row + 1]], [row], [0], [0, 1], None, None, (last,), state), cache)
         wanted, state = output.logits[-1], output.hidden[0]
+
+
+@pytest.mark.parametrize("family", ["qwen35", "lfm2", "gemma3", "qwen2"])
+def test_a_layer_for_prediction_is_of_its_targets_family_and_drafts_from_a_file_beside_it(tmp_path: Path, family: str) -> None:
+    path = make_tiny_gguf(tmp_path / "model.gguf", family, weight_format="f32", context_length=128, **SMALL)
+    target = open_checkpoint(path)
+    samples = make_samples(tmp_path / "samples", target, 15, top=4)
+    trained(target, samples, tmp_path / "head", "mtp")
+    head, training = read_head(tmp_path / "head", target), opened(tmp_path / "head", target, samples, "mtp")
+    assert isinstance(training, ChainTraining)
+    check_chain(training, head, samples[14], samples[14].hidden[:, -1], 9)
+    for tokenizer in (True, False):
+        write_head(tmp_path / "mtp-model.gguf", head, target, get_format("f32"), tokenizer)
+        beside = own_mtp(open_checkpoint(path))
+        assert beside.model.config == head.model.config
+        assert beside.model.tensors.keys() == head.model.tensors.keys()
+        for name, tensor in head.model.tensors.items():
+            assert np.array_equal(beside.model.tensors[name].dequantize(), tensor.dequantize()), name
+    prompt, params = text(np.random.default_rng(3), 12).tolist(), SamplingParams(max_tokens=24, ignore_eos=True)
+    with LLM(path, "none", settings=SETTINGS) as plain, LLM(path, "mtp@3", settings=SETTINGS) as drafting:
+        assert plain.generate([prompt], params)[0].token_ids == drafting.generate([prompt], params)[0].token_ids
+        assert sum(level.num_draft_tokens for level in drafting.levels.values()) > 0
+
+
+@pytest.mark.parametrize(("family", "told"), [("gemma2", "attention_softcap"), ("mixtral", "router"), ("cohere2", "no heads")])
+def test_a_target_whose_last_layer_is_not_trained_gets_no_layer_for_prediction(tmp_path: Path, family: str, told: str) -> None:
+    target = open_checkpoint(make_tiny_gguf(tmp_path / "model.gguf", family, weight_format="f32", context_length=128, **SMALL))
+    samples = make_samples(tmp_path / "samples", target, 4)
+    with pytest.raises(ConfigError, match=told):
+        trained(target, samples, tmp_path / "head", "mtp")
 
 
 def test_a_block_sees_neither_later_tokens_nor_other_blocks(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
@@ -173,10 +216,11 @@ def test_a_block_sees_neither_later_tokens_nor_other_blocks(target: Checkpoint, 
     assert not torch.allclose(alone.logits[0], changed.logits[0], atol=1e-2), "the last token before the anchor counts"
 
 
-def test_a_chain_sees_no_later_feature(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
-    trained(target, samples, tmp_path / "head", "eagle3")
-    training = opened(tmp_path / "head", target, samples, "eagle3")
-    assert isinstance(training, Eagle3Training)
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_a_chain_sees_no_later_feature(target: Checkpoint, samples: SampleSet, tmp_path: Path, method: str) -> None:
+    trained(target, samples, tmp_path / "head", method)
+    training = opened(tmp_path / "head", target, samples, method)
+    assert isinstance(training, ChainTraining)
     sample, at = samples[14], 9
     hidden = sample.hidden.copy()
     hidden[at + 1 :] += 1
@@ -193,11 +237,10 @@ def test_answers_with_a_trained_head_are_those_without(target: Checkpoint, sampl
     trained(target, samples, tmp_path / "head", method, dtype="bf16")
     found = find_reader(tmp_path / "head")
     assert found
-    assert found[0].name == {"block": "DFlash", "eagle3": "EAGLE-3"}[method]
+    assert found[0].name == {"block": "DFlash", "eagle3": "EAGLE-3", "mtp": "multi-token prediction"}[method]
     prompt = text(np.random.default_rng(3), 12).tolist()
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    settings = replace(SETTINGS, backend="numba") if False else SETTINGS
-    with LLM(target, "none", settings=settings) as plain, LLM(target, str(tmp_path / "head"), settings=settings) as drafting:
+    with LLM(target, "none", settings=SETTINGS) as plain, LLM(target, str(tmp_path / "head"), settings=SETTINGS) as drafting:
         one, other = plain.generate([prompt], params)[0], drafting.generate([prompt], params)[0]
         assert one.token_ids == other.token_ids
         assert sum(level.num_draft_tokens for level in drafting.levels.values()) > 0
@@ -254,6 +297,7 @@ def test_samples_are_held_back_and_every_epoch_sees_the_others_once(samples: Sam
         ("block", {"mask_id": 5000}, "below 320"),
         ("eagle3", {"num_layers": 2}, "one layer"),
         ("eagle3", {"layers": (1, 2)}, "three layers"),
+        ("mtp", {"intermediate_size": 32}, "its target's shape"),
     ],
 )
 def test_a_shape_that_cannot_be_trained_is_refused(

@@ -30,7 +30,9 @@ def samples(target: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Sam
 SMALL_RUN = ("--vocab", "64", "--epochs", "1", "--batch-tokens", "128", "--held-back", "0.2", "--threads", "1")
 
 
-@pytest.mark.parametrize("command", [["block", "--block", "3", "--markov-rank", "4"], ["eagle3", "--steps", "2"]])
+@pytest.mark.parametrize(
+    "command", [["block", "--block", "3", "--markov-rank", "4"], ["eagle3", "--steps", "2"], ["mtp", "--steps", "2"]]
+)
 def test_a_head_is_trained_and_reported(target: Checkpoint, samples: SampleSet, tmp_path: Path, command: list[str]) -> None:
     out = tmp_path / "head"
     arguments = ["train", command[0], str(target.path), str(samples.path), str(out), *command[1:], *SMALL_RUN]

@@ -6,6 +6,7 @@ import numpy as np
 
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.heads.head import final_norm
 from cpuspec.config import EngineConfig
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.train.samples import FINAL, Extraction, Sample, SampleSet, open_samples, shard_path, write_shard
@@ -49,7 +50,8 @@ def make_samples(directory: Path, target: Checkpoint, number: int, *, top: int =
     samples, backend = [], make_backend("numpy", target, SETTINGS)
     for _ in range(number):
         tokens = text(rng, length + int(rng.integers(8)))
-        hidden = hidden_of(backend, tokens, LAYERS)
+        hidden = hidden_of(backend, tokens, (*LAYERS, config.num_layers - 1))
+        hidden[:, -1] = final_norm(target).applied(hidden[:, -1])
         rows: tuple[np.ndarray | None, ...] = (None, None, None)
         if top:
             ids = np.tile(np.arange(top, dtype=np.int32), (len(tokens), 1))
@@ -57,7 +59,7 @@ def make_samples(directory: Path, target: Checkpoint, number: int, *, top: int =
             logits = np.tile(np.array([8.0] + [0.0] * (top - 1), np.float32), (len(tokens), 1))
             rows = ids, logits, np.full(len(tokens), np.log(np.exp(8.0) + top), np.float32)
         answer = np.arange(len(tokens)) >= 3
-        samples.append(Sample(tokens, answer, np.concatenate([hidden, hidden[:, -1:]], axis=1), *rows))
+        samples.append(Sample(tokens, answer, hidden, *rows))
     about.write(directory)
     write_shard(shard_path(directory, 0), about, samples)
     return open_samples(directory)

@@ -39,7 +39,7 @@ class _Layout:
     normed: bool = True
 
 
-_MIMO = {
+MIMO = {
     "token_layernorm.weight": "embed_norm",
     "hidden_layernorm.weight": "hidden_norm",
     "input_proj.weight": "fuse",
@@ -81,8 +81,8 @@ def _layouts(num_layers: int) -> tuple[_Layout, ...]:
     """The known layouts. num_layers: those of the target; some files number the layers for prediction after them."""
     mimo, deepseek, gguf = "model.mtp_layers.0.", f"model.layers.{num_layers}.", f"blk.{num_layers}."
     return (
-        _Layout(mimo, _under(mimo, _MIMO), hidden_first=True, normed=False),
-        _Layout("mtp_layers.0.", _under("mtp_layers.0.", _MIMO)),
+        _Layout(mimo, _under(mimo, MIMO), hidden_first=True, normed=False),
+        _Layout("mtp_layers.0.", _under("mtp_layers.0.", MIMO)),
         _Layout("mtp.layers.0.", _under("mtp.", _QWEN)),
         _Layout("model.mtp.layers.0.", _under("model.mtp.", _QWEN)),
         _Layout(deepseek, _under(deepseek, _DEEPSEEK)),
@@ -170,7 +170,7 @@ def _head(files: Mapping[str, QuantTensor], target: Checkpoint, name: str) -> He
             f"{target.path}: the layout of its layers for multi-token prediction is not known; they begin with {min(files)!r}"
         )
     layout, family = layouts[0], FAMILIES[target.config.architecture]
-    names, first = Names(family, layout.kind), ("blk.0.", "model.layers.0.")[layout.kind]
+    names, first = Names(family, layout.kind), ("blk.0.", f"{family.hf_root}.layers.0.")[layout.kind]
     named: dict[str, QuantTensor] = {}
     for file_name, tensor in files.items():
         later = re.match(r"((?:model\.)?mtp(?:_layers|\.layers)|model\.layers|blk)\.(\d{1,9})\.", file_name)
@@ -181,7 +181,7 @@ def _head(files: Mapping[str, QuantTensor], target: Checkpoint, name: str) -> He
         elif not (later and int(later[2]) > 0):  # later layers, which predict tokens further ahead, are not used
             named[file_name] = tensor
     try:
-        config = _config(target.config, named)
+        config = prediction_config(target.config, "layers.0.router" in named)
     except ConfigError as error:
         raise CheckpointError(f"{target.path}: its layer for multi-token prediction: {error}") from error
     tensors = arranged(str(target.path), config, family, layout.kind, named, tensor_shapes(config))
@@ -196,12 +196,16 @@ def _head(files: Mapping[str, QuantTensor], target: Checkpoint, name: str) -> He
     return Head("mtp", name, model, (target.config.num_layers - 1,), norms, state_norm, num_tokens=3)
 
 
-def _config(target: ModelConfig, named: Mapping[str, QuantTensor]) -> ModelConfig:
-    """The layer's config: the target's last layer with attention, with experts only if the file has a router."""
+def last_attending(target: ModelConfig) -> int:
+    """The target's last layer with attention, whose shape a layer for multi-token prediction has."""
     recurs = target.layer_recurrent or (False,) * target.num_layers
-    last = max(i for i, recurrent in enumerate(recurs) if not recurrent)
-    config = replace(target.with_layers([last]), head=HeadConfig(), tied_embeddings=False)
-    if "layers.0.router" in named:
+    return max(i for i, recurrent in enumerate(recurs) if not recurrent)
+
+
+def prediction_config(target: ModelConfig, has_experts: bool) -> ModelConfig:
+    """The config of a target's layer for multi-token prediction. Raises ConfigError for a target whose layers no head has."""
+    config = replace(target.with_layers([last_attending(target)]), head=HeadConfig(), tied_embeddings=False)
+    if has_experts:
         return replace(config, layer_experts=())
     return replace(config, experts=None, layer_experts=(), shared_size=0, shared_gate=False)
 

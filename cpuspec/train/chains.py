@@ -1,4 +1,6 @@
-"""Training of EAGLE-3 heads (arXiv 2503.01840, section 3.2): on the target's features first, and then on their own outputs.
+"""Training of heads that draft token by token: on the target's features first, and then on their own outputs.
+
+EAGLE-3 (arXiv 2503.01840, section 3.2), and layers for multi-token prediction (FastMTP, arXiv 2509.18362), which are trained alike.
 
 Row P is made of token P + 1 and of the feature of token P, and drafts token P + 2. At step 0 all features are the target's. At step
 k the last k rows of each chain are the head's own: row P takes the output of row P - 1 at step k - 1, and sees the rows of step 0
@@ -27,9 +29,13 @@ I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Eagle3Loss:
-    """steps: how many tokens a chain has in training. decay: step k weighs decay^k. Numbers are the paper's, with fewer steps."""
+class ChainLoss:
+    """method: of the head, "eagle3" or "mtp". steps: how many tokens a chain has in training. decay: step k weighs decay^k.
 
+    Numbers are EAGLE-3's, with fewer steps. FastMTP has 3 steps and 0.6.
+    """
+
+    method: str = "eagle3"
     steps: int = 5
     decay: float = 0.8
 
@@ -47,13 +53,24 @@ class Chains(NamedTuple):
     likeliest: tuple[Tensor, Tensor] | None
 
 
-class Eagle3Training:
-    """An EAGLE-3 head in training. Raises CheckpointError for a head that is none, or has parts that are not trained here."""
+class ChainTraining:
+    """A head in training that feeds on its own outputs.
 
-    method = "eagle3"
+    token_ids: the target's tokens that a layer for multi-token prediction is trained to draft; None for those that the head drafts.
+    Raises CheckpointError for a head that is none, or has parts that are not trained here.
+    """
 
-    def __init__(self, directory: Path, target: Checkpoint, about: Extraction, loss: Eagle3Loss, device: torch.device) -> None:
-        self.weights = HeadWeights(directory, target, about, self.method, device)
+    def __init__(
+        self,
+        directory: Path,
+        target: Checkpoint,
+        about: Extraction,
+        loss: ChainLoss,
+        device: torch.device,
+        token_ids: I64 | None = None,
+    ) -> None:
+        self.weights = HeadWeights(directory, target, about, loss.method, device, token_ids)
+        self.method = loss.method
         self._loss = loss
         self.num_tokens = loss.steps
 
@@ -132,7 +149,7 @@ class _ChainAttention:
         self._device = device
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("an EAGLE-3 head injects nothing")
+        raise AssertionError("a head that drafts token by token injects nothing")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         self._kept[layer, self.step] = k, v
