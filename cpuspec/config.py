@@ -1138,8 +1138,8 @@ class EngineConfig:
     prompt_arithmetic: str = _of_backend(
         "auto",
         _choice(PROMPT_ARITHMETICS),
-        "How numba multiplies tokens of prompts: codes, like all other tokens; bf16, with weights dequantized to bf16, in tile "
-        "registers; or auto, bf16 where the processor has such registers.",
+        "How numba multiplies tokens of prompts: codes, like all other tokens; bf16, attention in bf16, and weights dequantized to "
+        "bf16 where the processor has tile registers (AMX); or auto, bf16 with such registers.",
         "A",
     )
 

@@ -39,8 +39,8 @@ from cpuspec.formats.kv import get_kv_format, hadamard_size
 from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, paged_bytes, reserved_bytes, unpack
 from cpuspec.kernels import (
     attention,
+    attention_bf16,
     attention_plan,
-    attention_tiles,
     embed,
     encode,
     isa,
@@ -714,7 +714,7 @@ class _Writer:
         out, kv_format = self._rows("attention", mixer.heads * value_dims), self._kv_format.name
         kernel, together = attention.attend_kernel, attention.QUERIES
         if self.of_prompts and mixer.dims % 2 == 0:
-            kernel, together = attention_tiles.attend_kernel, MAX_QUERIES
+            kernel, together = attention_bf16.attend_kernel, MAX_QUERIES
         address = kernel(kv_format, mixer.window is not None, mixer.softcap > 0)
         if mixer.latent:
             address, together = latent.attend_kernel(kv_format), attention.QUERIES
@@ -999,12 +999,13 @@ def _state_access(recurrent: RecurrentLayers) -> StateAccess:
 
 def _prompt_arithmetic(asked: str, config: ModelConfig) -> str:
     """In what tokens of prompts are computed. Heads read rows of their own, and no prompts. Raises BackendError."""
-    if asked == "bf16" and not isa.has_bf16_tiles():
+    if asked == "bf16" and not isa.has_bf16_dots():
         raise BackendError(
-            f"prompt_arithmetic bf16 needs a processor with bf16 tile registers (AMX), and this one has {isa.describe()}; "
-            "leave it at auto, or take codes"
+            f"prompt_arithmetic bf16 needs a processor with products of bf16 (AVX-512 BF16 or AMX), and this one has "
+            f"{isa.describe()}; leave it at auto, or take codes"
         )
-    return "bf16" if asked != "codes" and isa.has_bf16_tiles() and config.head is None else "codes"
+    wanted = asked == "bf16" or (asked == "auto" and isa.has_bf16_tiles())
+    return "bf16" if wanted and config.head is None else "codes"
 
 
 def _identity(config: ModelConfig, kv_format: str, prompt_arithmetic: str, tensors: Mapping[str, WeightTensor]) -> str:

@@ -46,7 +46,7 @@ from cpuspec.kernels.simd import LANES, emitted
 # How many vectors of sums stay in registers beside what they are made of, queries are multiplied at once, share one walk over a
 # chunk, and make it worth while to widen keys and values to f32 once for all of them.
 _SUMS, _TOGETHER, QUERIES, _MANY = (16, 8, 8, 9) if "avx512f" in isa.features() else (4, 6, 64, 24)
-_MOST_QUERIES = MAX_QUERIES + BLOCK_ROWS if isa.has_bf16_tiles() else QUERIES  # whose scores have room
+_MOST_QUERIES = MAX_QUERIES + BLOCK_ROWS if isa.has_bf16_dots() else QUERIES  # whose scores have room
 
 # What is widened at a time stays in the nearest cache while all queries read it: a block of keys, or of so many
 # positions so many vectors of the values' dimensions.
@@ -56,7 +56,7 @@ _WIDENED_POSITIONS, _WIDENED_VECTORS = 128, 2
 # and keys are prefetched meanwhile.
 _POSITIONS = 32
 
-# Of `attention_tiles`: numbers of a row of a tile register, which one instruction sums; bytes of a register; how many vectors of
+# Of `attention_bf16`: numbers of a row of a tile register, which one instruction sums; bytes of a register; how many vectors of
 # the values' dimensions are multiplied at a time.
 STEP, STEP_BYTES, VECTORS = 32, 64 * BLOCK_ROWS, 2
 
@@ -80,7 +80,7 @@ def partials_offset(format_name: str, key_dims: int, value_dims: int) -> int:
 
 
 def tiles_bytes(dims: int) -> int:
-    """Bytes of scratch of an `attention_tiles` walk besides scores: queries, two blocks of keys or two vectors of values; sums."""
+    """Bytes of scratch of an `attention_bf16` walk besides scores: queries, two blocks of keys or two vectors of values; sums."""
     depth = -(-dims // STEP)
     return 64 * depth * (MAX_QUERIES + BLOCK_ROWS) + STEP_BYTES * max(2 * depth, VECTORS * (CHUNK // STEP + 2))
 

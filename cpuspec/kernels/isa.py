@@ -82,6 +82,11 @@ def has_bf16_tiles() -> bool:
     return {"amx-bf16", "amx-tile", "avx512f", "avx512bf16"} <= features() and SYSTEM.enable_tile_registers()
 
 
+def has_bf16_dots() -> bool:
+    """Whether attention over prompts may multiply bf16 numbers: in tile registers, or in vectors where there are none."""
+    return {"avx512f", "avx512bf16"} <= features()
+
+
 def check_processor() -> None:
     """Raise BackendError on a processor that the kernels cannot be compiled for, or that could not run them."""
     absent = sorted(name for name in features() if binding.get_host_cpu_features().get(name) is False)

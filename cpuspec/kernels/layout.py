@@ -303,7 +303,7 @@ TEAM: _DType = np.dtype(
 )
 
 # The queries of a walk over a chunk, at the start of a thread's scratch.
-MAX_QUERIES = 128 if isa.has_bf16_tiles() else 64  # tile registers want more of them for the keys that are prepared
+MAX_QUERIES = 128 if isa.has_bf16_dots() else 64  # products of bf16 want more of them for the keys that are prepared
 WALK = _record(
     queries=(_I64, MAX_QUERIES),  # addresses
     partials=(_I64, MAX_QUERIES),  # addresses

@@ -51,8 +51,8 @@ def activation_order(format_name: str, precise: bool = False) -> str:
 
 
 def prompt_order(format_name: str, precise: bool = False) -> str:
-    """`activation_order` for tokens of prompts in bf16, for which codes are dequantized."""
-    return activation_order(PAIRED if format_name in READERS else format_name, precise)
+    """`activation_order` for tokens of prompts in bf16, for which codes are dequantized where bf16 has tile registers."""
+    return activation_order(PAIRED if format_name in READERS and isa.has_bf16_tiles() else format_name, precise)
 
 
 def _few_rows(name: str, order: str, counts: Iterable[int]) -> Callable[[Pass], None]:

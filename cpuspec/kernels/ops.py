@@ -390,6 +390,12 @@ def bf16_numbers(values: Value) -> Value:
     return Value(values.b, values.b.asm(rounded, "vcvtneps2bf16 $1, $0", "=v,v", [values.v], False))
 
 
+def dot_pairs(total: Value, x: Value, y: Value) -> Value:
+    """Per lane: total + the two products of pairs of bf16 numbers (AVX-512 BF16). Those below the least normal one are zeros."""
+    product = ir.FunctionType(F32X16, [x.type, y.type, F32X16])
+    return Value(total.b, total.b.asm(product, "vdpbf16ps $2, $1, $0", "=v,v,v,0", [x.v, y.v, total.v], False))
+
+
 def dot_bytes(total: Value, unsigned: Value, signed: Value) -> Value:
     """Per lane: total + the four products of unsigned and signed bytes, in exact 32-bit arithmetic; with AVX2 alone, as long as two
     neighbouring products together fit 16 bits.

@@ -292,7 +292,8 @@ def dequantized_pass(name: str, p: Pass) -> None:
 def shape(o: Ops, format_name: str) -> None:
     """Shape the tile registers for a format, where there are some."""
     if format_name == PAIRED:
-        o.tile_shapes(dict.fromkeys(range(8), (BLOCK_ROWS, 64)))
+        if isa.has_bf16_tiles():
+            o.tile_shapes(dict.fromkeys(range(8), (BLOCK_ROWS, 64)))
     elif isa.has_tiles():
         inputs = GROUP // num_scales(FORMATS[format_name])
         o.tile_shapes(dict.fromkeys(_TOTALS, (BLOCK_ROWS, 64)) | {_ACTS: (BLOCK_ROWS, inputs), _CODES: (inputs // 4, 64)})

@@ -8,7 +8,7 @@ import pytest
 
 from cpuspec.formats.kv import KV_FORMATS, encode_rows, rounded
 from cpuspec.formats.packing import aligned_bytes
-from cpuspec.kernels import attention, attention_tiles, isa, kv_rows, pointwise
+from cpuspec.kernels import attention, attention_bf16, isa, kv_rows, pointwise
 from cpuspec.kernels.layout import MAX_QUERIES, WALK
 
 CAPACITY = 2 * kv_rows.CHUNK + 88
@@ -16,11 +16,11 @@ CAPACITY = 2 * kv_rows.CHUNK + 88
 # Queries of a walk: few, and so many that keys and values are widened first, where a processor's kernels do that.
 COUNTS = sorted({min(count, attention.QUERIES) for count in (*range(1, 9), 13, 23, 24, 25, 37, attention.QUERIES)})
 
-needs_tiles = pytest.mark.skipif(not isa.has_bf16_tiles(), reason="this processor has no bf16 tile registers")
-KERNELS = {"vectors": attention.attend_kernel, "tiles": attention_tiles.attend_kernel}
+needs_bf16 = pytest.mark.skipif(not isa.has_bf16_dots(), reason="this processor does not multiply bf16")
+KERNELS = {"vectors": attention.attend_kernel, "bf16": attention_bf16.attend_kernel}
 
 
-@pytest.fixture(params=["vectors", pytest.param("tiles", marks=needs_tiles)])
+@pytest.fixture(params=["vectors", pytest.param("bf16", marks=needs_bf16)])
 def kernel(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -136,11 +136,11 @@ def test_attention_is_softmax_over_the_cached_positions(name: str, dims: tuple[i
         assert np.allclose(head.attend(length), wanted, rtol=1e-4, atol=2e-5), length
 
 
-@needs_tiles
+@needs_bf16
 @pytest.mark.parametrize("dims", [2, 18, 64, 80, 128])
-def test_attention_in_tiles_is_softmax_over_what_is_rounded_to_bf16(name: str, dims: int) -> None:
+def test_attention_in_bf16_is_softmax_over_what_is_rounded_to_bf16(name: str, dims: int) -> None:
     for length in (1, 15, 17, 33, 255, 257, CAPACITY):
-        head = _Head(name, dims, kernel="tiles").fill(length)
+        head = _Head(name, dims, kernel="bf16").fill(length)
         cached = [rounded(head.format, rows[:length]) for rows in (head.k, head.v)]
         query, keys, values = (rounded(KV_FORMATS["bf16"], rows).astype(np.float64) for rows in (head.query, *cached))
         scores = keys @ query

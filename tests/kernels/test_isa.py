@@ -88,3 +88,4 @@ def test_bf16_tiles_are_used_only_with_every_instruction_that_fills_them(hidden:
     monkeypatch.setattr(isa, "features", lambda: features)
     monkeypatch.setattr(isa, "SYSTEM", replace(SYSTEM, enable_tile_registers=lambda: True))
     assert isa.has_bf16_tiles.__wrapped__() == (hidden is None)
+    assert isa.has_bf16_dots() == (hidden not in ("avx512f", "avx512bf16"))

@@ -1,4 +1,4 @@
-"""Attention of many queries in tile registers (AMX), in bf16: for tokens of prompts.
+"""Attention of many queries in bf16, in tile registers (AMX) or vectors (AVX-512 BF16): for tokens of prompts.
 
 A walk over a chunk as in `attention`, with its cache, its partials and its softmax; queries, keys, weights and values are rounded
 to bf16 where they are multiplied, and sums are f32. A query's bits do not depend on those it goes with: each sum is of its own
@@ -10,7 +10,7 @@ from functools import cache, partial
 
 from numba import types
 
-from cpuspec.kernels import machine_code, simd
+from cpuspec.kernels import isa, machine_code, simd
 from cpuspec.kernels.attention import (
     GATHERED,
     POWERS,
@@ -25,7 +25,7 @@ from cpuspec.kernels.attention import (
 )
 from cpuspec.kernels.kv_rows import CHUNK, CODINGS, key_parts, load_part, num_units, place_of_value, row_shape, sixteen_of_value
 from cpuspec.kernels.layout import MAX_QUERIES, walk_at
-from cpuspec.kernels.ops import F32X16, I32, Ops, Value, bf16_numbers, bf16_pairs, fma
+from cpuspec.kernels.ops import F32X16, I32, I32X16, Ops, Value, bf16_numbers, bf16_pairs, dot_pairs, fma
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import cap_numbers
 from cpuspec.kernels.products import BLOCK_ROWS
@@ -33,11 +33,13 @@ from cpuspec.kernels.readers import PAIRED
 from cpuspec.kernels.simd import LANES, emitted
 from cpuspec.kernels.tiles import add_paired_products, paired_totals, release, shape
 
+_ROWS = 8  # that vectors multiply at a time: sixteen sums
+
 
 @cache
 def attend_kernel(format_name: str, windowed: bool = False, capped: bool = False) -> int:
     """Address of what `attention.attend_kernel` has, for queries of prompts: up to MAX_QUERIES, no tree."""
-    name = f"attend-tiles-{format_name}{'-windowed' * windowed}{'-capped' * capped}"
+    name = f"attend-bf16-{format_name}{'-windowed' * windowed}{'-capped' * capped}"
     return machine_code.address(name, 8, lambda: _attend(format_name, *row_shape(format_name), windowed, capped))
 
 
@@ -142,6 +144,9 @@ def _multiply(
     """The products of 1 or 2 blocks of 16 rows of bf16, `row_bytes` apart, with 1 or 2 blocks of 16 columns, `column_bytes` apart:
     sums over `steps` tile registers of each, as f32 rows `to_bytes` apart.
     """
+    if not isa.has_bf16_tiles():
+        _multiply_vectors(o, blocks, columns, rows, row_bytes, paired, column_bytes, steps, to, to_bytes)
+        return
 
     def products(height: int, width: int) -> None:
         totals = paired_totals(height, width)
@@ -153,6 +158,29 @@ def _multiply(
             o.tile_store(total, to + to_bytes * (BLOCK_ROWS * n) + 64 * m, to_bytes)
 
     o.switch(blocks * 2 + columns, {2 * n + m: partial(products, n, m) for n in (1, 2) for m in (1, 2)})
+
+
+def _multiply_vectors(
+    o: Ops, blocks: Value, columns: Value, rows: Value, row_bytes: Value, paired: Value, column_bytes: Value, steps: Value,
+    to: Value, to_bytes: Value,
+) -> None:  # fmt: skip
+    """`_multiply` in vectors: a sum takes pair after pair of its row."""
+
+    def products(width: int) -> None:
+        with o.loop(blocks * (BLOCK_ROWS // _ROWS)) as part:
+            first, to_first = rows + row_bytes * (part * _ROWS), to + to_bytes * (part * _ROWS)
+            sums = [o.variables(width) for _ in range(_ROWS)]
+            with o.loop(steps * (STEP // 2)) as pair:
+                weights = [(paired + column_bytes * m + pair * 64).load(I32X16) for m in range(width)]
+                for row, totals in enumerate(sums):
+                    inputs = (first + row_bytes * row + pair * 4).every(I32)
+                    for column, total in zip(weights, totals, strict=True):
+                        total.set(dot_pairs(total.get(), column, inputs))
+            for row, totals in enumerate(sums):
+                for m, total in enumerate(totals):
+                    (to_first + to_bytes * row + 64 * m).store(total.get())
+
+    o.switch(columns, {width: partial(products, width) for width in range(1, VECTORS + 1)})
 
 
 @emitted
