@@ -64,7 +64,9 @@ def job(loss: DistillLoss, **changes: object) -> ModelJob:
     return ModelJob(loss, replace(SHORT, **changes), device="cpu", dtype="f32", threads=1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("change", [{"attention_softcap": 2.0}, {"rotates_first": True}, {"layer_windows": (4, 0)}, {"logit_scale": 0.5}])
+@pytest.mark.parametrize(
+    "change", [{"attention_softcap": 2.0}, {"rotates_first": True}, {"layer_windows": (4, 0)}, {"logit_scale": 0.5}]
+)
 def test_a_model_that_sets_what_training_does_not_compute_is_refused(model: Checkpoint, change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         ModelWeights(replace(model, config=replace(model.config, **change)), None, CPU)
