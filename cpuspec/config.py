@@ -1090,8 +1090,12 @@ class EngineConfig:
         "LIMIT",
     )
     keep_packed: bool = _setting(True, _BOOLEAN, "Keep weights in the order of the kernels on the disk, for a quick next start.")
-    numa_interleave: bool = _setting(
-        True, _BOOLEAN, "Spread weights over the memory nodes of the cores in use, where a machine has several."
+    numa: str = _setting(
+        "auto",
+        _choice(("auto", "copies", "interleave", "off")),
+        "Where weights lie on a machine with several memory nodes: a copy on each, which threads nearby read; spread over them; or "
+        "as the system likes. auto makes copies where they take up to half of the memory, and spreads other weights.",
+        "HOW",
     )
     mmap: bool = _setting(
         True,

@@ -1367,10 +1367,10 @@ def test_info_tells_unequal_cores_a_quota_and_where_weights_lie(monkeypatch: pyt
     monkeypatch.setattr("cpuspec.cli.machine.SYSTEM", replace(SYSTEM, topology=lambda: machine))
     shown = report_of("info")
     assert shown["cores"] == [{"kind": "core", "speed": 1.0, "count": 6}, {"kind": "atom", "speed": 0.45, "count": 8}]
-    assert (shown["cpu_quota"], shown["interleaved_nodes"]) == (2.5, [0, 1])
+    assert (shown["cpu_quota"], shown["nodes_in_use"]) == (2.5, [0, 1])
     table = " ".join(ok("info").split())
     fast, slow = "6 cores of kind core, 100% of the top speed", "8 cores of kind atom, 45%"
-    assert all(text in table for text in (fast, slow, "a quota of 2.5", "over 2 memory nodes"))
+    assert all(text in table for text in (fast, slow, "a quota of 2.5", "each of 2 memory nodes"))
 
 
 @pytest.mark.usefixtures("bandwidth")

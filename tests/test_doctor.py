@@ -64,7 +64,7 @@ def test_slow_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (Topology((*CORES[:3], Core((3,), kind="lowpower"))), "1 core of low power are left out"),
         (Topology((Core((0, 1)), Core((2, 3)))), "2 cores with two hardware threads"),
-        (Topology(CORES, NODES), "spread over 2 memory nodes"),
+        (Topology(CORES, NODES), "each of 2 memory nodes"),
     ],
 )
 def test_choices_that_cost_nothing_are_told_as_they_are(topology: Topology, said: str) -> None:

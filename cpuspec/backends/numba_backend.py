@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from cpuspec import model
 from cpuspec.backends import memory_limit
 from cpuspec.backends.kv_memory import KVPlaces, Memory
-from cpuspec.backends.numa import interleave_pages, nodes_to_use, spread_new_pages
+from cpuspec.backends.numa import copy_of_processor, new_pages_on, nodes_to_use, placed
 from cpuspec.backends.packed import content_hash, packed_matrices
 from cpuspec.backends.recurrent_memory import RecurrentLayers, RecurrentMemory, inputs_kept
 from cpuspec.backends.stored import ExpertStore, LayerExperts, Router, StoredTensor, packed_bytes, stored_matrices
@@ -127,20 +127,17 @@ class NumbaBackend:
         matrices = {name: t for name, t in tensors.items() if is_matrix(name, t.shape) and name not in ("embed", "layer_embed")}
 
         limit_bytes = memory_limit(engine.memory)
+        # One of all backends whose weights are shared, so that they number the copies alike.
+        self._topology = topology = share._topology if share else SYSTEM.topology()
         self.store: ExpertStore | None = None  # of experts that stay on the disk, unless they are another backend's
 
         def load(matrices: Mapping[str, WeightTensor]) -> Mapping[str, PackedTensor | StoredTensor]:
-            nodes = nodes_to_use(SYSTEM.topology()) if engine.numa_interleave else ()
-            with spread_new_pages(nodes):
+            with new_pages_on(nodes_to_use(topology) if engine.numa != "off" else ()):
                 if limit_bytes is not None and sum(map(packed_bytes, matrices.values())) > limit_bytes:
                     self.store, stored = stored_matrices(checkpoint.name, matrices, self.threads, limit_bytes)
                     return stored
                 packed = packed_matrices(checkpoint.name, matrices, self.threads, engine.keep_packed, engine.mmap)
-            if nodes:
-                pages = interleave_pages((matrix.data for matrix in packed.values()), nodes)
-                why = SYSTEM.why_pages_stay() or "the system does not tell where they are"
-                _log.info("pages of weights on memory nodes: %s", dict(pages) or f"none was moved: {why}")
-            return packed
+            return placed(packed, topology, engine.numa)
 
         self._matrices = LoadedWeights(matrices, load, share._matrices if share else None)
         self.weight_bytes, self.shared_bytes = self._matrices.num_bytes, self._matrices.shared_bytes
@@ -152,6 +149,8 @@ class NumbaBackend:
         self._plans = _Plans(layers, self.max_rows, self.threads, kv_format.name)
         self._recurrent = RecurrentLayers(c, self.max_rows) if c.is_recurrent else None
         of_tiles = self._recurrent.tile_bytes if self._recurrent else 0
+        has_copies = any(isinstance(one, PackedTensor) and one.copies_apart for one in self._matrices.values())
+        self._copy_of = copy_of_processor(topology) if has_copies else None
         self._scratch = aligned_bytes((self.threads, max(self._plans.scratch_bytes, of_tiles, 64)))
         self._places = np.empty(self.max_rows, layout.PLACE)
         self._logits = np.empty((1, self._num_logits), np.float32)
@@ -196,7 +195,7 @@ class NumbaBackend:
             **(self._recurrent.addresses() if self._recurrent else {}),
             "places": _at(self._places), "peaks": _at(self._peaks), "picked": addressof(self._picked),
             "scratch": _at(self._scratch), "scratch_bytes": self._scratch.strides[0], "threads": self.threads,
-            **self._plans.fields(),
+            "copy_of": _at(self._copy_of), **self._plans.fields(),
         }.items():  # fmt: skip
             new.state[field] = value
         self._programs.append(new)
@@ -961,7 +960,10 @@ class _Writer:
     def _tensor(self, name: str, order: str, inputs: U8, out: F32 | None) -> dict[str, Any]:
         """A matrix, or those of experts, of a "linear" operation. out: None for the logits."""
         matrix, bias = self._matrices[name], self._vectors.get(name + "_bias")
-        where = {"table": _at(matrix.table)} if isinstance(matrix, StoredTensor) else {"tiles": _at(matrix.data)}
+        if isinstance(matrix, StoredTensor):
+            where = {"table": _at(matrix.table)}
+        else:
+            where = {"tiles": _at(matrix.data), "copies_apart": matrix.copies_apart}
         return where | {
             "kernel": linear.linear_kernel(matrix.format.name, order), "tile_bytes": matrix.tile_bytes,
             "num_tiles": matrix.num_tiles, "inputs": _at(inputs), "row_bytes": products.row_bytes(order, matrix.shape[-1]),

@@ -145,7 +145,7 @@ def memory(system: System) -> Iterator[Finding]:
                 "nodes", "slow", f"weights are not spread over {len(nodes)} memory nodes: {why}", "allow it, or use numactl"
             )
         else:
-            yield Finding("nodes", "ok", f"weights are spread over {len(nodes)} memory nodes")
+            yield Finding("nodes", "ok", f"weights are copied to each of {len(nodes)} memory nodes, or spread over them")
 
 
 def cache() -> Iterator[Finding]:

@@ -108,7 +108,7 @@ def describe_hardware() -> Report:
         ],
         "cpu_quota": topology.quota,
         "memory_nodes": [{"number": node.number, "bytes": node.memory_bytes, "cpus": len(node.cpus)} for node in topology.nodes],
-        "interleaved_nodes": list(nodes_to_use(topology)),
+        "nodes_in_use": list(nodes_to_use(topology)),
         "features": sorted(isa.features()),
         "isa": isa.dot_isa(),
         "isa_reason": _why(isa.dot_isa(), isa.features()),
@@ -200,9 +200,9 @@ def _limit_of_threads(report: Report) -> str:
 
 def _nodes(report: Report) -> str:
     """Where weights lie."""
-    nodes = report["interleaved_nodes"]
+    nodes = report["nodes_in_use"]
     if nodes:
-        return f"weights are to be spread over {len(nodes)} memory nodes; a start logs where their pages lie"
+        return f"weights are copied to each of {len(nodes)} memory nodes, or spread over them; a start logs where they lie"
     return "weights lie in one piece: the usable cores are near one memory node"
 
 

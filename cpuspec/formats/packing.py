@@ -87,12 +87,14 @@ def words(part: str, number: float, dtype: str) -> Plane:
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
     """A matrix [N, K], or one of each expert [E, N, K], as kernels read it: U8 [tiles, tile_bytes], starting at a multiple of 64
-    bytes. Each expert is a range of tiles; all ranges have the same length.
+    bytes. Each expert is a range of tiles; all ranges have the same length. copies_apart: bytes from these tiles to a copy of them,
+    and from there to the next copy; 0 where there is none.
     """
 
     format: Format
     shape: tuple[int, ...]
     data: U8
+    copies_apart: int = 0
 
     @property
     def num_matrices(self) -> int:

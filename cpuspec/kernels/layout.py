@@ -113,7 +113,9 @@ STATE = _record(
     sequences=to(SEQUENCE),  # where there are recurrent layers
     num_sequences=_I64,
     sequence_of=to(_I64),  # [rows]
+    copy_of=to(_I64),  # [MOST_PROCESSORS]: which copy of the weights is near a logical processor; null where there is one
 )
+MOST_PROCESSORS = 8192  # of Linux on x86-64
 
 # The notes of `Program.enter` on a forward begin with this record. `logits` and `kept` are addresses of numpy objects, not of their
 # numbers.
@@ -124,10 +126,11 @@ CALL = _words(
 # One matrix of a "linear" operation, or that of each expert one after another. bias and residual are added where they are not 0.
 # bias_bytes: from one expert's to the next. one_row: where the activations lie of a forward over one row, 0 for where others do.
 # table: int64 [experts], where the tiles of each expert lie that is in memory, 0 of others; no table: one after another.
-# apart: from the results of one head to those of the next, of matrices of heads.
+# apart: from the results of one head to those of the next, of matrices of heads. copies_apart: from the tiles of one copy of the
+# weights to those of the next, 0 where there is one.
 TENSOR = _words(
     "kernel", "tiles", "tile_bytes", "num_tiles", "inputs", "row_bytes", "bias", "residual", "out", "stride", "bias_bytes",
-    "one_row", "table", "apart",
+    "one_row", "table", "apart", "copies_apart",
 )  # fmt: skip
 # Activations in one order that "gather" copies. bytes: of a row's group. apart: not 0 where they are numbers [input][row]; padded:
 # and so are those that fill up the last group.

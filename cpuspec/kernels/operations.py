@@ -3,6 +3,8 @@
 Operands are fields of `layout`'s records. The backend that writes a program knows the model; this file knows the operations.
 """
 
+from numba import types
+
 from cpuspec.kernels import layout, simd
 from cpuspec.kernels.argmax import peak, peaks_of_row, pick
 from cpuspec.kernels.attention import finish, first_chunk, merge, put_query, sees
@@ -29,6 +31,7 @@ from cpuspec.kernels.recurrent import convolve, finish_heads, num_convolved, rec
 from cpuspec.kernels.sharing import PIECES, part_of_row, parts_of_row, piece, share, take
 from cpuspec.kernels.simd import emitted
 from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
+from cpuspec.platform import SYSTEM
 
 _INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
 
@@ -90,6 +93,20 @@ def _prepare(op, state, threads, item):
     )  # fmt: skip
 
 
+if SYSTEM.processor_function:
+    _processor = types.ExternalFunction(SYSTEM.processor_function, types.int32())
+
+    @compiled
+    def _nearest_copy(state):
+        return 0 if address(state.copy_of) == 0 else state.copy_of[_processor() & layout.MOST_PROCESSORS - 1]
+
+else:
+
+    @compiled
+    def _nearest_copy(state):
+        return 0
+
+
 @compiled
 def _num_tiles(op):
     """Tiles of all matrices of a "linear" operation."""
@@ -107,7 +124,7 @@ def _linear(op, state, counters, stride, threads, thread):
     Returns how many tiles it multiplied.
     """
     rows = state.num_logit_rows if op.vocab else state.num_rows
-    tiles_of_all = _num_tiles(op)
+    tiles_of_all, copy = _num_tiles(op), _nearest_copy(state)
     items, completed = tiles_of_all * _num_segments(op, state), 0
     for turn in range(threads):
         owner = (thread + turn) % threads
@@ -119,9 +136,9 @@ def _linear(op, state, counters, stride, threads, thread):
             if first == end:
                 break
             if op.used == 0 and op.heads == 0:
-                _multiply(op, state, rows, first, end)
+                _multiply(op, state, rows, copy, first, end)
             else:
-                _multiply_experts(op, state, tiles_of_all, first, end)
+                _multiply_experts(op, state, tiles_of_all, copy, first, end)
             completed += end - first
             if op.vocab:
                 if op.cap != 0:
@@ -140,16 +157,16 @@ def _num_segments(op, state):
 
 
 @compiled
-def _multiply(op, state, rows, first, end):
-    """Tiles first..end of a "linear" operation, numbered through all of its matrices."""
+def _multiply(op, state, rows, copy, first, end):
+    """Tiles first..end of a "linear" operation, numbered through all of its matrices. copy: the weights' that is read."""
     for t in range(op.num_tensors):
         tensor = op.tensors[t]
         tiles = tensor.num_tiles
         if first < tiles and end > 0:
             out = state.logits if op.vocab else tensor.out
             operands = (
-                tensor.tiles, tensor.tile_bytes, op.features, max(first, 0), min(end, tiles), tensor.inputs, tensor.row_bytes,
-                rows, tensor.bias, tensor.residual, out, tensor.stride,
+                tensor.tiles + copy * tensor.copies_apart, tensor.tile_bytes, op.features, max(first, 0), min(end, tiles),
+                tensor.inputs, tensor.row_bytes, rows, tensor.bias, tensor.residual, out, tensor.stride,
             )  # fmt: skip
             _call(tensor.kernel, operands)
         first -= tiles
@@ -157,7 +174,7 @@ def _multiply(op, state, rows, first, end):
 
 
 @compiled
-def _multiply_experts(op, state, tiles_of_all, first, end):
+def _multiply_experts(op, state, tiles_of_all, copy, first, end):
     """Tiles first..end of a "linear" operation over segments, numbered through the matrices of each expert that has rows, or of
     each head.
     """
@@ -177,7 +194,7 @@ def _multiply_experts(op, state, tiles_of_all, first, end):
                 if tensor.one_row != 0 and state.num_rows == 1:
                     inputs = tensor.one_row
                 bias = tensor.bias + expert * tensor.bias_bytes if tensor.bias != 0 else 0
-                matrix = tensor.tiles + expert * tiles * tensor.tile_bytes
+                matrix = tensor.tiles + copy * tensor.copies_apart + expert * tiles * tensor.tile_bytes
                 if tensor.table != 0:
                     matrix = simd.peek_i64(tensor.table + 8 * expert)
                 out = tensor.out + (first_pair * tensor.stride if op.heads == 0 else expert * tensor.apart)

@@ -134,5 +134,6 @@ SYSTEM = System(
     end_signals=(signal.SIGTERM, signal.SIGINT),
     has_namespaces=False,
     yield_function="sched_yield",
+    processor_function="",
     sleep="",
 )

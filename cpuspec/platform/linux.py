@@ -327,5 +327,6 @@ SYSTEM = replace(
     end_session=end_session,
     interrupt_main=interrupt_main,
     has_namespaces=True,
+    processor_function="sched_getcpu",
     sleep="futex",
 )

@@ -83,4 +83,6 @@ class System:
     # For compiled code: the name of the C function that lets another thread run, and how a thread sleeps until a number in memory
     # changes: Linux's futex system call, Windows' WaitOnAddress, or not at all.
     yield_function: str
+    # And that of the C function that returns the logical processor that a thread runs on. Others: "".
+    processor_function: str
     sleep: Literal["futex", "WaitOnAddress", ""]

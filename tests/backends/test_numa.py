@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cpuspec.backends import make_backend, numa
-from cpuspec.backends.numa import interleave_pages, nodes_to_use, spread_new_pages
+from cpuspec.backends.numa import copy_of_processor, interleave_pages, new_pages_on, nodes_to_use
 from cpuspec.config import EngineConfig
 from cpuspec.formats.packing import aligned_bytes, paged_bytes
 from cpuspec.platform import SYSTEM, Node, System, Topology
@@ -102,15 +102,15 @@ def test_new_memory_follows_a_policy_only_while_weights_are_made() -> None:
         return mode.value
 
     before = policy()
-    with spread_new_pages((0,)):
+    with new_pages_on((0,)):
         inside = policy()
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(policy).result() == inside
     assert inside in ((MPOL_INTERLEAVE, before) if before == MPOL_DEFAULT else (before,))  # a container may forbid it
     assert policy() == before
-    with pytest.raises(ZeroDivisionError), spread_new_pages((0, 1)):
+    with pytest.raises(ZeroDivisionError), new_pages_on((0, 1)):
         raise ZeroDivisionError
-    with spread_new_pages(()):
+    with new_pages_on(()):
         assert policy() == before
 
 
@@ -118,19 +118,57 @@ def test_nothing_is_done_without_nodes() -> None:
     assert interleave_pages([aligned_bytes((10,))], ()) == {}
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_a_backend_spreads_its_weights_and_tells_where_they_lie_unless_told_not_to(
-    tmp_path_factory, monkeypatch, caplog, wanted: bool
+@pytest.mark.parametrize(
+    ("how", "memory_bytes", "copies"),
+    [
+        ("auto", 1 << 30, 2),
+        ("auto", None, 1),
+        ("auto", 1000, 1),
+        ("copies", None, 2),
+        ("interleave", 1 << 30, 1),
+        ("off", 1 << 30, 1),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3moe"])
+def test_weights_lie_where_they_are_wanted_and_every_copy_gives_the_same_bits(
+    tmp_path_factory, monkeypatch, caplog, how: str, memory_bytes: int | None, copies: int, family: str
 ) -> None:
-    given = []
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("cpuspec.backends.numba_backend.SYSTEM", replace(SYSTEM, topology=lambda: TWO))
-    monkeypatch.setattr(
-        "cpuspec.backends.numba_backend.interleave_pages",
-        lambda arrays, nodes: given.extend((one.nbytes, nodes) for one in arrays) or {0: 5, 1: 7},
+    path, plain = tiny(tmp_path_factory, architecture=family), EngineConfig(threads=1, max_rows=8, numa="off", keep_packed=False)
+    wanted = _logits(make_backend("numba", path, plain))
+    nodes = replace(TWO, nodes=tuple(replace(node, memory_bytes=memory_bytes) for node in TWO.nodes))
+    system = replace(
+        SYSTEM, topology=lambda: nodes, why_pages_stay=lambda: "", place_new_pages=lambda nodes: True, move_pages=_on_node_one
     )
-    backend = make_backend("numba", tiny(tmp_path_factory), EngineConfig(threads=1, max_rows=8, numa_interleave=wanted))
-    assert forward(backend, backend.new_cache(1, 8), {0: [1, 2]}).logits.shape[0] == 2
-    assert bool(given) == wanted
-    assert ("pages of weights on memory nodes: {0: 5, 1: 7}" in caplog.text) == wanted
-    assert all(num_bytes and nodes == (0, 1) for num_bytes, nodes in given)
+    for module in ("numa", "numba_backend"):
+        monkeypatch.setattr(f"cpuspec.backends.{module}.SYSTEM", system)
+    backend = make_backend("numba", path, replace(plain, numa=how))
+    assert ("pages of weights on memory nodes: {1: " in caplog.text) == (how != "off")
+    matrices = backend._matrices.values()
+    assert {matrix.copies_apart > 0 for matrix in matrices} == {copies > 1}
+    if copies == 1:
+        assert backend._copy_of is None
+    else:
+        for number in range(copies):
+            backend._copy_of[:] = number  # as if the thread ran near this copy
+            assert np.array_equal(_logits(backend), wanted)
+        matrix = backend._matrices["layers.0.o"]
+        ctypes.memset(matrix.data.ctypes.data + matrix.copies_apart, 0, matrix.nbytes)  # read by no other processor
+        assert not np.array_equal(_logits(backend), wanted)
+        backend._copy_of[:] = 0
+        assert np.array_equal(_logits(backend), wanted)
+
+
+def _on_node_one(count: int, pages: int, wanted: int | None, told: int) -> None:
+    ctypes.memmove(told, (ctypes.c_int32 * count)(*[1] * count), 4 * count)
+
+
+def _logits(backend) -> np.ndarray:
+    return forward(backend, backend.new_cache(1, 8), {0: [1, 2, 3]}).logits.copy()
+
+
+def test_a_processor_reads_the_copy_of_its_node() -> None:
+    nodes = (Node(0, (0, 2), None), Node(1, (), None), Node(4, (1, 3, 8191, 9000), None))
+    copies = copy_of_processor(replace(ONE, nodes=nodes))
+    assert copies[[0, 1, 2, 3, 8191]].tolist() == [0, 1, 0, 1, 1]
+    assert copies.sum() == 3
