@@ -115,7 +115,7 @@ def new_pages_on(nodes: Sequence[int]) -> Iterator[None]:
             SYSTEM.place_new_pages(())
 
 
-def interleave_pages(arrays: Iterable[U8], nodes: Sequence[int]) -> Mapping[int, int]:
+def interleave_pages(arrays: Iterable[U8], nodes: Sequence[int]) -> dict[int, int]:
     """Move the whole pages of these bytes to the nodes in turns, unless each node has about its share of them.
 
     Returns how many pages lie on each node afterwards, as the system tells; nothing where it does not, or where none may be moved.

@@ -63,7 +63,7 @@ from cpuspec.model.cache import BlockAccess, KVCache, StateAccess
 from cpuspec.model.recurrence import LENGTH_EPS
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
-from cpuspec.platform import SYSTEM
+from cpuspec.platform import SYSTEM, Topology
 
 _log = logging.getLogger(__name__)
 
@@ -128,16 +128,16 @@ class NumbaBackend:
 
         limit_bytes = memory_limit(engine.memory)
         # One of all backends whose weights are shared, so that they number the copies alike.
-        self._topology = topology = share._topology if share else SYSTEM.topology()
+        self._topology: Topology = share._topology if share else SYSTEM.topology()
         self.store: ExpertStore | None = None  # of experts that stay on the disk, unless they are another backend's
 
         def load(matrices: Mapping[str, WeightTensor]) -> Mapping[str, PackedTensor | StoredTensor]:
-            with new_pages_on(nodes_to_use(topology) if engine.numa != "off" else ()):
+            with new_pages_on(nodes_to_use(self._topology) if engine.numa != "off" else ()):
                 if limit_bytes is not None and sum(map(packed_bytes, matrices.values())) > limit_bytes:
                     self.store, stored = stored_matrices(checkpoint.name, matrices, self.threads, limit_bytes)
                     return stored
                 packed = packed_matrices(checkpoint.name, matrices, self.threads, engine.keep_packed, engine.mmap)
-            return placed(packed, topology, engine.numa)
+            return placed(packed, self._topology, engine.numa)
 
         self._matrices = LoadedWeights(matrices, load, share._matrices if share else None)
         self.weight_bytes, self.shared_bytes = self._matrices.num_bytes, self._matrices.shared_bytes
@@ -150,7 +150,7 @@ class NumbaBackend:
         self._recurrent = RecurrentLayers(c, self.max_rows) if c.is_recurrent else None
         of_tiles = self._recurrent.tile_bytes if self._recurrent else 0
         has_copies = any(isinstance(one, PackedTensor) and one.copies_apart for one in self._matrices.values())
-        self._copy_of = copy_of_processor(topology) if has_copies else None
+        self._copy_of = copy_of_processor(self._topology) if has_copies else None
         self._scratch = aligned_bytes((self.threads, max(self._plans.scratch_bytes, of_tiles, 64)))
         self._places = np.empty(self.max_rows, layout.PLACE)
         self._logits = np.empty((1, self._num_logits), np.float32)

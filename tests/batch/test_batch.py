@@ -291,7 +291,7 @@ def run(source: Path, out: Path) -> BatchSummary:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     lines = ['{"prompt": "a"}', "", '{"custom_id": "é\\n", "prompt": "b"}', "bad", '{"prompt": "c"}']
-    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    (tmp_path / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
     return tmp_path / "in.jsonl"
 
 
