@@ -46,6 +46,7 @@ from record import Rounds, record, save, say
 
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
+from cpuspec.cli.answer import rounds_table
 from cpuspec.config import SamplingParams, SpecConfig
 from cpuspec.engine.assemble import check_spec
 from cpuspec.engine.llm import LLM, Completion
@@ -150,13 +151,17 @@ def main(
                 whole = {peer: [one[peer] for one in peer_answers] for peer in others.arms}
                 peer_summaries[name] = summarize_peers(whole, [one[compared].stats.tokens_per_s for one in answers])
                 print(peer_table(peer_summaries[name], compared), flush=True)
+        parts = {spec: llm.round_parts() for spec, llm in llms.items()}
+        for spec, of in parts.items():
+            print("\n".join([f"\n{spec}", "", *rounds_table(of)]), flush=True)
         memory = {spec: [asdict(level) for level in llm.memory()] for spec, llm in llms.items()}
     head = record("chains", checkpoint.path.name, rounds) | {
         "target_dtype": target_dtype,
         "max_tokens": max_tokens,
         "temperature": temperature,
     }
-    head |= {"sets": summaries, "memory": memory, "prompts": rows}
+    rounds_of = {spec: [asdict(part) for part in of] for spec, of in parts.items()}
+    head |= {"sets": summaries, "memory": memory, "rounds_of": rounds_of, "prompts": rows}
     if peers.abouts or peers.failed:
         head["instructions"] = instructions
         head["peers"] = {"compared": compared, "engines": peers.abouts, "failed": peers.failed, "sets": peer_summaries}

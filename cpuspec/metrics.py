@@ -127,6 +127,38 @@ class PrefixStats:
     num_blocks_dropped: int = 0  # that were not written: the disk was too slow for them
 
 
+@dataclass
+class Spent:
+    """Seconds so far by what took them, and how often. A forward goes by its number of rows."""
+
+    counts: dict[str | int, int] = field(default_factory=dict)
+    seconds: dict[str | int, float] = field(default_factory=dict)
+
+    def add(self, what: str | int, seconds: float) -> None:
+        """Count one more."""
+        self.counts[what] = self.counts.get(what, 0) + 1
+        self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+    def of(self, what: str) -> float:
+        """Seconds of one thing, 0 where it never was."""
+        return self.seconds.get(what, 0.0)
+
+    @property
+    def forwards_s(self) -> float:
+        """Seconds of all forwards."""
+        return sum(seconds for what, seconds in self.seconds.items() if isinstance(what, int))
+
+
+@dataclass(frozen=True)
+class RoundPart:
+    """A part of what rounds have taken so far: how often, in all, and what `auto` expected of it, where it expects anything."""
+
+    name: str
+    count: int
+    seconds: float
+    expected_s: float | None = None
+
+
 @dataclass(frozen=True)
 class RequestStats:
     """The cost of one request. Rates and latencies of decoding are None where a single step generated everything.

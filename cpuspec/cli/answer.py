@@ -11,7 +11,7 @@ from cpuspec.backends.disk import DiskReads
 from cpuspec.cli.console import accepted, counted, size
 from cpuspec.config import SAMPLING_FIELDS, SamplingDefaults, SamplingParams
 from cpuspec.engine.llm import LLM, Message
-from cpuspec.metrics import RequestStats
+from cpuspec.metrics import RequestStats, RoundPart
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.sequence import shared_prefix
 from cpuspec.server.parsing import Piece, answer_parser, opens_reasoning, shown_tokens
@@ -221,6 +221,18 @@ def explanation(llm: LLM) -> list[str]:
             plan = f"{one.cost_of_drafting:.2f} forwards a token, {usual}, {judged}"
         drafted = f"{one.num_accepted_tokens} of {one.num_draft_tokens} tokens accepted in {one.num_rounds} rounds"
         lines.append(f"  {one.name} for {one.verifies}: {plan}; {drafted}")
+    return [*lines, *rounds_table(llm.round_parts())]
+
+
+def rounds_table(parts: Sequence[RoundPart]) -> list[str]:
+    """Lines about where the time went, the largest parts first, beside what `auto` expected of each."""
+    whole_s = sum(part.seconds for part in parts)
+    lines = [f"time of all steps: {whole_s:.3f} s"]
+    for part in sorted(parts, key=lambda one: -one.seconds):
+        if part.count and whole_s:
+            expected = "" if part.expected_s is None else f" ({1e3 * part.expected_s / part.count:.2f} expected)"
+            each = f"{part.count} of {1e3 * part.seconds / part.count:.2f} ms{expected}"
+            lines.append(f"  {part.seconds / whole_s:6.1%}  {part.name}: {each}")
     return lines
 
 

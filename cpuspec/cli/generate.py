@@ -98,6 +98,7 @@ def generate(
             "memory": [asdict(one) for one in llm.memory()],
             "reads": [asdict(one) for one in llm.reads()],
             "plan": [asdict(one) for one in llm.explain()],
+            "rounds": [asdict(one) for one in llm.round_parts()],
         }
         held, told = memory_line(llm), explanation(llm) if explain else []
     if not as_json and not answer.content.endswith("\n"):

@@ -13,6 +13,7 @@ from cpuspec.cli.console import emit_json, exit_codes, note
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import StepProgress
+from cpuspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from cpuspec.train.block import BlockLoss
@@ -188,10 +189,17 @@ def distill(
 @exit_codes()
 def export(
     model: options.ModelArgument,
-    head: Annotated[Path, argument("HEAD", "A head's directory or GGUF file, as --draft takes it.", exists=True)],
+    head: Annotated[str, argument("HEAD", "A head's name, directory or GGUF file, as --draft takes it.")],
     out: Annotated[Path, argument("OUT.gguf", "The file to write.", dir_okay=False)],
     *,
-    type_name: Annotated[str, option("TYPE", f"Of its matrices: {', '.join(_EXPORTED)}; vectors are f32.", "--type")] = "f16",
+    type_name: Annotated[
+        str | None,
+        option(
+            "TYPE",
+            f"Of its matrices: {', '.join(_EXPORTED)}; by default f16, and of a GGUF file those that it has. Vectors are f32.",
+            "--type",
+        ),
+    ] = None,
     has_tokenizer: Annotated[
         bool, flag("--tokenizer/--no-tokenizer", "Without the tokenizer the file is smaller, and for cpuspec alone.")
     ] = True,
@@ -199,21 +207,28 @@ def export(
     """Write a head as a GGUF file, for llama-server (--spec-draft-model) and for cpuspec: EAGLE-3, DFlash, DSpark, or a layer for
     multi-token prediction, which both find beside the model as mtp-*.gguf.
 
-    MODEL is the model that it drafts for, whose tokenizer goes into the file. Needs no torch.
+    MODEL is the model that it drafts for, whose tokenizer goes into the file: llama-server wants one there, and heads that cpuspec
+    fetches have none. Needs no torch.
     """
+    from cpuspec.checkpoints.download import resolve_model
     from cpuspec.checkpoints.heads import find_reader
     from cpuspec.formats import get_format
     from cpuspec.quantize.head_output import write_head
 
-    if type_name not in _EXPORTED:
+    if type_name not in (None, *_EXPORTED):
         raise typer.BadParameter(f"there is no --type {type_name!r}; wanted one of {', '.join(_EXPORTED)}")
     if out.suffix != ".gguf":
         raise typer.BadParameter(f"{out} does not end with .gguf; name a GGUF file to write")
-    target, found = open_target(model), find_reader(head)
+    try:
+        path = resolve_model(head)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    target, found = open_target(model), find_reader(path)
     if found is None:
         raise typer.BadParameter(f"{head} is no draft head; wanted a directory that `cpuspec train` wrote, or one as published")
     reader, files = found
-    write_head(out, reader.read(files, target), target, get_format(type_name), has_tokenizer)
+    of_file = None if path.suffix == ".gguf" else get_format("f16")
+    write_head(out, reader.read(files, target), target, get_format(type_name) if type_name else of_file, has_tokenizer)
     note(f"{out} has {out.stat().st_size / 1e6:.1f} MB")
 
 

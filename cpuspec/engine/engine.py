@@ -13,7 +13,7 @@ from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.engine.text import StopText
 from cpuspec.errors import ConfigError, CpuspecError
-from cpuspec.metrics import LevelCounters, Reads, RequestMeter, RequestStats
+from cpuspec.metrics import LevelCounters, Reads, RequestMeter, RequestStats, now_s
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
@@ -191,7 +191,9 @@ class Engine:
         """
         try:
             if not self._ready:
+                begin_s = now_s()
                 self._step()
+                self._context.spent.add("step", now_s() - begin_s)
         except BaseException:
             self.abort_all()
             raise

@@ -29,6 +29,7 @@ from cpuspec.config import (
     SpecConfig,
     read_backend,
 )
+from cpuspec.engine.account import round_parts
 from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec, within_memory
 from cpuspec.engine.embedding import EmbeddingJob
 from cpuspec.engine.engine import Engine, Output, RequestedAnswer
@@ -37,7 +38,7 @@ from cpuspec.engine.shared import Receiver, SharedEngine
 from cpuspec.environment import default_prefix_cache_bytes
 from cpuspec.errors import CacheError, ConfigError, CpuspecError
 from cpuspec.formats.kv import get_kv_format
-from cpuspec.metrics import LevelCounters, LevelMemory, LevelReads, PrefixStats, RequestStats
+from cpuspec.metrics import LevelCounters, LevelMemory, LevelReads, PrefixStats, RequestStats, RoundPart
 from cpuspec.model.batch import F32
 from cpuspec.platform import SYSTEM
 from cpuspec.sampling import TokenLogprobs
@@ -492,6 +493,11 @@ class LLM:
             return []
         with self._shared.turn():
             return self._planner.explain()
+
+    def round_parts(self) -> list[RoundPart]:
+        """What the time of all steps so far went to, of all requests: reading prompts, drafting, verifying, and what is between."""
+        with self._shared.turn():
+            return round_parts(self._context, self._drafts, self._planner)
 
     def close(self) -> None:
         """Release the models as soon as no step runs. Calling it again does nothing; any other use then raises ConfigError.

@@ -31,10 +31,11 @@ _OUTSIDE = {
 _NUM_FEATURES = 3  # layers of the target that llama.cpp's EAGLE-3 reads
 
 
-def write_head(path: Path, head: Head, target: Checkpoint, format: Format, has_tokenizer: bool = True) -> None:
+def write_head(path: Path, head: Head, target: Checkpoint, format: Format | None = None, has_tokenizer: bool = True) -> None:
     """Write a head as one file, which takes the place of `path` when it is whole.
 
-    format: of matrices; vectors are f32. has_tokenizer: llama.cpp needs the target's tokenizer in the file, cpuspec does not.
+    format: of matrices, None for those that they have; vectors are f32. has_tokenizer: llama.cpp needs the target's tokenizer in
+    the file, cpuspec does not.
     What the head shares with its target is left out, as llama.cpp takes it from there, too.
     Raises ConfigError for a head that llama.cpp has no layout or no computation for, or a tokenizer that has no place in such a
     file; FormatError for rows that do not fill the format's blocks; OSError where it cannot be written.
@@ -66,7 +67,10 @@ def write_head(path: Path, head: Head, target: Checkpoint, format: Format, has_t
             own[_file_name(name, architecture)] = paired
     own |= rope_factors(config)
     numbers = get_format("f32")
-    formats = {name: format if min(tensor.shape) > 1 and len(tensor.shape) == 2 else numbers for name, tensor in own.items()}
+    formats = {
+        name: format or tensor.format if min(tensor.shape) > 1 and len(tensor.shape) == 2 else numbers
+        for name, tensor in own.items()
+    }
     infos: dict[str, TensorInfo | IdsInfo] = {name: TensorInfo(formats[name], own[name].shape) for name in own}
     ids = head.token_ids
     if ids is not None:

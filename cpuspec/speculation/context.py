@@ -25,7 +25,7 @@ from cpuspec.backends import Backend, has_prompt_arithmetic
 from cpuspec.config import EngineConfig
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.formats.tensor import U8
-from cpuspec.metrics import PrefixStats
+from cpuspec.metrics import PrefixStats, Spent, now_s
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
 from cpuspec.model.cache import KEPT_ROWS
 from cpuspec.sequence import Sequence, shared_prefix
@@ -116,6 +116,7 @@ class Context:
         self.prompt_rows = min(prompt_rows, backend.max_rows)
         self.hidden_layers: tuple[int, ...] = ()  # that scores are asked for; the engine sets it, before any sequence
         self.num_forwards = self.num_rows = self.weight_bytes = 0  # of all forwards; bytes of weights that they read
+        self.spent = Spent()
         self.num_running = 0  # sequences of the engine, also those that a draft model has no slot for; the engine sets it
         self.num_stopped = 0  # forwards that ended early
         self.num_acquired_tokens = self.num_cached_tokens = 0  # that sequences came with, and of these what was there already
@@ -593,7 +594,9 @@ class Context:
         batch = ForwardBatch(
             tokens, positions, slots, q_start, parents, logit_rows, hidden_layers, of_prompts=of_prompts, stops_early=stops_early
         )
+        begin_s = now_s()
         output = self.backend.forward(batch, self.cache)
+        self.spent.add(len(tokens), now_s() - begin_s)
         self.num_forwards += 1
         self.num_rows += len(tokens)
         self.weight_bytes += output.weight_bytes

@@ -18,7 +18,7 @@ from cpuspec.backends import HeadBackend
 from cpuspec.checkpoints.heads import Head
 from cpuspec.config import EngineConfig
 from cpuspec.errors import CacheError, ConfigError
-from cpuspec.metrics import PrefixStats
+from cpuspec.metrics import PrefixStats, Spent, now_s
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
 from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.speculation.context import PromptChunk, shortest_first
@@ -128,6 +128,7 @@ class HeadContext:
         self.capacity = capacity
         self.prompt_rows = min(prompt_rows, backend.max_rows)
         self.num_forwards = self.num_running = self.weight_bytes = 0  # as in `Context`
+        self.spent = Spent()
         self._layers = (backend.config.num_layers - 1,)  # whose output is a row's hidden state
         self._injects = bool(backend.config.head and backend.config.head.injects)
         self._both_ways = bool(head.block and head.block.both_ways)
@@ -444,7 +445,9 @@ class HeadContext:
             np.concatenate([block.hidden for block in blocks]) if self.backend.config.takes_hidden else None,
             self._both_ways,
         )
+        begin_s = now_s()
         output = self.backend.forward(batch, self.cache)
+        self.spent.add(starts[-1], now_s() - begin_s)
         self.num_forwards += 1
         self.weight_bytes += output.weight_bytes
         first = 0

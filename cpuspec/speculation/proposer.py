@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from cpuspec.backends import Backend
-from cpuspec.metrics import PrefixStats
+from cpuspec.metrics import PrefixStats, Spent
 from cpuspec.model.batch import F32
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
@@ -16,9 +16,11 @@ class LevelContext(Protocol):
     """What an LLM asks of a drafting model with its cache: a `Context`, a `HeadContext` or a `StageContext`.
 
     num_running: sequences that the engine runs, told before each round: beside others, prompts are read in small parts.
+    spent: the time of its forwards, and of a verifier's rounds.
     """
 
     num_running: int
+    spent: Spent
 
     @property
     def backend(self) -> Backend:

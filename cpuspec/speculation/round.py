@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.metrics import now_s
 from cpuspec.model.batch import F32, ForwardOutput
 from cpuspec.sampling import argmax, distribution, processed
 from cpuspec.sequence import Sequence
@@ -60,12 +61,15 @@ def speculate(
     forced = list(map(forced_tokens, seqs, limits))
     ahead = [seq.ahead(tokens) if tokens else seq for seq, tokens in zip(seqs, forced, strict=True)]
     left = [limit - len(tokens) for limit, tokens in zip(limits, forced, strict=True)]
+    begin_s = now_s()
     drafts = proposer.propose(ahead, left) if seqs else []
+    drafted_s = now_s()
     check_drafts(proposer, drafts, left, context)
     parts = list(map(legal_part, ahead, drafts))
     drafts = list(map(_with_forced, ahead, forced, parts, left))
     rounds = []
     outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks, proposer.most_hidden)
+    scored_s = now_s()
     for seq, draft, scored, before, part in zip(seqs, drafts, outputs, forced, parts, strict=True):
         hidden = scored.hidden
         failed: CpuspecError | None = None
@@ -88,6 +92,8 @@ def speculate(
             forced_cycle = Cycle(SOURCE, num_forced, len(verdict.path) - len(own.path), num_forced)
             cycles = (*cycles[:-1], forced_cycle, cycles[-1])
         rounds.append(Round(draft, verdict, scored, cycles))
+    for what, seconds in (("draft", drafted_s - begin_s), ("score", scored_s - drafted_s), ("verify", now_s() - scored_s)):
+        context.spent.add(what, seconds)
     return rounds
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from cpuspec.backends import HeadBackend
 from cpuspec.checkpoints.heads import Head
 from cpuspec.checkpoints.heads.stages import ResidualStage
-from cpuspec.metrics import PrefixStats
+from cpuspec.metrics import PrefixStats, Spent
 from cpuspec.model.batch import F32
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
@@ -33,6 +33,7 @@ class StageContext:
         self.cache = KVCache(1, 1, lambda: None, lambda *_: None, lambda *_: None, 0)
         self.num_forwards = self.weight_bytes = 0  # of drafts; each reads the matrices of all stages once
         self.num_running = 0
+        self.spent = Spent()  # stays empty: the matrices of stages are multiplied one by one
         self.prompt_rows, self.is_alone = backend.max_rows, True  # no prompt is read
         self._states: dict[int, tuple[int, F32]] = {}  # by sequence id: how many tokens have a state, and the last of these [1, C]
 

@@ -17,9 +17,9 @@ def test_a_model_that_is_right_gains_and_one_that_is_wrong_costs_little(right: b
             "set": "a",
             "prompt": [-5 - n],
             "answer": answer,
-            "drafts": [([t if right else 7 for t in answer[i : i + 8]], [0.9] * len(answer[i : i + 8])) for i in range(200)],
+            "drafts": {"m": [([t if right else 7 for t in answer[i : i + 8]], [0.9] * len(answer[i : i + 8])) for i in range(200)]},
         }
         for n, answer in enumerate(answers)
     ]
-    over_plain = replay({"target": costs(0.03), "draft": costs(0.003), "items": items}, num_seqs)["a"]
+    over_plain = replay({"target": costs(0.03), "models": {"m": costs(0.003)}, "items": items}, ["m"], num_seqs)["a"]
     assert over_plain > 1.5 if right else 0.95 < over_plain < 1.02

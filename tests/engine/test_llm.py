@@ -47,6 +47,18 @@ def test_prompts_are_texts_or_ids_and_answers_come_in_their_order(spec: str | No
     assert llm.generate([]) == []
 
 
+@pytest.mark.parametrize("spec", ["none", *LOOKUPS])
+def test_the_parts_of_rounds_add_up_to_the_time_of_steps(spec: str) -> None:
+    llm = toy_llm(spec)
+    assert sum(part.seconds for part in llm.round_parts()) == 0
+    llm.generate(["abab", "ab"], PARAMS)
+    parts = {part.name: part for part in llm.round_parts()}
+    assert sum(part.count for name, part in parts.items() if "forwards over" in name) == llm.reads()[-1].num_forwards
+    whole_s = llm._engine._context.spent.of("step")
+    assert sum(part.seconds for part in parts.values()) == pytest.approx(whole_s)
+    assert all(part.seconds >= 0 for part in parts.values())
+
+
 def test_params_are_for_all_or_one_each_and_greedy_by_default() -> None:
     llm = toy_llm()
     one, two = llm.generate(["ab", "ab"], [PARAMS, SamplingParams(max_tokens=3, ignore_eos=True, logprobs=1)])

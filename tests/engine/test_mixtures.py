@@ -107,6 +107,7 @@ def test_a_mixture_larger_than_its_memory_gives_the_same_answers(
             # What a draft shares with the target counts once.
             assert all((one is not None) == name.startswith("self") for name, one in disk.items())
             text = explanation(llm)
+            assert (spec == "auto") == any("time of all steps" in line for line in text)
             assert any("read from the disk" in line and "of the experts needed were in memory" in line for line in text)
 
 

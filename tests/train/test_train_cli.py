@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.gguf_file import read_gguf
 from cpuspec.cli.app import app
 from cpuspec.train.loop import read_log
 from cpuspec.train.samples import SampleSet
@@ -53,12 +54,18 @@ def test_a_head_is_trained_and_reported(target: Checkpoint, samples: SampleSet, 
 @pytest.mark.parametrize("more", [[], ["--no-tokenizer"]])
 def test_a_head_is_exported_as_gguf_and_drafts(target: Checkpoint, tmp_path: Path, more: list[str]) -> None:
     made, out = make_eagle3(tmp_path / "head", target.config), tmp_path / "head.gguf"
-    done = RUN.invoke(app, ["train", "export", str(target.path), str(made.path), str(out), "--type", "f32", *more])
+    done = RUN.invoke(app, ["train", "export", str(target.path), str(made.path), str(out), "--type", "bf16", *more])
     assert done.exit_code == 0, done.output
     assert "head.gguf has" in done.stderr
     assert (b"tokenizer.ggml.tokens" in out.read_bytes()) == (not more)
     drafted = RUN.invoke(app, ["generate", "-m", str(target.path), "--draft", str(out), "--max-tokens", "4", "--raw", "text"])
     assert drafted.exit_code == 0, drafted.output
+    again = RUN.invoke(app, ["train", "export", str(target.path), str(out), str(tmp_path / "again.gguf")])
+    assert again.exit_code == 0, again.output
+    first, second = read_gguf(out).tensors, read_gguf(tmp_path / "again.gguf").tensors
+    assert first.keys() == second.keys()
+    assert all(one.format == second[name].format and (one.data == second[name].data).all() for name, one in first.items())
+    assert b"tokenizer.ggml.tokens" in (tmp_path / "again.gguf").read_bytes(), "which llama.cpp wants"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +74,7 @@ def test_a_head_is_exported_as_gguf_and_drafts(target: Checkpoint, tmp_path: Pat
         (["HEAD", "out.safetensors"], "does not end with .gguf"),
         (["HEAD", "out.gguf", "--type", "q9"], "there is no --type 'q9'"),
         (["EMPTY", "out.gguf"], "is no draft head"),
-        (["MISSING", "out.gguf"], "does not exist"),
+        (["MISSING", "out.gguf"], "MISSING"),
     ],
 )
 def test_what_cannot_be_exported_is_wrong_usage(target: Checkpoint, tmp_path: Path, arguments: list[str], told: str) -> None:

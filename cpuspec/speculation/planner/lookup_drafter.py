@@ -1,5 +1,6 @@
 """A planner's knowledge of a lookup drafter. A look-up is made first, and its draft is judged afterwards."""
 
+from cpuspec.metrics import Spent
 from cpuspec.speculation.planner.acceptance import Drafted, Ratio
 from cpuspec.speculation.planner.choose import Option
 from cpuspec.speculation.planner.costs import LEARNING
@@ -23,6 +24,7 @@ class LookupDrafter:
         self.acceptance = Ratio(1.0)
         self.gain = Ratio(_FIRST_GAIN)
         self.seconds = _FIRST_LOOKUP_S
+        self.spent = Spent()
 
     def learn(self, option: Option, num_accepted: int, rows_cost: float) -> None:
         """Count a verified draft. rows_cost: what its rows took, in tokens of plain decoding."""
@@ -31,6 +33,7 @@ class LookupDrafter:
 
     def asked(self, num_seqs: int, seconds: float) -> None:
         """Count a look-up for some sequences."""
+        self.spent.add("draft", seconds)
         self.seconds += LEARNING * (min(seconds / num_seqs, _FAR_OFF * self.seconds) - self.seconds)
         for _ in range(num_seqs):
             self.gain.record(0.0, 1.0)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import pairwise
 
+from cpuspec.metrics import Spent
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.planner.acceptance import Drafted, Ratio
@@ -28,6 +29,7 @@ class ModelDrafter:
         self._now_s = clock
         self.proposer = proposer
         self.drafted = Drafted()
+        self.spent = Spent()
         self.seconds = costs.forward_s(1)
         self.acceptance = Ratio(1.0)
         self._next = Ratio(_FIRST_NEXT)  # the chance of a further token, once those before it are accepted
@@ -37,7 +39,7 @@ class ModelDrafter:
         self._forwards = Ratio(1 if proposer.in_one_pass else max(first.num_tokens, 1))
         self._reads = not isinstance(proposer.context, StageContext)
         self._trial_rounds: dict[int, int] = {}  # by sequence id: rounds that its trial has left
-        self._costs = costs
+        self.costs = costs
         self._fed: dict[int, int] = {}  # by sequence id: its length when it was last drafted for
 
     def promise(self, costs: Costs, num_seqs: int) -> Option:
@@ -80,6 +82,7 @@ class ModelDrafter:
         begin_s = self._now_s()
         drafts = self.proposer.propose(seqs, limits, floors)
         seconds = self._now_s() - begin_s
+        self.spent.add("draft", seconds)
         num_forwards = list(map(self._num_forwards, drafts))
         if usual and any(num_forwards):
             self.seconds += LEARNING * (seconds / sum(num_forwards) - self.seconds)
@@ -129,4 +132,4 @@ class ModelDrafter:
 
     def _price_s(self, seq: Sequence) -> float:
         """Seconds of feeding the tokens that it missed."""
-        return self._num_unfed(seq) * self._costs.row_s
+        return self._num_unfed(seq) * self.costs.row_s
