@@ -87,7 +87,7 @@ def write_head(path: Path, head: Head, target: Checkpoint, format: Format | None
         write_gguf(file, entries, infos, data_of)
 
 
-def _write_mtp(path: Path, head: Head, target: Checkpoint, format: Format, has_tokenizer: bool) -> None:
+def _write_mtp(path: Path, head: Head, target: Checkpoint, format: Format | None, has_tokenizer: bool) -> None:
     """The same of a layer for multi-token prediction. With the tokenizer come the target's embedding, last norm and output matrix,
     which llama.cpp takes from this file.
     """
@@ -98,7 +98,7 @@ def _write_mtp(path: Path, head: Head, target: Checkpoint, format: Format, has_t
     made = shape_entries(target, architecture)
     entries = {key: entry(key, value) for key, value in (made | prediction.entries_with(made, architecture)).items()}
     layer = prediction.tensors_of(target, head, {})
-    layer = {name: (one if one.name == "f32" else format, tensor) for name, (one, tensor) in layer.items()}
+    layer = {name: (one if format is None or one.name == "f32" else format, tensor) for name, (one, tensor) in layer.items()}
     repeated: dict[str, QuantTensor] = {}
     if has_tokenizer:
         entries |= tokenizer_entries(target)
