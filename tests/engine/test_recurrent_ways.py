@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,90 @@ def _checkpoint(directory: Path, model: str) -> Checkpoint:
 @pytest.mark.parametrize("model", RECURRENT)
 def test_answers_are_those_of_plain_decoding_in_every_way(tmp_path: Path, model: str) -> None:
     assert check_ways(_checkpoint(tmp_path, model), 8, model in PREDICTS)
+
+
+# ---------------------------------------------------------------------------------------------- faults of others, by their reports
+# Those of caches are in `test_recurrent_prefixes`.
+
+# Who drafts, and other settings. All answers and their log-probabilities are those of plain decoding.
+REPORTED: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "llama.cpp 23302, 23335, 25618: greedy text with MTP is another": [("mtp@3", {"max_sequences": n}) for n in (1, 2, 9)],
+    "stew675 25: the answer depends on the length of drafts": [(f"mtp@{n}", {"max_sequences": 4}) for n in (1, 2, 4, 5, 12)],
+    "a state without checkpoints: rejected drafts end in !!!!": [("WRONG@5", {"max_sequences": 3}), ("WRONG@12", {})],
+    "vLLM 39273: n-gram drafts corrupt delta nets": [("ngram@8", {"max_sequences": 3}), ("suffix@12", {})],
+    "sparkinfer 1071: chunks of a prompt do not carry the state": [
+        ("none", {"prompt_rows": rows, "max_sequences": n}) for rows, n in ((1, 9), (7, 3), (64, 1))
+    ],
+}
+
+_KNOWN = """
+from cpuspec import Draft
+
+ANSWERS = {answers}
+
+
+class Known:
+    name, hidden_layers = "known", ()
+
+    def propose(self, seqs, limits):
+        drafts = []
+        for seq, limit in zip(seqs, limits):
+            prompt, told = tuple(seq.tokens[: seq.num_prompt_tokens]), len(seq.tokens) - seq.num_prompt_tokens
+            coming = [(token + {added}) % 384 for token in ANSWERS.get(prompt, [])[told : told + limit]]
+            drafts.append(Draft.chain(coming, self.name))
+        return drafts
+"""
+
+
+def _knowing(directory: Path, prompts: list[list[int]], answers: list[list[int]], added: int) -> str:
+    """A drafter of these answers, with a number added to each token."""
+    path = directory / f"known_{added}.py"
+    found = dict(zip(map(tuple, prompts), answers, strict=True))
+    path.write_text(_KNOWN.replace("{answers}", repr(found)).replace("{added}", str(added)))
+    return f"{path}:Known"
+
+
+@pytest.fixture(scope="module", params=PREDICTS)
+def predicting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return _checkpoint(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.mark.parametrize("fault", REPORTED)
+def test_a_fault_reported_of_another_engine_is_none_here(predicting: Checkpoint, tmp_path: Path, fault: str) -> None:
+    prompts, params = _prompts(9), SamplingParams(max_tokens=12, ignore_eos=True, logprobs=0)
+    with LLM(predicting, "none", settings=replace(SETTINGS, threads=1, max_sequences=1)) as llm:
+        wanted = [(answer.token_ids, answer.logprobs) for answer in llm.generate(prompts, params)]
+    wrong = _knowing(tmp_path, prompts, [ids for ids, _ in wanted], 1)
+    for draft, settings in REPORTED[fault]:
+        with LLM(predicting, draft.replace("WRONG", wrong), settings=replace(SETTINGS, **settings)) as llm:
+            assert [(answer.token_ids, answer.logprobs) for answer in llm.generate(prompts, params)] == wanted, (draft, settings)
+            drafted = sum(level.num_draft_tokens for level in llm.levels.values())
+            assert draft == "none" or drafted > sum(level.num_accepted_tokens for level in llm.levels.values())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+def test_omlx_3370_exact_drafted_tokens_are_never_refused_at_a_temperature(
+    predicting: Checkpoint, tmp_path: Path, temperature: float
+) -> None:
+    """Its negative control: tokens one beside them are refused, all of them."""
+    prompts = [[*prompt, number] for number, prompt in enumerate(_prompts(9))]
+    params = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=temperature, seed=seed) for seed in range(9)]
+    with LLM(predicting, "none", settings=SETTINGS) as llm:
+        answers = [answer.token_ids for answer in llm.generate(prompts, params)]
+    for added in (0, 1):
+        with LLM(predicting, f"{_knowing(tmp_path, prompts, answers, added)}@5", settings=SETTINGS) as llm:
+            assert [answer.token_ids for answer in llm.generate(prompts, params)] == answers
+            (level,) = llm.levels.values()
+            assert level.num_draft_tokens > 9
+            assert level.num_accepted_tokens == (0 if added else level.num_draft_tokens)
+
+
+def test_ollama_18541_a_layer_that_is_never_right_soon_drafts_no_more(predicting: Checkpoint) -> None:
+    """Where it is right, `auto` chooses it: `test_heads.test_auto_weighs_the_layer_of_the_file`."""
+    params = SamplingParams(max_tokens=96, ignore_eos=True, temperature=1.5, seed=1)
+    with LLM(predicting, "auto", settings=replace(SETTINGS, max_sequences=1)) as llm:
+        llm.generate([[5, 6, 7]], params)
+        assert sum(level.num_draft_tokens for level in llm.levels.values()) < 32
 
 
 if __name__ == "__main__":
