@@ -1066,7 +1066,8 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
             **{"rope_theta": config.rope_base, "llama_4_scaling_beta": config.query_growth},
         }
     if latent := config.latent:
-        del fields["head_dim"], fields["num_key_value_heads"], fields["partial_rotary_factor"]
+        del fields["head_dim"], fields["partial_rotary_factor"]
+        fields["num_key_value_heads"] = config.num_heads  # which classes read and do not use
         fields |= {"kv_lora_rank": latent.rank, "q_lora_rank": latent.q_rank or None, "v_head_dim": latent.value_dims}
         fields |= {"qk_rope_head_dim": latent.turned, "qk_nope_head_dim": latent.plain, "rope_interleave": True}
         if isinstance(rope := fields.get("rope_scaling", fields.get("rope_parameters")), dict):

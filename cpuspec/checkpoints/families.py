@@ -37,6 +37,14 @@ _LAYER_NAMES = {
     "up_bias": ("ffn_up.bias", "mlp.up_proj.bias"),
     "down_bias": ("ffn_down.bias", "mlp.down_proj.bias"),
 }
+_EACH = ("gate", "up", "down")
+
+
+def _renamed(names: Mapping[str, tuple[str, str]], /, **hf_names: str) -> dict[str, tuple[str, str]]:
+    """Names of which some parts have others in Hugging Face files, "" where these join a part with another."""
+    return {**names, **{part: (names[part][0], hf_name) for part, hf_name in hf_names.items()}}
+
+
 # Of families whose Hugging Face files join q, k and v; GGUF files may, and are written without.
 _JOINED_QKV = {
     **{part: (_LAYER_NAMES[part][0], "") for part in ("q", "k", "v", "q_bias", "k_bias", "v_bias")},
@@ -55,12 +63,7 @@ _EXPERT_NAMES = {
     "shared_weight": ("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight"),
 }
 # transformers' Glm4MoeForCausalLM and Ernie4_5_MoeForCausalLM name the part beside the experts so.
-_SHARED_NAMES = {
-    **_EXPERT_NAMES,
-    "shared_gate": ("ffn_gate_shexp.weight", "mlp.shared_experts.gate_proj.weight"),
-    "shared_up": ("ffn_up_shexp.weight", "mlp.shared_experts.up_proj.weight"),
-    "shared_down": ("ffn_down_shexp.weight", "mlp.shared_experts.down_proj.weight"),
-}
+_SHARED_NAMES = _renamed(_EXPERT_NAMES, **{f"shared_{part}": f"mlp.shared_experts.{part}_proj.weight" for part in _EACH})
 # Keys and values made of one vector. "k_b|v_b" is one matrix with the rows of each head's key, then of its value.
 _LATENT_NAMES = {
     **{part: theirs for part, theirs in _SHARED_NAMES.items() if part[:2] not in ("q", "k", "v", "q_", "k_", "v_")},
@@ -74,10 +77,8 @@ _LATENT_NAMES = {
     "v_b": ("attn_v_b.weight", ""),
 }
 _MISTRAL4_NAMES = {
-    **_LATENT_NAMES,
+    **_renamed(_LATENT_NAMES, expert_gate="", expert_up="", expert_down="mlp.experts.down_proj"),
     "expert_gate+expert_up": ("", "mlp.experts.gate_up_proj"),
-    **{f"expert_{part}": (f"ffn_{part}_exps.weight", "") for part in ("gate", "up")},
-    "expert_down": ("ffn_down_exps.weight", "mlp.experts.down_proj"),
 }
 # Of queries that are made of the row itself; and of GGUF files from before the vector was cached.
 WITHOUT_Q_RANK: Mapping[str, str] = MappingProxyType(
@@ -113,23 +114,21 @@ def _mamba_names(where: str) -> dict[str, tuple[str, str]]:
 
 
 _LFM2_NAMES = {
-    **_EXPERT_NAMES,
+    **_renamed(
+        _EXPERT_NAMES,
+        attn_norm="operator_norm.weight",
+        o="self_attn.out_proj.weight",
+        q_norm="self_attn.q_layernorm.weight",
+        k_norm="self_attn.k_layernorm.weight",
+        mlp_norm="ffn_norm.weight",
+        router="feed_forward.gate.weight",
+        router_shift="feed_forward.expert_bias",
+        **{part: f"feed_forward.{name}.weight" for part, name in zip(_EACH, ("w1", "w3", "w2"), strict=True)},
+        **{f"expert_{part}": f"feed_forward.experts.*.{name}.weight" for part, name in zip(_EACH, ("w1", "w3", "w2"), strict=True)},
+    ),
     "conv_b+conv_c+conv_x": ("shortconv.in_proj.weight", "conv.in_proj.weight"),
     "short_conv": ("shortconv.conv.weight", "conv.conv.weight"),
     "conv_out": ("shortconv.out_proj.weight", "conv.out_proj.weight"),
-    "attn_norm": ("attn_norm.weight", "operator_norm.weight"),
-    "o": ("attn_output.weight", "self_attn.out_proj.weight"),
-    "q_norm": ("attn_q_norm.weight", "self_attn.q_layernorm.weight"),
-    "k_norm": ("attn_k_norm.weight", "self_attn.k_layernorm.weight"),
-    "mlp_norm": ("ffn_norm.weight", "ffn_norm.weight"),
-    **{
-        part: (f"ffn_{part}.weight", f"feed_forward.{name}.weight") for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-    },
-    "router": ("ffn_gate_inp.weight", "feed_forward.gate.weight"),
-    "router_shift": ("exp_probs_b.bias", "feed_forward.expert_bias"),
-    "expert_gate": ("ffn_gate_exps.weight", "feed_forward.experts.*.w1.weight"),
-    "expert_up": ("ffn_up_exps.weight", "feed_forward.experts.*.w3.weight"),
-    "expert_down": ("ffn_down_exps.weight", "feed_forward.experts.*.w2.weight"),
 }
 # transformers' Lfm2Config and Lfm2MoeConfig.
 _LFM2_DEFAULTS: dict[str, object] = {
@@ -138,16 +137,15 @@ _LFM2_DEFAULTS: dict[str, object] = {
 }
 _LFM2_GLOBALS = {"norm": ("token_embd_norm.weight", "model.embedding_norm.weight")}
 _GRANITE_MOE_NAMES = {
-    **_LAYER_NAMES,
-    "router": ("ffn_gate_inp.weight", "block_sparse_moe.router.layer.weight"),
+    **_renamed(
+        {part: theirs for part, theirs in _EXPERT_NAMES.items() if part not in ("router_shift", "shared_weight")},
+        **dict.fromkeys(("expert_gate", "expert_up", "shared_gate", "shared_up"), ""),
+        router="block_sparse_moe.router.layer.weight",
+        expert_down="block_sparse_moe.output_linear.weight",
+        shared_down="shared_mlp.output_linear.weight",
+    ),
     "expert_gate+expert_up": ("", "block_sparse_moe.input_linear.weight"),
-    "expert_gate": ("ffn_gate_exps.weight", ""),
-    "expert_up": ("ffn_up_exps.weight", ""),
-    "expert_down": ("ffn_down_exps.weight", "block_sparse_moe.output_linear.weight"),
     "shared_gate+shared_up": ("", "shared_mlp.input_linear.weight"),
-    "shared_gate": ("ffn_gate_shexp.weight", ""),
-    "shared_up": ("ffn_up_shexp.weight", ""),
-    "shared_down": ("ffn_down_shexp.weight", "shared_mlp.output_linear.weight"),
 }
 _GRANITE_MOE_OTHERS = {  # of models that transformers 5 has read and written
     "block_sparse_moe.experts.gate_up_proj": "expert_gate+expert_up",
@@ -155,12 +153,9 @@ _GRANITE_MOE_OTHERS = {  # of models that transformers 5 has read and written
     "block_sparse_moe.router.weight": "router",
 }
 _GRANITE_HYBRID_NAMES = {
-    **_LAYER_NAMES,
+    **_renamed(_LAYER_NAMES, gate="", up="", down="shared_mlp.output_linear.weight"),
     **_mamba_names("mamba"),
     "gate+up": ("", "shared_mlp.input_linear.weight"),
-    "gate": ("ffn_gate.weight", ""),
-    "up": ("ffn_up.weight", ""),
-    "down": ("ffn_down.weight", "shared_mlp.output_linear.weight"),
 }
 # transformers' GraniteMoeHybridConfig.
 _GRANITE_HYBRID_DEFAULTS: dict[str, object] = {
@@ -354,13 +349,11 @@ _QWEN_MOE_DEFAULTS: dict[str, object] = {
 }
 
 _GPT_OSS_NAMES = {
-    **_EXPERT_NAMES,
+    **_renamed(_EXPERT_NAMES, router="mlp.router.weight", **{f"expert_{part}": "" for part in _EACH}),
     "sinks": ("attn_sinks.weight", "self_attn.sinks"),
     "mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
-    "router": ("ffn_gate_inp.weight", "mlp.router.weight"),
     "router_bias": ("ffn_gate_inp.bias", "mlp.router.bias"),
-    **{f"expert_{part}": (f"ffn_{part}_exps.weight", "") for part in ("gate", "up", "down")},
-    **{f"expert_{part}_bias": (f"ffn_{part}_exps.bias", "") for part in ("gate", "up", "down")},
+    **{f"expert_{part}_bias": (f"ffn_{part}_exps.bias", "") for part in _EACH},
 }
 # transformers' GptOssConfig.
 _GPT_OSS_DEFAULTS: dict[str, object] = {
@@ -548,13 +541,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "llama",
                 experts={"normalised": True},
                 hf_defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "sliding_window": None},
-                layer_names={
-                    **_EXPERT_NAMES,
-                    "router": ("ffn_gate_inp.weight", "block_sparse_moe.gate.weight"),
-                    "expert_gate": ("ffn_gate_exps.weight", "block_sparse_moe.experts.*.w1.weight"),
-                    "expert_up": ("ffn_up_exps.weight", "block_sparse_moe.experts.*.w3.weight"),
-                    "expert_down": ("ffn_down_exps.weight", "block_sparse_moe.experts.*.w2.weight"),
-                },
+                layer_names=_renamed(
+                    _EXPERT_NAMES,
+                    router="block_sparse_moe.gate.weight",
+                    expert_gate="block_sparse_moe.experts.*.w1.weight",
+                    expert_up="block_sparse_moe.experts.*.w3.weight",
+                    expert_down="block_sparse_moe.experts.*.w2.weight",
+                ),
                 pairs_neighbours=True,
             ),
             Family(
@@ -599,10 +592,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     **{"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2},
                     **{"moe_layer_start_index": 1, "moe_router_enable_expert_bias": True},
                 },
-                layer_names={
-                    **_SHARED_NAMES,
-                    "router_shift": ("exp_probs_b.bias", "mlp.moe_statics.e_score_correction_bias"),
-                },
+                layer_names=_renamed(_SHARED_NAMES, router_shift="mlp.moe_statics.e_score_correction_bias"),
                 other_names={"mlp.gate.moe_statics.e_score_correction_bias": "router_shift"},
                 hf_shift_is_row=True,
                 pairs_neighbours=True,
@@ -653,13 +643,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 },
                 gguf_defaults={"expert_weights_norm": False},
                 layer_names={
-                    **{name: theirs for name, theirs in _SHARED_NAMES.items() if name not in ("q", "k", "v")},
+                    **_renamed(
+                        {name: theirs for name, theirs in _SHARED_NAMES.items() if name not in ("q", "k", "v")},
+                        o="attention.dense.weight",
+                        q_norm="attention.query_layernorm.weight",
+                        k_norm="attention.key_layernorm.weight",
+                        router_shift="mlp.gate.expert_bias",
+                    ),
                     "q+k+v": ("attn_qkv.weight", "attention.query_key_value.weight"),
                     "q_bias+k_bias+v_bias": ("attn_qkv.bias", "attention.query_key_value.bias"),
-                    "o": ("attn_output.weight", "attention.dense.weight"),
-                    "q_norm": ("attn_q_norm.weight", "attention.query_layernorm.weight"),
-                    "k_norm": ("attn_k_norm.weight", "attention.key_layernorm.weight"),
-                    "router_shift": ("exp_probs_b.bias", "mlp.gate.expert_bias"),
                 },
                 global_names={"embed": ("token_embd.weight", "model.word_embeddings.weight")},
             ),
@@ -670,15 +662,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 flags={"rotates_first": True},
                 experts={"normalised": True},
                 hf_defaults={"num_shared_expert": 1, "use_qk_norm": True, "rms_norm_eps": 1e-5},
-                layer_names={
-                    **_EXPERT_NAMES,
-                    "q_norm": ("attn_q_norm.weight", "self_attn.query_layernorm.weight"),
-                    "k_norm": ("attn_k_norm.weight", "self_attn.key_layernorm.weight"),
-                    "router": ("ffn_gate_inp.weight", "mlp.gate.wg.weight"),
-                    "shared_gate": ("ffn_gate_shexp.weight", "mlp.shared_mlp.gate_proj.weight"),
-                    "shared_up": ("ffn_up_shexp.weight", "mlp.shared_mlp.up_proj.weight"),
-                    "shared_down": ("ffn_down_shexp.weight", "mlp.shared_mlp.down_proj.weight"),
-                },
+                layer_names=_renamed(
+                    _EXPERT_NAMES,
+                    q_norm="self_attn.query_layernorm.weight",
+                    k_norm="self_attn.key_layernorm.weight",
+                    router="mlp.gate.wg.weight",
+                    **{f"shared_{part}": f"mlp.shared_mlp.{part}_proj.weight" for part in _EACH},
+                ),
             ),
             Family(
                 "olmo2",

@@ -86,14 +86,19 @@ def _each(fields: Fields, key: str, num_blocks: int) -> tuple[int, ...]:
     return (fields.integer(key),) * num_blocks
 
 
+def _local_dims(config: ModelConfig) -> tuple[int, int]:
+    """The size and number of the key heads of layers with a window, or of the first layer where none has one."""
+    first = next((i for i, window in enumerate(config.layer_windows) if window), 0)
+    return config.layer_head_dims[first], config.layer_kv_heads[first]
+
+
 def hf_settings(config: ModelConfig) -> dict[str, Any]:
     """The settings of a config.json of transformers' Gemma4TextConfig that other families do not have."""
-    c, slid = config, next((i for i, window in enumerate(config.layer_windows) if window), 0)
-    scaling = c.rope_scaling
+    c, scaling, (local, heads) = config, config.rope_scaling, _local_dims(config)
     turned = sum(factor == 1 for factor in scaling.factors) / len(scaling.factors) if scaling else 1.0
     shared = sum(owner != i for i, owner in enumerate(c.layer_owners))
     return {
-        "head_dim": c.layer_head_dims[slid], "global_head_dim": c.head_dim, "num_key_value_heads": c.layer_kv_heads[slid],
+        "head_dim": local, "global_head_dim": c.head_dim, "num_key_value_heads": heads,
         "num_global_key_value_heads": c.num_kv_heads, "attention_k_eq_v": bool(c.layer_values), "num_kv_shared_layers": shared,
         "use_double_wide_mlp": bool(c.layer_sizes), "hidden_size_per_layer_input": c.layer_input_size,
         "vocab_size_per_layer_input": c.vocab_size, "sliding_window": max(c.layer_windows),
@@ -111,8 +116,7 @@ def gguf_entries(config: ModelConfig) -> dict[str, Any]:
     c = config
     if not c.value_norm:
         return {}
-    slid = next((i for i, window in enumerate(c.layer_windows) if window), 0)
-    local = c.layer_head_dims[slid]
+    local, _ = _local_dims(c)
     found: dict[str, Any] = {
         "attention.key_length_swa": local, "attention.value_length_swa": local, "rope.dimension_count_swa": local,
         "attention.head_count_kv": np.array(c.layer_kv_heads, np.int32), "embedding_length_per_layer_input": c.layer_input_size,

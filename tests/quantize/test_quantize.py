@@ -528,9 +528,9 @@ def test_the_report_is_json(source: Checkpoint, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["gguf", "hf"])
-@pytest.mark.parametrize("family", ["qwen2", "glm4moe", "qwen35moe"])
+@pytest.mark.parametrize("family", ["qwen2", "glm4moe", "qwen35moe", "deepseek2"])
 def test_a_layer_for_prediction_is_kept_or_left_out(tmp_path: Path, family: str, source: str) -> None:
-    options = {"architecture": family, "num_layers": 3, **MIXTURES.get(family, {})}
+    options = {**MIXTURES.get(family, {}), "architecture": family, "num_layers": 3}
     if family == "qwen35moe":
         options |= {"num_layers": 5, "shared_size": 128}
     if source == "gguf":

@@ -311,6 +311,8 @@ def test_a_layer_for_multi_token_prediction_computes_what_speculators_computes(
 OF_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tied": False},
     "glm4moe": {**MIXTURES["glm4moe"], "rope_dims": 8},
+    "deepseek2": MIXTURES["deepseek2"],
+    "glm4_moe_lite": MIXTURES["glm4_moe_lite"],
     "qwen35": {"tied": False},
     "qwen35moe": {"tied": False, "shared_size": 64},
 }
@@ -329,6 +331,8 @@ def test_a_targets_own_layer_computes_what_transformers_computes(tmp_path: Path,
     main = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     plain = open_checkpoint(directory)
     main.config.num_mtp_layers, main.config.mtp_layer_types = 1, ["full_attention"]
+    if getattr(main.config, "mlp_layer_types", None):
+        main.config.mtp_mlp_layer_types = ["sparse"]
     model = layers.MtpModel(main, 1).eval()
     rng, prefix, arrays = np.random.default_rng(5), f"model.layers.{plain.config.num_layers}.", {}
     with torch.no_grad():

@@ -168,6 +168,7 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4moe": {**MIXTURES["glm4moe"], "rope_dims": 8, "expert_size": 64},
     "bailingmoe2": {**MIXTURES["bailingmoe2"], "rope_dims": 8, "expert_size": 64},
     "deepseek2": {**MIXTURES["deepseek2"], "expert_size": 64, "num_layers": 3},
+    "glm4_moe_lite": {**MIXTURES["glm4_moe_lite"], "expert_size": 64, "num_layers": 3},
 }
 OWN |= {
     family: {"num_layers": 5, "rope_dims": 8, "shared_size": 32, "expert_size": 64}
