@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cpuspec.engine.async_llm import AsyncLLM
     from cpuspec.engine.engine import Output
     from cpuspec.engine.llm import LLM, Completion
+    from cpuspec.engine.lora import LoRARequest
     from cpuspec.errors import (
         BackendError,
         CacheError,
@@ -40,6 +41,7 @@ __all__ = [
     "EngineConfig",
     "FormatError",
     "LevelSpec",
+    "LoRARequest",
     "ModelConfig",
     "Output",
     "Proposer",
@@ -55,6 +57,7 @@ _HOMES = {
     "Output": "cpuspec.engine.engine",
     "EngineConfig": "cpuspec.config",
     "LevelSpec": "cpuspec.config",
+    "LoRARequest": "cpuspec.engine.lora",
     "ModelConfig": "cpuspec.config",
     "SamplingParams": "cpuspec.config",
     "SpecConfig": "cpuspec.config",

@@ -1115,6 +1115,21 @@ class EngineConfig:
         "that end an answer; 0 is all. By default 32768 for multi-token prediction if the output matrix is most of it.",
         "N",
     )
+    lora: tuple[str, ...] = _setting(
+        (),
+        _TEXTS,
+        "A LoRA adapter for every answer, times SCALE: a directory of PEFT, or a GGUF file of llama.cpp. Repeatable. Drafts are "
+        "made without it; `quantize --lora` merges one for good.",
+        "FILE[=SCALE]",
+        option="lora",
+    )
+    lora_modules: tuple[str, ...] = _setting(
+        (),
+        _TEXTS,
+        "A LoRA adapter for requests that call the model NAME, or MODEL:NAME. Repeatable.",
+        "NAME=FILE",
+        option="lora-modules",
+    )
     # f16 halves what f32 reads at depth, at no cost that can be measured (benchmarks/LOG.md).
     kv_format: str = _of_backend(
         "f16",

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from cpuspec.checkpoints.adapters import AdapterSet, set_identity
 from cpuspec.config import SamplingParams
 from cpuspec.errors import CpuspecError
 from cpuspec.sampling import Draws, Legal, Noise, Row, TokenHistory
@@ -46,6 +47,7 @@ class Sequence:
     answer_constraint: Constraint | None = None
     prediction: Seq[int] = ()  # tokens that the answer may repeat, which lookups draft from
     turns: Seq[int] = ()  # numbers of first tokens behind which a later prompt may well go another way (`Tokenizer.turns`)
+    adapters: AdapterSet = ()
     finish_reason: str | None = None  # "stop", "length", "error", "aborted"
     error: CpuspecError | None = None  # why it cannot go on
     _num_committed: int | None = None  # of the tokens, where others follow them; see `ahead`
@@ -60,16 +62,20 @@ class Sequence:
         constraint: Constraint | None = None,
         prediction: Seq[int] = (),
         answer_constraint: Constraint | None = None,
+        adapters: AdapterSet = (),
     ) -> "Sequence":
         """A sequence that holds the prompt and has generated nothing. answer_constraint: by default `constraint`."""
         tokens = [int(t) for t in prompt]
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        return Sequence(id, tokens, len(tokens), params, seed, Noise(seed), constraint, answer_constraint or constraint, prediction)
+        of_answer, draws = answer_constraint or constraint, Noise(seed)
+        return Sequence(id, tokens, len(tokens), params, seed, draws, constraint, of_answer, prediction, adapters=adapters)
 
     @property
     def salt(self) -> str:
         """Only sequences of the same one may use what was computed for each other, or see it in their figures."""
-        return self.params.cache_salt
+        # Adapters change keys and values. A client's salt may be any text: neither form can be taken for the other.
+        identity, given = set_identity(self.adapters), self.params.cache_salt
+        return f"\0{identity}\0{given}" if identity else given.replace("\0", "\0\0")
 
     @property
     def is_plain_greedy(self) -> bool:

@@ -94,6 +94,8 @@ class GraphBackend:
         if run is None:
             raise BackendError("this backend is closed; make a new one")
         batch.check(c, cache, self.max_rows)
+        if batch.adapters:
+            raise BackendError(f"{self.name} applies no adapters; use numba, numpy or torch, or `cpuspec quantize --lora`")
         wanted = np.arange(len(batch.tokens), dtype=np.int32) if batch.logit_rows is None else batch.logit_rows
         logits = np.empty((len(wanted), c.num_logits), np.float32)
         num_bytes = 0

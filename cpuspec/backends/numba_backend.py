@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from cpuspec import model
 from cpuspec.backends import memory_limit
+from cpuspec.backends.adapted import AdaptedRows
 from cpuspec.backends.kv_memory import KVPlaces, Memory
 from cpuspec.backends.numa import copy_of_processor, new_pages_on, nodes_to_use, placed
 from cpuspec.backends.packed import content_hash, packed_matrices
@@ -29,6 +30,7 @@ from cpuspec.backends.recurrent_memory import RecurrentLayers, RecurrentMemory, 
 from cpuspec.backends.stored import ExpertStore, LayerExperts, Router, StoredTensor, packed_bytes, stored_matrices
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.adapters import MAX_RANK
 from cpuspec.checkpoints.checkpoint import is_matrix
 from cpuspec.checkpoints.mapped import place_in_file
 from cpuspec.config import DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope
@@ -38,6 +40,7 @@ from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, hadamard_size
 from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, paged_bytes, reserved_bytes, unpack
 from cpuspec.kernels import (
+    adapters,
     attention,
     attention_bf16,
     attention_plan,
@@ -68,6 +71,7 @@ from cpuspec.platform import SYSTEM, Topology
 _log = logging.getLogger(__name__)
 
 _SMALL = 768  # hidden size under which a model is small
+_RESULTS = ("out", "stride", "num_tiles")  # fields of a matrix whose products adapters add to
 
 # For each thread, of the partial results of attention that threads share. They become memory as they are written. Rows that have
 # no room there are not split (`attention_plan`): 64 queries of a key head have it up to 131,072 tokens.
@@ -105,6 +109,7 @@ class NumbaBackend:
     name = "numba"
     row_invariant = True
     survives_fork = True
+    adapts = True
     _matrices: LoadedWeights[PackedTensor | StoredTensor]
 
     def __init__(
@@ -151,7 +156,7 @@ class NumbaBackend:
         of_tiles = self._recurrent.tile_bytes if self._recurrent else 0
         has_copies = any(isinstance(one, PackedTensor) and one.copies_apart for one in self._matrices.values())
         self._copy_of = copy_of_processor(self._topology) if has_copies else None
-        self._scratch = aligned_bytes((self.threads, max(self._plans.scratch_bytes, of_tiles, 64)))
+        self._scratch = aligned_bytes((self.threads, max(self._plans.scratch_bytes, of_tiles, 4 * MAX_RANK)))
         self._places = np.empty(self.max_rows, layout.PLACE)
         self._logits = np.empty((1, self._num_logits), np.float32)
         self._unheld = getrefcount(self._logits)
@@ -177,6 +182,7 @@ class NumbaBackend:
             self._writer.of_prompts = False
             self._prompt_program = self._new_program(written)
         self._projections: dict[str, program.Program] = {}  # by the name of the matrix
+        self._adapted: dict[bool, tuple[program.Program, AdaptedRows]] = {}  # by whether its rows are of prompts
         if c.head and c.head.injects:
             written = len(self._writer.operations)
             inject(c, self._writer)
@@ -249,8 +255,6 @@ class NumbaBackend:
         batch.check(c, cache, self.max_rows)
         lists = batch.lists
         num_rows, logit_rows = len(lists.tokens), lists.logit_rows
-        if lists.parents:
-            self._provide_paths(num_rows)
         self._provide_rotations(max(lists.positions))
         if self._first:
             self._write_first_rows(batch)
@@ -262,7 +266,12 @@ class NumbaBackend:
         if batch.hidden_layers:
             kept, output.hidden = self._room_for_hidden(batch.hidden_layers, num_rows)
         lengths, addresses, num_chunks = self._entered(lists.slots, lists.q_start, cache)
-        entered = self._prompt_program if batch.of_prompts else self._program
+        entered, adapter_bytes = self._prompt_program if batch.of_prompts else self._program, 0
+        if batch.adapters:
+            entered, adapted = self._adapted_program(batch.of_prompts)
+            adapter_bytes = adapted.enter(entered.state, batch.adapters, lists.q_start)
+        if lists.parents:
+            self._provide_paths(entered, num_rows)
         entered.enter(
             lists.tokens,
             lists.positions,
@@ -288,7 +297,7 @@ class NumbaBackend:
         if self._recurrent:
             self._recurrent.commit()
         cache.advance(batch)
-        output.weight_bytes = self._matrices.read_bytes(num_logits, int(entered.state["expert_bytes"]))
+        output.weight_bytes = adapter_bytes + self._matrices.read_bytes(num_logits, int(entered.state["expert_bytes"]))
         if num_logits <= products.BLOCK_ROWS:
             output.best = self._picked[:num_logits]
         return output
@@ -327,7 +336,7 @@ class NumbaBackend:
 
     def stop(self) -> None:
         """End the forward that runs behind its running operation, some milliseconds later, if its batch `stops_early`."""
-        for entered in (self._program, self._prompt_program):
+        for entered in self._programs:
             entered.state["stop"]["asked"] = 1
 
     def project(self, rows: F32, name: str) -> F32:
@@ -433,12 +442,24 @@ class NumbaBackend:
         kept[list(rows)] = [_at(one) for one in rows.values()]
         return kept, tuple(rows[layer] for layer in layers)
 
-    def _provide_paths(self, rows: int) -> None:
+    def _adapted_program(self, of_prompts: bool) -> tuple[program.Program, AdaptedRows]:
+        """The program with adapters beside its products, which is written when a forward first has some."""
+        if of_prompts not in self._adapted:
+            writer, written = self._writer, len(self._writer.operations)
+            writer.adapts, writer.of_prompts = True, of_prompts and self.prompt_arithmetic == "bf16"
+            decode(self.config, writer)
+            writer.adapts = writer.of_prompts = False
+            entered = self._new_program(written)
+            entered.state["rotations"] = self._program.state["rotations"]
+            self._adapted[of_prompts] = entered, AdaptedRows(writer.adapted, writer.input_orders, writer.num_partials)
+        return self._adapted[of_prompts]
+
+    def _provide_paths(self, entered: program.Program, rows: int) -> None:
         """Room for the paths of tree rows: what is left of the prefix after whole vectors, and up to all rows."""
         length = simd.LANES + rows
         if rows * length > len(self._paths):
             self._paths = np.empty(rows * length, np.int64)
-        self._program.state["paths"], self._program.state["path_length"] = _at(self._paths), length
+        entered.state["paths"], entered.state["path_length"] = _at(self._paths), length
 
     def _provide_rotations(self, last: int) -> None:
         """Cosines and sines of positions up to `last`, in tables that grow by doubling."""
@@ -538,6 +559,9 @@ class _Writer:
         self.cuts: list[int] = []  # before which operations a forward returns, for experts that stay on the disk
         self.stored: list[tuple[LayerExperts, Router]] = []  # those experts, layer by layer
         self.of_prompts = False  # whether operations are written for tokens of prompts in bf16
+        self.adapts = False  # whether they are written with those of adapters
+        self.adapted: dict[str, int] = {}  # the numbers of the matrices that adapters may change
+        self.num_partials = 0  # the most chunks of matrices that one "shrink" makes
         self.ropes: list[tuple[Rope, int]] = []  # and the numbers of the heads that turn
         decoder = embed.row_decoder(embedding.format.name)
         self.embeds = (
@@ -546,6 +570,7 @@ class _Writer:
         self._config, self._max_rows, self._kv_format, self._centres = config, max_rows, kv_format, centres
         self._kv_places, self._plans = kv_places, plans
         self._matrices, self._vectors, self._embedding, self._layer_embedding = matrices, vectors, embedding, layer_embedding
+        self.input_orders = orders
         self._orders = {name: np.concatenate([order, _rest(len(order))]) for name, order in orders.items()}
         self.rooms: dict[str, F32] = {}  # by the part of a layer whose result it holds
         self._sizes: dict[str, int] = {}  # of a part where it is met first
@@ -855,7 +880,7 @@ class _Writer:
         if isinstance(stored, StoredTensor):
             route["table"] = _at(stored.table)
             self.cuts.append(len(self.operations))
-            if not self.of_prompts:
+            if not self.of_prompts and not self.adapts:
                 self.stored.append((stored.layer, self._router(layer, x, norm)))
         outputs = {name: self._rows(name.rsplit(".", 1)[-1], experts.size, pairs) for name in names}
         tensors = [self._tensor(name, orders[name], self._inputs_of_pairs[orders[name]], out) for name, out in outputs.items()]
@@ -921,7 +946,9 @@ class _Writer:
     ) -> None:
         shape, logits = self._matrices[next(iter(outputs))].shape, any(out is None for out in outputs.values())
         orders = {name: self._order(name, logits) for name in outputs}
-        prepare = self._prepare(x, norm, shape[1], {order: self._inputs[order] for order in orders.values()})
+        adapts = self.adapts and not logits
+        wanted = {*orders.values(), "f32"} if adapts else orders.values()
+        prepare = self._prepare(x, norm, shape[1], {order: self._inputs[order] for order in wanted})
         prepare |= {"order": _at(self._orders.get(next(iter(outputs)))), "select": logits}
         tensors = [
             self._tensor(name, orders[name], self._inputs[orders[name]], out) | {"residual": _at(out) if residual else 0}
@@ -931,6 +958,17 @@ class _Writer:
         if logits:
             product |= {"vocab": shape[0], "cap": cap}
         self.operations += [("prepare", prepare), ("linear", product)]
+        if adapts:
+            changed = [
+                {"number": self.adapted.setdefault(name, len(self.adapted)), **{key: tensor[key] for key in _RESULTS}}
+                for name, tensor in zip(outputs, tensors, strict=True)
+            ]
+            of_adapters = {
+                "features": shape[1], "inputs": _at(self._inputs["f32"]), "row_bytes": products.row_bytes("f32", shape[1]),
+                "num_tensors": len(changed), "tensors": changed,
+            }  # fmt: skip
+            self.num_partials = max(self.num_partials, len(changed) * -(-shape[1] // adapters.CHUNK))
+            self.operations += [("shrink", of_adapters), ("expand", of_adapters)]
 
     def _order(self, name: str, logits: bool = False) -> str:
         """The order in which a matrix wants its activations."""

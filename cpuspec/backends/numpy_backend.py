@@ -64,6 +64,7 @@ class NumpyBackend:
     name = "numpy"
     row_invariant = False
     survives_fork = False  # the threads of a BLAS do not
+    adapts = True
     _model: Model
     _weights: LoadedWeights[Array]
 
@@ -152,6 +153,8 @@ class Forward:
         self.kept: dict[int, NDArray[np.float32]] = {}
         self.expert_bytes = 0  # of experts' matrices that were read
         self._model, self._config, self._batch, self._cache = model, model.config, batch, cache
+        starts = batch.lists.q_start
+        self._adapted = list(zip(map(slice, starts, starts[1:]), batch.adapters, strict=False))
         self._rotations: dict[tuple[Rope, int], tuple[Array, Array]] = {}  # cosines and sines of the rows, [T, 1, D/2] each
 
     def embed(self) -> Array:
@@ -419,6 +422,11 @@ class Forward:
         matrix = self._model.weights[name][one]
         self.expert_bytes += 0 if expert is None else matrix.nbytes
         y = (_in_int8(x) if name in self._model.rounded_inputs else x) @ matrix.T
+        for rows, adapters in self._adapted:
+            for adapter, scale in adapters:
+                if name in adapter.pairs:
+                    down, up = (part.astype(self._model.dtype) for part in adapter.pairs[name])
+                    y[rows] += self._number(scale) * (x[rows] @ down.T @ up.T)
         bias = self._model.weights.get(name + "_bias")
         return y if bias is None else y + bias[one]
 

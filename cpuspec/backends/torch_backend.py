@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
-from weakref import finalize
+from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from cpuspec.backends.torch_graphs import Outputs, Recorder, record_cuda_graph
 from cpuspec.backends.torch_weights import Codes, Matrix, OfExperts, Values, few_rows_kernel
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, key_centres, unread, weight_tensors
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.adapters import Adapter
 from cpuspec.checkpoints.checkpoint import is_matrix
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope
 from cpuspec.environment import usable_cores
@@ -46,6 +47,10 @@ _MAX_SCORES = 1 << 24
 
 # Rows up to which forwards are recorded, and the cache indices that a recorded forward looks at: powers of two from this one on.
 _RECORDED_ROWS, _SPAN = 32, 256
+
+
+_Pairs = dict[str, tuple[Tensor, Tensor]]  # of an adapter, on the device
+_Adapted = list[tuple[slice, float, _Pairs]]  # rows, and a scaled adapter of theirs
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ class TorchBackend:
     name = "torch"
     row_invariant = False
     survives_fork = False
+    adapts = True
     _weights: LoadedWeights[Matrix | Tensor]
 
     def __init__(
@@ -166,6 +172,7 @@ class TorchBackend:
         self._matrices = {name: weight for name, weight in self._weights.items() if not isinstance(weight, Tensor)}
         self._vectors = {name: weight for name, weight in self._weights.items() if isinstance(weight, Tensor)}
         self._expert_bytes = 0  # that the latest forward read; none where forwards are recorded
+        self._adapters: WeakKeyDictionary[Adapter, _Pairs] = WeakKeyDictionary()
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model, on its device."""
@@ -197,9 +204,9 @@ class TorchBackend:
         batch.check(self.config, cache, self.max_rows)
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)  # torch has one number for the whole process
-        recorder = self._recorder if len(batch.tokens) <= _RECORDED_ROWS else None
+        recorder = self._recorder if len(batch.tokens) <= _RECORDED_ROWS and not batch.adapters else None
         step = self._step(batch, cache, for_recording=recorder is not None)
-        tensors, run = list(step.tensors.values()), partial(self._run, step)
+        tensors, run = list(step.tensors.values()), partial(self._run, step, self._adapted(batch))
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if recorder:
                 logits, best, *hidden = recorder.run(step.key, tensors, self.device, run)
@@ -274,13 +281,25 @@ class TorchBackend:
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return _Step(tuple(parts), batch.hidden_layers, for_recording, tensors)
 
+    def _adapted(self, batch: ForwardBatch) -> _Adapted:
+        """The adapters of the batch's rows, on the device."""
+        starts, adapted = batch.lists.q_start, list[tuple[slice, float, _Pairs]]()
+        for start, end, adapters in zip(starts, starts[1:], batch.adapters, strict=False):
+            for adapter, scale in adapters:
+                if adapter not in self._adapters:
+                    pairs = {name: (torch.from_numpy(a), torch.from_numpy(b)) for name, (a, b) in adapter.pairs.items()}
+                    self._adapters[adapter] = {name: (a.to(self.device), b.to(self.device)) for name, (a, b) in pairs.items()}
+                adapted.append((slice(start, end), scale, self._adapters[adapter]))
+        return adapted
+
     def _forward(self, step: _Step, tensors: Mapping[Hashable, Tensor]) -> "_Forward":
         return _Forward(self.config, self._matrices, self._vectors, self._heads, step, tensors)
 
-    def _run(self, step: _Step, tensors: Sequence[Tensor]) -> Outputs:
+    def _run(self, step: _Step, adapted: _Adapted, tensors: Sequence[Tensor]) -> Outputs:
         """Logits F32 [n, V] of the asked rows, their best ids I64 [n], and hidden states F32 [T, C] of the asked layers."""
         inputs = dict(zip(step.tensors, tensors, strict=True))
         forward = self._forward(step, inputs)
+        forward.adapted = adapted
         logits = decode(self.config, forward)
         self._expert_bytes = forward.expert_bytes
         return logits, best_ids(logits), *(forward.kept[layer] for layer in step.hidden_layers)
@@ -300,6 +319,7 @@ class _Forward:
     ) -> None:
         self.kept: dict[int, Tensor] = {}
         self.expert_bytes = 0  # of experts' matrices that were read
+        self.adapted: _Adapted = []
         self._config, self._matrices, self._vectors, self._step, self._tensors = config, matrices, vectors, step, tensors
         self._heads = heads
 
@@ -507,6 +527,10 @@ class _Forward:
             matrix, bias = matrix.matrices[expert], None if bias is None else bias[expert]
             self.expert_bytes += matrix.nbytes
         y = matrix.times(x)
+        for rows, scale, pairs in self.adapted:
+            if name in pairs:
+                down, up = pairs[name]
+                y[rows] += scale * (x[rows] @ down.T @ up.T)
         return y if bias is None else y + bias
 
     def _attend(self, layer: Layer, b: int, q: Tensor) -> Tensor:

@@ -4,23 +4,29 @@ Read from directories of PEFT (adapter_config.json, adapter_model.safetensors) a
 convert_lora_to_gguf writes. Names, joined matrices and orders of rows are those of the model's own files.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from cpuspec.checkpoints.canonical import GGUF, HF, Names, arranged
-from cpuspec.checkpoints.checkpoint import Checkpoint, is_linear
+from cpuspec.checkpoints.checkpoint import is_linear, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.gguf_file import read_gguf
 from cpuspec.checkpoints.safetensors import read_safetensors
-from cpuspec.errors import CheckpointError
+from cpuspec.config import ModelConfig
+from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.tensor import F32
+
+MAX_RANK = 1024  # of adapters that answers use
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -40,22 +46,69 @@ class Adapter:
     path: Path
     pairs: Mapping[str, tuple[F32, F32]]
 
+    @property
+    def rank(self) -> int:
+        """The largest of its matrices' ranks."""
+        return max(len(down) for down, _ in self.pairs.values())
 
-def open_adapter(path: Path, checkpoint: Checkpoint, scale: float = 1.0) -> Adapter:
-    """Read an adapter for a model; `scale` multiplies it. Raises CheckpointError for one that is damaged or of another model."""
+    @cached_property
+    def identity(self) -> str:
+        """A hash of everything that answers depend on."""
+        found = hashlib.sha256()
+        for name, pair in sorted(self.pairs.items()):
+            found.update(repr((name, *(part.shape for part in pair))).encode())
+            for part in pair:
+                found.update(np.ascontiguousarray(part).data)
+        return found.hexdigest()
+
+
+AdapterSet = tuple[tuple[Adapter, float], ...]  # that one answer uses, each times a scale
+
+
+def set_identity(adapters: AdapterSet) -> str:
+    """A hash of the adapters and their scales; "" for none. Sets with one hash give the same answers."""
+    facts = [(adapter.identity, float(scale)) for adapter, scale in adapters]
+    return hashlib.sha256(repr(facts).encode()).hexdigest() if facts else ""
+
+
+def read_scaled(text: str) -> tuple[Path, float]:
+    """The path and the scale of FILE[=SCALE]. A path may have an equals sign. Raises ConfigError for a scale without an end."""
+    path, equals, scale = text.rpartition("=")
+    with suppress(ValueError):
+        if equals:
+            return Path(path), checked_scale(float(scale))
+    return Path(text), 1.0
+
+
+def checked_scale(scale: float) -> float:
+    """The scale. Raises ConfigError for one that is no finite number."""
     if not math.isfinite(scale):
-        raise CheckpointError(f"{path}: the scale of an adapter is a number, got {scale}")
-    kind, stored, own_scale = _read_gguf(path) if path.suffix == ".gguf" else _read_peft(path)
-    config, family = checkpoint.config, FAMILIES[checkpoint.config.architecture]
+        raise ConfigError(f"the scale of an adapter is a finite number, got {scale}")
+    return scale
+
+
+def open_adapter(path: Path, config: ModelConfig, model: str, scale: float = 1.0, merges: bool = False) -> Adapter:
+    """Read an adapter for a model of that name; `scale` multiplies it.
+
+    merges: whether it will be added to the matrices: then it may be of any rank, and change the output matrix.
+    Raises CheckpointError for one that is damaged or of another model.
+    """
+    kind, stored, own_scale = _read_gguf(path) if path.is_file() else _read_peft(path)
+    family = FAMILIES[config.architecture]
     if family.folds_multipliers:
         raise CheckpointError(f"{path}: adapters of {config.architecture} are not read: factors are in its matrices")
     names = Names(family, kind)
-    wanted = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    wanted = tensor_shapes(config)
     pairs: dict[str, tuple[F32, F32]] = {}
     for theirs, (down, up) in stored.items():
         ours, rank = names.ours(theirs), down.shape[0]
         if not ours or "@" in ours or ours == "embed" or ours.endswith(("delta_o", ".k_b|v_b", ".k_b", ".v_b")):
-            raise CheckpointError(f"{path}: {theirs} is no matrix of {checkpoint.name} that an adapter can change here")
+            raise CheckpointError(f"{path}: {theirs} is no matrix of {model} that an adapter can change here")
+        if not merges and (ours == "output" or rank > MAX_RANK):
+            raise CheckpointError(
+                f"{path}: {theirs}, of rank {rank}, is not applied to answers: wanted matrices of layers and ranks up to "
+                f"{MAX_RANK}; `cpuspec quantize --lora` merges it"
+            )
         if up.shape[1] != rank or rank == 0:
             raise CheckpointError(f"{path}: {theirs} has products of {list(up.shape)} and {list(down.shape)}, wanted one rank")
         thin = {name: (*shape[:-1], rank) for name, shape in wanted.items()}
@@ -63,9 +116,9 @@ def open_adapter(path: Path, checkpoint: Checkpoint, scale: float = 1.0) -> Adap
         for name, rows in arranged(str(path), config, family, kind, {ours: up}, thin).items():
             shape = wanted.get(name, ())
             if len(shape) != 2 or not is_linear(name, shape):
-                raise CheckpointError(f"{path}: {theirs} is no matrix of {checkpoint.name} that an adapter can change here")
+                raise CheckpointError(f"{path}: {theirs} is no matrix of {model} that an adapter can change here")
             if got := [rows.shape[0], down.shape[1]] if (rows.shape[0], down.shape[1]) != shape else []:
-                raise CheckpointError(f"{path}: {theirs} is for a matrix {got}, and that of {checkpoint.name} is {list(shape)}")
+                raise CheckpointError(f"{path}: {theirs} is for a matrix {got}, and that of {model} is {list(shape)}")
             pairs[name] = narrow, rows.dequantize() * factor
     if not pairs:
         raise CheckpointError(f"{path} has no matrices; wanted a LoRA adapter")

@@ -16,6 +16,7 @@ from cpuspec.cli.opening import open_target
 from cpuspec.cli.options import option
 from cpuspec.cli.progress import busy
 from cpuspec.config import EngineConfig
+from cpuspec.engine.lora import with_adapters
 from cpuspec.evaluate.speed import Plan, RowsSpeed, Speed, SpeedReport, measure_speed
 
 Setting = dict[str, Any]
@@ -105,7 +106,7 @@ PLAN = {
 
 @exit_codes()
 @options.takes_fields("plan", Plan, PLAN)
-@options.takes_running(*options.HOW)
+@options.takes_running(*options.HOW, *options.ADAPTED)
 def bench(
     model: options.ModelArgument,
     *,
@@ -126,7 +127,7 @@ def bench(
     backend, settings = running
     plan.check(checkpoint.config, settings.max_rows)
     with busy(f"loading {model}"):
-        loaded = make_backend(backend, checkpoint, settings)
+        loaded = with_adapters(make_backend(backend, checkpoint, settings), checkpoint, settings)
     try:
         # Lines and no spinner: it would take turns with the measured threads.
         report = measure_speed(loaded, plan, note)

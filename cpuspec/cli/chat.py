@@ -28,7 +28,7 @@ _BLOCK = '"""'
 
 
 @exit_codes()
-@options.takes_running("context_length", "mmap", "head_format", "head_vocab", *options.HOW)
+@options.takes_running("context_length", "mmap", "head_format", "head_vocab", *options.HOW, *options.ADAPTED)
 @options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "draft", "ignore_eos", "logprobs", "parse_special"))
 def chat(
     model: options.ModelArgument = DEFAULT_RECIPE,

@@ -46,7 +46,7 @@ LimitOption = Annotated[int | None, option("N", "Problems at most; by default al
 
 
 @exit_codes()
-@options.takes_running("max_sequences", "context_length", *options.HOW)
+@options.takes_running("max_sequences", "context_length", *options.HOW, *options.ADAPTED)
 @options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
 def task(
     model: options.ModelArgument,
@@ -120,7 +120,7 @@ def task(
 
 
 @exit_codes()
-@options.takes_running("max_sequences", "context_length", *options.HOW)
+@options.takes_running("max_sequences", "context_length", *options.HOW, *options.ADAPTED)
 def harness(
     model: options.ModelArgument,
     tasks: Annotated[list[str], argument("TASK...", "Tasks of lm-eval, or of --include-path.")],

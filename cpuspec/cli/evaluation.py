@@ -19,6 +19,7 @@ from cpuspec.cli.models import totals
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.options import argument, option
 from cpuspec.cli.progress import StepProgress, busy
+from cpuspec.engine.lora import with_adapters
 from cpuspec.evaluate.logits_file import LogitsFile, writing
 from cpuspec.evaluate.perplexity import CONTEXT, compare_with_file, measure_perplexity, side_by_side, sliding
 from cpuspec.evaluate.prompts import read_text
@@ -30,7 +31,7 @@ ChunksOption = Annotated[int | None, option("N", "Windows at most, from the begi
 
 
 @exit_codes()
-@options.takes_running(*options.HOW)
+@options.takes_running(*options.HOW, *options.ADAPTED)
 def perplexity(
     model: options.ModelArgument,
     text: Annotated[Path, argument("TEXT", "A file of plain text, such as WikiText-2's test split.")],
@@ -89,7 +90,7 @@ def perplexity(
 
 
 @exit_codes()
-@options.takes_running(*options.HOW)
+@options.takes_running(*options.HOW, *options.ADAPTED)
 def kl(
     model: options.ModelArgument,
     reference: Annotated[
@@ -197,7 +198,7 @@ def _bos_id(tokenizer: Tokenizer) -> int | None:
 @contextmanager
 def _loaded(model: str, checkpoint: Checkpoint, running: options.Running) -> Iterator[Backend]:
     with busy(f"loading {model}"):
-        backend = make_backend(running.backend, checkpoint, running.settings)
+        backend = with_adapters(make_backend(running.backend, checkpoint, running.settings), checkpoint, running.settings)
     try:
         yield backend
     finally:

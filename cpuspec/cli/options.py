@@ -27,9 +27,11 @@ _LONGEST_NAME = 1000  # of a file, in characters
 # Defaults of --max-tokens: long enough for an ordinary answer, short enough that a small model's loop ends by itself.
 GENERATE_TOKENS, CHAT_TOKENS = 512, 1024
 
-# Settings of commands: those of a backend; and with them those of an engine that answers many requests.
+# Settings of commands: those of adapters; those of a backend; and with them those of an engine that answers many requests.
 HOW = ("threads", "memory", "kv_format", "device", "dtype", "weights", "activations", "prompt_arithmetic")
+ADAPTED = ("lora",)
 ANSWERING = (
+    *(*ADAPTED, "lora_modules"),
     *("max_sequences", "context_length", "max_rows", "prompt_rows"),
     *("prefix_cache_gb", "prefix_cache_dir", "prefix_disk_gb", "mmap", "head_format", "head_vocab"),
     *HOW,

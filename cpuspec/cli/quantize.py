@@ -1,7 +1,6 @@
 """The commands `quantize` and `imatrix`."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -83,7 +82,7 @@ def quantize(
 
     Memory holds one matrix at a time, and with a calibration text the inputs of one. A run that is interrupted goes on from there.
     """
-    from cpuspec.checkpoints.adapters import open_adapter
+    from cpuspec.checkpoints.adapters import open_adapter, read_scaled
     from cpuspec.formats import get_format
     from cpuspec.formats.format import OWN_GGUF_TYPES
     from cpuspec.quantize.gptq import GptqSettings
@@ -107,7 +106,9 @@ def quantize(
             predicts=mtp,
         )
     checkpoint = open_model(model)
-    adapters = [open_adapter(path, checkpoint, scale) for path, scale in map(_read_lora, lora or ())]
+    with options.usage_errors():
+        scaled = list(map(read_scaled, lora or ()))
+    adapters = [open_adapter(path, checkpoint.config, checkpoint.name, scale, merges=True) for path, scale in scaled]
     text = None if calibration is None else _read_text(calibration)
     with interruptible(), StepProgress(tenths=True) as progress:
         made = quantize_model(
@@ -190,15 +191,6 @@ def _read_text(path: Path) -> str:
         return read_file(path, _MOST_TEXT_BYTES, ConfigError).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def _read_lora(text: str) -> tuple[Path, float]:
-    """An adapter's path and scale. A path may have an equals sign."""
-    path, equals, scale = text.rpartition("=")
-    with suppress(ValueError):
-        if equals:
-            return Path(path), float(scale)
-    return Path(text), 1.0
 
 
 def _read_tensor_type(text: str) -> tuple[str, str]:

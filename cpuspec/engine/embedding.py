@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cpuspec.backends import Backend
+from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.checkpoints.heads.head import HeadNorm
 from cpuspec.config import POOLINGS
 from cpuspec.errors import BackendError, ConfigError
@@ -29,6 +30,7 @@ class EmbeddingJob:
         pooling: str,
         dimensions: int | None = None,
         num_slots: int = 1,
+        adapters: AdapterSet = (),
     ) -> None:
         """norm: the model's final one. prompts: token ids, none empty. pooling: of which states, one of `POOLINGS`.
 
@@ -41,7 +43,7 @@ class EmbeddingJob:
         if dimensions is not None and not 1 <= dimensions <= size:
             raise ConfigError(f"dimensions must be from 1 to {size}, the model's hidden size; got {dimensions}")
         self._backend, self._norm, self._prompts, self._pooling = backend, norm, prompts, pooling
-        self._dimensions = dimensions or size
+        self._dimensions, self._adapters = dimensions or size, adapters
         self._num_slots = min(num_slots, max(len(prompts), 1))
         self._cache = backend.new_cache(self._num_slots, max(map(len, prompts), default=1))
         self._states = np.zeros((len(prompts), size))  # pooled so far, in f64
@@ -78,7 +80,8 @@ class EmbeddingJob:
             positions += range(start, end)
             starts.append(len(tokens))
         layers = (self._backend.config.num_layers - 1,)
-        batch = ForwardBatch(tokens, positions, [piece[1] for piece in pieces], starts, None, [], layers)
+        slots = [piece[1] for piece in pieces]
+        batch = ForwardBatch(tokens, positions, slots, starts, None, [], layers, adapters=[self._adapters] * len(slots))
         states = self._norm.applied(self._backend.forward(batch, self._cache).hidden[0])
         left = []
         for (prompt, slot, start, end), first, behind in zip(pieces, starts[:-1], starts[1:], strict=True):

@@ -9,6 +9,7 @@ from collections import abc, defaultdict
 from dataclasses import dataclass, field
 
 from cpuspec.backends import stop_forward
+from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.engine.text import StopText
@@ -58,7 +59,7 @@ class RequestedAnswer:
     shown: special tokens whose names are part of the text, such as those that begin a tool call.
     shows_progress: outputs without tokens tell how much of the prompt has been read (`Output.num_read_tokens`).
     prediction: token ids that the answer may repeat, as those of a file that it edits. The drafters `ngram` and `suffix` copy from
-    them; no answer depends on them.
+    them; no answer depends on them. adapters: of the model, which the target applies; None for those of the LLM's settings.
     """
 
     prompt: abc.Sequence[int]
@@ -66,6 +67,7 @@ class RequestedAnswer:
     shown: abc.Set[int] = frozenset()
     shows_progress: bool = False
     prediction: abc.Sequence[int] = ()
+    adapters: AdapterSet | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class Engine:
     def __init__(self, context: Context, proposer: Proposer, tokenizer: Tokenizer) -> None:
         self.levels: defaultdict[str, LevelCounters] = defaultdict(LevelCounters)  # totals over all ended requests, by proposer
         self._context = context
-        context.hidden_layers = proposer.hidden_layers
+        context.hidden_layers, context.applies_adapters = proposer.hidden_layers, True
         self._proposer = proposer
         self._contexts = [context, *(level.context for level in proposer.levels)]
         self._tokenizer = tokenizer
@@ -119,7 +121,7 @@ class Engine:
         """Make a request of an answer that `check` has passed, without touching the engine: any thread may call it at any time."""
         prompt, params = wanted.prompt, wanted.params
         of_drafts, of_answer = (self._grammars.constraint(params, prompt) for _ in range(2))
-        seq = Sequence.new(next(self._ids), prompt, params, of_drafts, wanted.prediction, of_answer)
+        seq = Sequence.new(next(self._ids), prompt, params, of_drafts, wanted.prediction, of_answer, wanted.adapters or ())
         seq.turns = self._tokenizer.turns(seq.tokens) if self._context.cache.states else ()
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         decoder = self._tokenizer.stream(params.skip_special_tokens, wanted.shown, prompt[-1])

@@ -15,6 +15,7 @@ import numpy as np
 
 from cpuspec.backends import BACKENDS, Backend, check_backend, device_of, disk_reads, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.checkpoints.heads.head import final_norm
 from cpuspec.checkpoints.recipes import recipe_of
@@ -33,6 +34,7 @@ from cpuspec.engine.account import round_parts
 from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec, within_memory
 from cpuspec.engine.embedding import EmbeddingJob
 from cpuspec.engine.engine import Engine, Output, RequestedAnswer
+from cpuspec.engine.lora import LoadedAdapters, Lora, check_adapts
 from cpuspec.engine.scoring import ScoringJob
 from cpuspec.engine.shared import Receiver, SharedEngine
 from cpuspec.environment import default_prefix_cache_bytes
@@ -59,6 +61,7 @@ Prompt = str | Seq[int]
 Params = SamplingParams | Seq[SamplingParams] | None
 Variables = Mapping[str, Any] | None  # of a chat template, by name
 Spec = str | SpecConfig | Mapping[str, Any] | None
+Loras = Lora | Seq[Lora]  # of all prompts, or one each
 _Settings = TypeVar("_Settings", EngineConfig, SamplingParams)
 
 
@@ -140,9 +143,10 @@ class LLM:
         tokenizer, context_length = make_tokenizer(checkpoint), _capacity(checkpoint.config, settings)
         opened = open_spec(spec, Target(checkpoint, tokenizer, backend, checkpoint.config.vocab_size, context_length, settings))
         self.name = checkpoint.name
+        adapters = LoadedAdapters(checkpoint.config, self.name, settings.lora, settings.lora_modules)
         target = make_backend(backend, checkpoint, within_memory(opened, checkpoint, settings))
         try:
-            self._start(target, tokenizer, spec, settings, opened, checkpoint)
+            self._start(target, tokenizer, spec, settings, opened, checkpoint, adapters)
         except BaseException:
             target.close()
             raise
@@ -165,7 +169,8 @@ class LLM:
         context_length = _capacity(backend.config, settings)
         opened = open_spec(spec, Target(checkpoint, tokenizer, name, backend.config.vocab_size, context_length, settings))
         llm.name = checkpoint.name if checkpoint else backend.name
-        llm._start(backend, tokenizer, spec, settings, opened, checkpoint)
+        adapters = LoadedAdapters(backend.config, llm.name, settings.lora, settings.lora_modules)
+        llm._start(backend, tokenizer, spec, settings, opened, checkpoint, adapters)
         return llm
 
     def _start(
@@ -176,7 +181,11 @@ class LLM:
         settings: EngineConfig,
         opened: OpenedSpec,
         checkpoint: Checkpoint | None,
+        adapters: LoadedAdapters,
     ) -> None:
+        self.adapters = adapters
+        if adapters.names:
+            check_adapts(backend)
         context = Context(backend, settings.max_sequences, _capacity(backend.config, settings), prompt_rows=settings.prompt_rows)
         proposer = build(opened, context)
         self.tokenizer = tokenizer
@@ -217,16 +226,36 @@ class LLM:
         """
         return self.sampling_defaults.under({})
 
-    def generate(self, prompts: Prompt | Seq[Prompt], params: Params = None, **settings: Any) -> list[Completion]:
+    def load_adapter(self, path: str | Path, name: str = "", scale: float = 0.0) -> None:
+        """Read a LoRA adapter, a directory of PEFT or a GGUF file of llama.cpp, for requests that name it in `lora_request`.
+
+        name: by default that of its file. scale: with which requests that name none use it, too.
+        Raises ConfigError, CheckpointError for one that is not this model's, and BackendError where the backend applies none.
+        """
+        check_adapts(self._backend)
+        self.adapters.load(Path(path), name, scale)
+
+    def adapter_set(self, lora: Lora = None) -> AdapterSet:
+        """The adapters of a request that says `lora`; what this LLM applies by itself where that is None."""
+        if lora is not None:
+            check_adapts(self._backend)
+        found = self.adapters.chosen(lora)
+        return self.adapters.default if found is None else found
+
+    def generate(
+        self, prompts: Prompt | Seq[Prompt], params: Params = None, *, lora_request: Loras = None, **settings: Any
+    ) -> list[Completion]:
         """Continue raw prompts, texts or token ids; always a list, in the prompts' order, with the `n` answers to one together.
 
         params: for all prompts, or one each; None is greedy. settings: fields of `SamplingParams` that replace those of params,
-        as in `generate("a", max_tokens=8)`. Raises ConfigError for prompts that cannot be run, before running any.
+        as in `generate("a", max_tokens=8)`. lora_request: adapters, for all prompts or one each (`cpuspec.engine.lora.Lora`): a
+        name, {name: scale}, {} for none, or vLLM's LoRARequest; by default those of the LLM's `lora`.
+        Raises ConfigError for prompts that cannot be run, before running any.
         """
         listed = _listed(prompts)
         each = _read_params(params, settings, len(listed))
         ids = [self._prompt_ids(prompt, one.parse_special) for prompt, one in zip(listed, each, strict=True)]
-        return self._complete(ids, each)
+        return self._complete(ids, each, self._adapter_sets(lora_request, len(listed)))
 
     @overload
     def chat(
@@ -238,6 +267,7 @@ class LLM:
         chat_template_kwargs: Variables = None,
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
+        lora_request: Loras = None,
         **settings: Any,
     ) -> Completion: ...
 
@@ -251,6 +281,7 @@ class LLM:
         chat_template_kwargs: Variables = None,
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
+        lora_request: Loras = None,
         **settings: Any,
     ) -> list[Completion]: ...
 
@@ -263,6 +294,7 @@ class LLM:
         chat_template_kwargs: Variables = None,
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
+        lora_request: Loras = None,
         **settings: Any,
     ) -> Completion | list[Completion]:
         """Answer a conversation (a list of messages, each with role and content) through the model's chat template.
@@ -271,6 +303,7 @@ class LLM:
         list of conversations or for `n` above 1. params, settings: as in `generate`. tools: functions in OpenAI's form, given to
         the template; a call is part of the answer's text, as the model writes it. chat_template_kwargs: variables of the template,
         as {"enable_thinking": False}. continue_final_message: the answer goes on with the last message's text.
+        lora_request: as in `generate`.
         """
         variables = dict(chat_template_kwargs or {}) | ({"tools": list(tools)} if tools else {})
         how = {"add_generation_prompt": add_generation_prompt, "continues": continue_final_message}
@@ -278,7 +311,7 @@ class LLM:
             messages = [{"role": "user", "content": messages}]
         if _is_conversation(messages):
             prompt = self._prompt_ids(messages, variables=variables, **how)
-            answers = self._complete([prompt], _read_params(params, settings, 1))
+            answers = self._complete([prompt], _read_params(params, settings, 1), self._adapter_sets(lora_request, 1))
             return answers if len(answers) > 1 else answers[0]
         if not isinstance(messages, list | tuple) or not all(map(_is_conversation, messages)):
             raise ConfigError(
@@ -286,7 +319,8 @@ class LLM:
                 f"got {repr(messages)[:80]}"
             )
         prompts = [self._prompt_ids(conversation, variables=variables, **how) for conversation in messages]
-        return self._complete(prompts, _read_params(params, settings, len(prompts)))
+        sets = self._adapter_sets(lora_request, len(prompts))
+        return self._complete(prompts, _read_params(params, settings, len(prompts)), sets)
 
     def stream(
         self,
@@ -295,6 +329,7 @@ class LLM:
         *,
         shown: abc.Set[int] = frozenset(),
         chat_template_kwargs: Variables = None,
+        lora_request: Lora = None,
         **settings: Any,
     ) -> Generator[Output]:
         """Yield one output a step; the last one carries finish_reason and stats.
@@ -308,20 +343,23 @@ class LLM:
         if one.n != 1:
             raise ConfigError(f"a stream gives one answer, and n is {one.n}; begin a stream for each, or call generate")
         self._shared.aborted_stats = None
-        return self._stream(self._prompt_ids(prompt, one.parse_special, chat_template_kwargs), one, shown)
+        ids, adapters = self._prompt_ids(prompt, one.parse_special, chat_template_kwargs), self.adapter_set(lora_request)
+        return self._stream(ids, one, shown, adapters)
 
-    def embed(self, prompts: Prompt | Seq[Prompt], pooling: str | None = None, dimensions: int | None = None) -> F32:
+    def embed(
+        self, prompts: Prompt | Seq[Prompt], pooling: str | None = None, dimensions: int | None = None, lora_request: Lora = None
+    ) -> F32:
         """Embeddings of texts or token ids, [n, dimensions], each of length one; `embedding_job` says how."""
-        job = self.embedding_job(prompts, pooling, dimensions)
+        job = self.embedding_job(prompts, pooling, dimensions, self.adapter_set(lora_request))
         self._run(job)
         return job.embeddings()
 
-    def score(self, prompts: Prompt | Seq[Prompt], num_top: int = 0) -> list[list[TokenLogprobs]]:
+    def score(self, prompts: Prompt | Seq[Prompt], num_top: int = 0, lora_request: Lora = None) -> list[list[TokenLogprobs]]:
         """For each text or token ids the log-probabilities of its tokens but the first; with each the `num_top` likeliest instead.
 
         Raises ConfigError for prompts that cannot be run.
         """
-        job = self.scoring_job(prompts, num_top)
+        job = self.scoring_job(prompts, num_top, self.adapter_set(lora_request))
         self._run(job)
         return job.scores()
 
@@ -334,7 +372,11 @@ class LLM:
                 self._shared.step()
 
     def embedding_job(
-        self, prompts: Prompt | Seq[Prompt], pooling: str | None = None, dimensions: int | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        adapters: AdapterSet | None = None,
     ) -> EmbeddingJob:
         """The work of `embed`, for a program whose own thread runs its steps between those of `step`.
 
@@ -350,11 +392,13 @@ class LLM:
                 f"embeddings, such as Qwen3-Embedding, or choose a pooling: {', '.join(POOLINGS)}"
             )
         ids = self._checked_ids(prompts, parse_special=False)
-        return EmbeddingJob(self._backend, self._final_norm, ids, pooling, dimensions, self.max_sequences)
+        used = self.adapters.default if adapters is None else adapters
+        return EmbeddingJob(self._backend, self._final_norm, ids, pooling, dimensions, self.max_sequences, used)
 
-    def scoring_job(self, prompts: Prompt | Seq[Prompt], num_top: int = 0) -> ScoringJob:
+    def scoring_job(self, prompts: Prompt | Seq[Prompt], num_top: int = 0, adapters: AdapterSet | None = None) -> ScoringJob:
         """The work of `score`, as `embedding_job` is that of `embed`."""
-        return ScoringJob(self._backend, self._checked_ids(prompts), num_top)
+        used = self.adapters.default if adapters is None else adapters
+        return ScoringJob(self._backend, self._checked_ids(prompts), num_top, used)
 
     def _checked_ids(self, prompts: Prompt | Seq[Prompt], parse_special: bool = True) -> list[list[int]]:
         ids = [self._prompt_ids(prompt, parse_special) for prompt in _listed(prompts)]
@@ -372,6 +416,8 @@ class LLM:
         `check` must have passed the prompt and the params. receiver: is called with each output by the thread that runs the step;
         it must neither wait nor raise. Raises ConfigError for a closed LLM.
         """
+        if wanted.adapters is None:
+            wanted = replace(wanted, adapters=self.adapters.default)
         return self._shared.submit(wanted, receiver)
 
     def drop(self, request_id: int) -> None:
@@ -448,6 +494,7 @@ class LLM:
     def saving_prefix(self, prompt: Prompt | Seq[Message], path: str | Path, cache_salt: str = "") -> Callable[[], int]:
         """The part of `save_prefix` that writes, and may run beside steps; this one waits for the running step only."""
         tokens = self._prompt_ids(prompt)
+        self._check_unadapted()
         with self._shared.turn():
             save = self._context.saving_prefix(tokens, Path(path), cache_salt)
 
@@ -475,8 +522,13 @@ class LLM:
 
     def hold_prefix(self, part: PrefixPart, cache_salt: str = "") -> int:
         """See `read_prefix`."""
+        self._check_unadapted()
         with self._shared.turn():
             return self._context.hold_prefix(part, cache_salt)
+
+    def _check_unadapted(self) -> None:
+        if self.adapters.default:
+            raise CacheError("a file of a prefix does not say which adapters computed it; use prefix_cache_dir, whose files do")
 
     def forget_prefixes(self, waits: bool = True) -> None:
         """Empty the prefix cache of every model, on the disk, too. waits: until the files are gone, 30 seconds at most."""
@@ -527,13 +579,21 @@ class LLM:
         shape = f"{self.config.architecture}, {self.config.num_layers} layers, context_length={self.context_length}"
         return f"<LLM {self.name!r} on {self._backend.name}: {shape}, spec={str(self.spec)!r}, threads={self.threads}{state}>"
 
-    def _complete(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Completion]:
+    def _adapter_sets(self, wanted: Loras, num_prompts: int) -> list[AdapterSet]:
+        """Of each prompt. Raises ConfigError as `adapter_set` does."""
+        each = list(wanted) if isinstance(wanted, list | tuple) else [cast(Lora, wanted)] * num_prompts
+        if len(each) != num_prompts:
+            raise ConfigError(f"got {len(each)} lora_requests for {num_prompts} prompts; give one for all, or one each")
+        return [self.adapter_set(one) for one in each]
+
+    def _complete(self, prompts: list[list[int]], params: list[SamplingParams], sets: list[AdapterSet]) -> list[Completion]:
         request_ids: list[int] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
                 self.check(prompt, one)
-            for prompt, one in zip(prompts, params, strict=True):
-                request_ids += [self._shared.submit(RequestedAnswer(prompt, answer)) for answer in answer_params(one)]
+            for prompt, one, adapters in zip(prompts, params, sets, strict=True):
+                each = [RequestedAnswer(prompt, answer, adapters=adapters) for answer in answer_params(one)]
+                request_ids += map(self._shared.submit, each)
             outputs = [list(self._shared.outputs(request_id)) for request_id in request_ids]
         finally:
             for request_id in request_ids:
@@ -544,9 +604,9 @@ class LLM:
         indices = [index for one in params for index in range(one.n)]
         return [_completion(parts, index) for parts, index in zip(outputs, indices, strict=True)]
 
-    def _stream(self, prompt: list[int], params: SamplingParams, shown: abc.Set[int]) -> Generator[Output]:
+    def _stream(self, prompt: list[int], params: SamplingParams, shown: abc.Set[int], adapters: AdapterSet) -> Generator[Output]:
         self.check(prompt, params)
-        request_id = self._shared.submit(RequestedAnswer(prompt, params, shown))
+        request_id = self._shared.submit(RequestedAnswer(prompt, params, shown, adapters=adapters))
         try:
             for output in self._shared.outputs(request_id):
                 yield output

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from cpuspec.backends import Backend
+from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.model.batch import F32, ForwardBatch
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import shared_prefix
@@ -16,9 +17,9 @@ _ROWS = 64  # of a step: their logits are held, 39 MB with 152 thousand ids, and
 class Scorer:
     """Logits of texts, one after the other. What a text's beginning shares with the last text is not computed again."""
 
-    def __init__(self, backend: Backend, capacity: int) -> None:
+    def __init__(self, backend: Backend, capacity: int, adapters: AdapterSet = ()) -> None:
         """capacity: tokens of the longest text."""
-        self._backend = backend
+        self._backend, self._adapters = backend, adapters
         self._cache = backend.new_cache(1, capacity)
         self._held: list[int] = []  # tokens whose keys and values the cache holds
 
@@ -37,6 +38,7 @@ class Scorer:
                     slots=np.zeros(1, np.int32),
                     q_start=np.array([0, len(rows)], np.int32),
                     logit_rows=None if start >= first else np.arange(first - start, len(rows), dtype=np.int32),
+                    adapters=(self._adapters,),
                 ),
                 self._cache,
             ).logits
@@ -51,11 +53,11 @@ class ScoringJob:
     Texts that begin alike share their rows. A row's bits do not depend on its company, so no text changes another's scores.
     """
 
-    def __init__(self, backend: Backend, prompts: Sequence[list[int]], num_top: int = 0) -> None:
+    def __init__(self, backend: Backend, prompts: Sequence[list[int]], num_top: int = 0, adapters: AdapterSet = ()) -> None:
         """prompts: token ids, none empty. num_top: likeliest tokens to report in each place."""
         self._prompts, self._num_top = prompts, num_top
         self._scores: list[list[TokenLogprobs]] = [[] for _ in prompts]
-        self._scorer = Scorer(backend, max(map(len, prompts), default=1))
+        self._scorer = Scorer(backend, max(map(len, prompts), default=1), adapters)
         self._max_rows = min(_ROWS, backend.max_rows)
         self._unread = deque(sorted(range(len(prompts)), key=prompts.__getitem__))  # the first one has unread tokens
         self._leave_read()

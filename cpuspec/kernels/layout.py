@@ -73,6 +73,12 @@ SEGMENT = _words("expert", "first", "rows")
 # recorded: the first token whose row is kept.
 SEQUENCE = _words("source", "target", "length", "row", "end_row", "fold", "recorded")
 
+# Adapters (`adapters`). A pair: both parts of one matrix; rank 0 for none. An entry: one adapter for the rows of a span, its pairs
+# by the matrices' numbers, and room for `down x`. A span: rows of one sequence, and its entries.
+ADAPTER_PAIR = _words("down", "up", "rank")
+ADAPTED = _record(row=_I64, end_row=_I64, pairs=to(ADAPTER_PAIR), room=_I64, rank_bytes=_I64, scale=_F32)
+ADAPTED_SPAN = _words("first", "end")
+
 # `forward.enter` writes the first part for each call; addresses are of arrays that stay.
 STATE = _record(
     num_rows=_I64,
@@ -114,6 +120,10 @@ STATE = _record(
     num_sequences=_I64,
     sequence_of=to(_I64),  # [rows]
     copy_of=to(_I64),  # [MOST_PROCESSORS]: which copy of the weights is near a logical processor; null where there is one
+    adapted=to(ADAPTED),  # in programs with adapters
+    num_adapted=_I64,
+    spans=to(ADAPTED_SPAN),
+    num_spans=_I64,
 )
 MOST_PROCESSORS = 8192  # of Linux on x86-64
 
@@ -132,6 +142,8 @@ TENSOR = _words(
     "kernel", "tiles", "tile_bytes", "num_tiles", "inputs", "row_bytes", "bias", "residual", "out", "stride", "bias_bytes",
     "one_row", "table", "apart", "copies_apart",
 )  # fmt: skip
+# A matrix of "shrink" and "expand": its number among those that adapters may change, and where its results are.
+ADAPTED_TENSOR = _words("number", "out", "stride", "num_tiles")
 # Activations in one order that "gather" copies. bytes: of a row's group. apart: not 0 where they are numbers [input][row]; padded:
 # and so are those that fill up the last group.
 COPY = _words("source", "to", "bytes", "apart", "padded")
@@ -149,6 +161,9 @@ _RECURRENCE = _record(
     least=_F32,
     length_eps=_F32,
 )
+
+# inputs: f32 activations, `row_bytes` a row.
+_OF_ADAPTERS = _record(features=_I64, inputs=_I64, row_bytes=_I64, num_tensors=_I64, tensors=to(ADAPTED_TENSOR))
 
 # Operands by operation, in the order of their numbers.
 OPERANDS: Mapping[str, _DType] = MappingProxyType(
@@ -262,11 +277,14 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             **dict.fromkeys(("weight_bytes", "features", "groups", "dims"), _I64),
             eps=_F32,
         ),
+        "shrink": _OF_ADAPTERS,
+        "expand": _OF_ADAPTERS,
     }
 )
-EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, LATENT, KEEP, PICK, NORM, ROUTE, GATHER, COMBINE, CONVOLVE, RECORD, RECUR, FINISH = (
-    range(len(OPERANDS))
-)
+(
+    EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, LATENT, KEEP, PICK, NORM, ROUTE, GATHER, COMBINE, CONVOLVE, RECORD, RECUR, FINISH,
+    SHRINK, EXPAND,
+) = range(len(OPERANDS))  # fmt: skip
 OPERATION: _DType = np.dtype(
     {
         "names": ["number", *OPERANDS],

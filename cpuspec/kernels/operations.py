@@ -6,6 +6,7 @@ Operands are fields of `layout`'s records. The backend that writes a program kno
 from numba import types
 
 from cpuspec.kernels import layout, simd
+from cpuspec.kernels.adapters import expand, num_chunks, num_pieces, shrink
 from cpuspec.kernels.argmax import peak, peaks_of_row, pick
 from cpuspec.kernels.attention import finish, first_chunk, merge, put_query, sees
 from cpuspec.kernels.experts import combine, gather, route
@@ -397,6 +398,10 @@ def _num_items(op, state, threads):
         return state.num_sequences * op.recur.value_heads * (op.recur.value_dims // simd.LANES)
     if op.number == layout.FINISH:
         return state.num_rows * op.finish.groups
+    if op.number == layout.SHRINK:
+        return state.num_adapted * op.shrink.num_tensors * num_chunks(op.shrink.features)
+    if op.number == layout.EXPAND:
+        return state.num_spans * num_pieces(op.expand)
     if op.number == layout.COMBINE:
         return state.num_rows * parts_of_row(op.combine.features, state.num_rows, threads)
     return state.num_rows
@@ -433,6 +438,10 @@ def _do(op, state, threads, thread, item):
         finish_heads(op.finish, item)
     elif op.number == layout.COMBINE:
         _combine(op.combine, state, threads, item)
+    elif op.number == layout.SHRINK:
+        shrink(op.shrink, state, item)
+    elif op.number == layout.EXPAND:
+        expand(op.expand, state, item, state.scratch + thread * state.scratch_bytes)
     else:
         pick(op.pick, state, threads)
 

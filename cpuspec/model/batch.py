@@ -1,5 +1,6 @@
 """The input and the output of a forward. Prefill, decoding and verification are the same ragged batch of rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -7,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.config import ModelConfig
 from cpuspec.errors import BackendError, CacheError
 
@@ -63,13 +65,14 @@ class ForwardBatch:
         both_ways: bool = False,
         of_prompts: bool = False,
         stops_early: bool = False,
+        adapters: Sequence[AdapterSet] = (),
     ) -> None:
         """As the properties below. Raises BackendError for other arrays.
 
         hidden_layers: layers whose outputs a proposer asked for. hidden: [T, C] hidden states that the rows begin with, where the
         model takes them (`ModelConfig.takes_hidden`). both_ways: whether a row sees the rows behind it in its sequence, too.
         of_prompts: whether the rows are tokens of prompts, which a backend may compute in an arithmetic of their own.
-        stops_early: whether `backends.stop_forward` ends it.
+        stops_early: whether `backends.stop_forward` ends it. adapters: of each sequence; none at all where no sequence has some.
         """
         fields: Any = (tokens, positions, slots, q_start, parents, logit_rows)
         if not _LISTED.issuperset(map(type, fields)):
@@ -80,6 +83,7 @@ class ForwardBatch:
         self.both_ways = both_ways
         self.of_prompts = of_prompts
         self.stops_early = stops_early
+        self.adapters = adapters if any(adapters) else ()
 
     @cached_property
     def tokens(self) -> I32:
@@ -161,6 +165,8 @@ class ForwardBatch:
             if given is None or given.dtype != np.float32 or given.shape != wanted:
                 got = None if given is None else f"{given.dtype} {given.shape}"
                 raise BackendError(f"this model takes hidden states float32 {wanted}, got {got}")
+        if self.adapters and len(self.adapters) != num_seqs:
+            raise BackendError(f"adapters are given for each of {num_seqs} sequences or for none, got {len(self.adapters)}")
         if self.hidden_layers and not 0 <= min(self.hidden_layers) <= max(self.hidden_layers) < config.num_layers:
             raise BackendError(f"hidden_layers must be in [0, {config.num_layers}), got {self.hidden_layers}")
 

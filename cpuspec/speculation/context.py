@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.backends import Backend, has_prompt_arithmetic
+from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.config import EngineConfig
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.formats.tensor import U8
@@ -77,7 +78,8 @@ class _Feed:
 
     tokens: committed and drafted ones that the slot does not hold yet. num_unscored: how many of them come before the first whose
     logits are asked for. num_prompt: how many are tokens of the prompt; 0 where these are computed like others. num_straight: how
-    many follow one another: all, or those before a tree. tree: the draft if it is one. snapshots: the assignment's.
+    many follow one another: all, or those before a tree. tree: the draft if it is one. snapshots: the assignment's. adapters: the
+    sequence's, where the context applies them.
     """
 
     slot: int
@@ -87,6 +89,7 @@ class _Feed:
     num_straight: int
     tree: Draft | None
     snapshots: list[int]
+    adapters: AdapterSet = ()
     outputs: list[ForwardOutput] = field(default_factory=list)
 
 
@@ -115,6 +118,7 @@ class Context:
         self.possible = possible
         self.prompt_rows = min(prompt_rows, backend.max_rows)
         self.hidden_layers: tuple[int, ...] = ()  # that scores are asked for; the engine sets it, before any sequence
+        self.applies_adapters = False  # the engine sets it for the target; draft models draft without
         self.num_forwards = self.num_rows = self.weight_bytes = 0  # of all forwards; bytes of weights that they read
         self.spent = Spent()
         self.num_running = 0  # sequences of the engine, also those that a draft model has no slot for; the engine sets it
@@ -538,7 +542,8 @@ class Context:
         tokens = seq.tokens[num_held:] + draft.tokens.tolist()
         num_straight = len(tokens) - num_drafted if tree else len(tokens)
         num_prompt = self._num_prompt(seq, num_held)
-        return _Feed(assigned.slot, tokens, num_committed - 1 - num_held, num_prompt, num_straight, tree, assigned.snapshots)
+        num_unscored, adapters = num_committed - 1 - num_held, seq.adapters if self.applies_adapters else ()
+        return _Feed(assigned.slot, tokens, num_unscored, num_prompt, num_straight, tree, assigned.snapshots, adapters)
 
     def _read(self, chunk: PromptChunk) -> _Feed:
         """The rows of a chunk that come before the sequence's last token."""
@@ -547,7 +552,8 @@ class Context:
         tokens = chunk.seq.tokens[num_held:-1][: chunk.num_tokens]
         assert tokens, "a chunk has tokens"
         num_prompt = self._num_prompt(chunk.seq, num_held)
-        return _Feed(assigned.slot, tokens, len(tokens), num_prompt, len(tokens), None, assigned.snapshots)
+        adapters = chunk.seq.adapters if self.applies_adapters else ()
+        return _Feed(assigned.slot, tokens, len(tokens), num_prompt, len(tokens), None, assigned.snapshots, adapters)
 
     def _num_prompt(self, seq: Sequence, num_held: int) -> int:
         """`_Feed.num_prompt` of a sequence whose slot holds that many tokens."""
@@ -592,8 +598,9 @@ class Context:
             num_scored.append(len(logit_rows))
         parents = _tree_parents(feeds, q_start, positions) if not of_prompts and any(feed.tree for feed in feeds) else None
         batch = ForwardBatch(
-            tokens, positions, slots, q_start, parents, logit_rows, hidden_layers, of_prompts=of_prompts, stops_early=stops_early
-        )
+            tokens, positions, slots, q_start, parents, logit_rows, hidden_layers, of_prompts=of_prompts, stops_early=stops_early,
+            adapters=[feed.adapters for feed in feeds[: len(slots)]],
+        )  # fmt: skip
         begin_s = now_s()
         output = self.backend.forward(batch, self.cache)
         self.spent.add(len(tokens), now_s() - begin_s)

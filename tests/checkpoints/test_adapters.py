@@ -22,20 +22,25 @@ RANK = 3
 _RNG = np.random.default_rng(5)
 
 
-def write_peft(directory: Path, model: Path, changes: Mapping[str, Any] | None = None) -> dict[str, F32]:
+def write_peft(
+    directory: Path, model: Path, changes: Mapping[str, Any] | None = None, rank: int = RANK, seed: int | None = None
+) -> dict[str, F32]:
     """An adapter of every matrix in the layers of a model; returns the product that belongs to each."""
+    rng = _RNG if seed is None else np.random.default_rng(seed)
     directory.mkdir()
     stored, products = {}, {}
     for name, matrix in load_file(model / "model.safetensors").items():
         if ".layers." in name and matrix.ndim == 2:
             module = name.removesuffix(".weight")
             down, up = (
-                _RNG.standard_normal(shape).astype(np.float32) / 8 for shape in ((RANK, matrix.shape[1]), (matrix.shape[0], RANK))
+                rng.standard_normal(shape).astype(np.float32) / 8 for shape in ((rank, matrix.shape[1]), (matrix.shape[0], rank))
             )
             stored |= {f"base_model.model.{module}.lora_A.weight": down, f"base_model.model.{module}.lora_B.weight": up}
             products[name] = up @ down
     save_file(stored, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "bias": "none", "use_rslora": False, "alpha_pattern": {}}
+    targets = sorted({name.split(".")[-3] for name in stored})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "bias": "none", "use_rslora": False, "alpha_pattern": {}}
+    config |= {"target_modules": targets, "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model)}
     (directory / "adapter_config.json").write_text(json.dumps(config | dict(changes or {})))
     return products
 
@@ -46,7 +51,7 @@ def tensors_of(path: Path) -> dict[str, F32]:
 
 def merge(model: Path, out: Path, *adapters: tuple[Path, float]) -> dict[str, F32]:
     checkpoint = open_checkpoint(model)
-    opened = [open_adapter(path, checkpoint, scale) for path, scale in adapters]
+    opened = [open_adapter(path, checkpoint.config, "tiny", scale, merges=True) for path, scale in adapters]
     quantize(checkpoint, out, Job("f32"), 1, adapters=opened)
     return tensors_of(out)
 
@@ -159,10 +164,10 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 def test_what_is_no_adapter_of_the_model_is_refused(tmp_path: Path, change: Callable[[Path], object], why: str) -> None:
     model = make_tiny_hf(tmp_path / "model", hidden_size=64, num_heads=2, head_dim=32)
     write_peft(tmp_path / "lora", model)
-    open_adapter(tmp_path / "lora", open_checkpoint(model))
+    open_adapter(tmp_path / "lora", open_checkpoint(model).config, "tiny")
     change(tmp_path / "lora")
     with pytest.raises(CheckpointError, match=why):
-        open_adapter(tmp_path / "lora", open_checkpoint(model))
+        open_adapter(tmp_path / "lora", open_checkpoint(model).config, "tiny")
 
 
 def test_another_models_adapter_is_refused_by_the_command(tmp_path: Path) -> None:

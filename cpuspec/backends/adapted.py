@@ -1,0 +1,89 @@
+"""Adapters in the numba backend's memory: matrices as `kernels.adapters` reads them, and which rows of a forward have which."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.checkpoints.adapters import MAX_RANK, Adapter, AdapterSet
+from cpuspec.errors import BackendError
+from cpuspec.formats.packing import TILE, aligned_bytes
+from cpuspec.formats.tensor import F32, I32
+from cpuspec.kernels import layout
+
+_SPAN_ROWS = 64  # of a prompt that threads take together; whole blocks of activations
+
+
+class PackedAdapter:
+    """pairs: `layout.ADAPTER_PAIR` of each matrix, by its number. rank_bytes: of the f32 numbers `down x` of a row."""
+
+    def __init__(self, adapter: Adapter, numbers: Mapping[str, int], orders: Mapping[str, I32]) -> None:
+        if unknown := next((name for name in adapter.pairs if name not in numbers), ""):
+            raise BackendError(
+                f"{adapter.path} changes {unknown}, which this backend does not; `cpuspec quantize --lora` merges it"
+            )
+        assert adapter.rank <= MAX_RANK, "`open_adapter` has seen to it"
+        self.pairs = np.zeros(len(numbers), layout.ADAPTER_PAIR)
+        self.rank_bytes = -(-adapter.rank // TILE) * TILE * 4
+        self._arrays: list[F32] = []
+        for name, (down, up) in adapter.pairs.items():
+            parts = _lanes(down[:, orders[name]] if name in orders else down), _lanes(up)
+            self._arrays += parts
+            self.pairs[numbers[name]] = parts[0].ctypes.data, parts[1].ctypes.data, len(down)
+        self.num_bytes = sum(array.nbytes for array in self._arrays)
+
+
+def _lanes(matrix: F32) -> F32:
+    """[N, K] as [N / 16, K, 16], zeros behind the last row."""
+    tiles, inputs = -(-len(matrix) // TILE), matrix.shape[1]
+    laid = aligned_bytes((tiles, inputs, 4 * TILE)).view(np.float32)
+    padded = np.pad(matrix, ((0, tiles * TILE - len(matrix)), (0, 0)))
+    laid[:] = padded.reshape(tiles, TILE, inputs).transpose(0, 2, 1)
+    return laid
+
+
+class AdaptedRows:
+    """The adapters of one forward's rows. numbers: of the matrices that adapters may change, by name. orders: of their inputs.
+
+    num_partials: the most numbers, in ranks, that one operation makes for a row.
+    """
+
+    def __init__(self, numbers: Mapping[str, int], orders: Mapping[str, I32], num_partials: int) -> None:
+        self._numbers, self._num_partials = numbers, num_partials
+        self._orders = {name: orders[name] for name in numbers if name in orders}
+        self._packed: WeakKeyDictionary[Adapter, PackedAdapter] = WeakKeyDictionary()
+        self._room = aligned_bytes((0,))
+        self._held: tuple[NDArray[Any], ...] = ()
+
+    def enter(self, state: NDArray[Any], adapters: Sequence[AdapterSet], starts: Sequence[int]) -> int:
+        """Note what each sequence's rows add; returns the bytes of adapters that the forward reads.
+
+        The adapters must stay until the run is over. Raises BackendError for one that no answer can use.
+        """
+        entries: list[tuple[Any, ...]] = []
+        spans: list[tuple[int, int]] = []
+        used: dict[int, int] = {}
+        at = 0
+        for one, start, end in zip(adapters, starts, starts[1:], strict=False):
+            first = start
+            while one and first < end:
+                behind = min(end, (first // _SPAN_ROWS + 1) * _SPAN_ROWS)
+                spans.append((len(entries), len(entries) + len(one)))
+                for adapter, scale in one:
+                    packed = self._packed.get(adapter)
+                    if packed is None:
+                        packed = self._packed[adapter] = PackedAdapter(adapter, self._numbers, self._orders)
+                    used[id(packed)] = packed.num_bytes
+                    entries.append((first, behind, packed.pairs.ctypes.data, at, packed.rank_bytes, scale))
+                    at += (behind - first) * packed.rank_bytes * self._num_partials
+                first = behind
+        if at > self._room.nbytes:
+            self._room = aligned_bytes((at,))
+        adapted, ranges = np.array(entries, layout.ADAPTED), np.array(spans, layout.ADAPTED_SPAN)
+        adapted["room"] += self._room.ctypes.data
+        state["adapted"], state["num_adapted"] = adapted.ctypes.data, len(adapted)
+        state["spans"], state["num_spans"] = ranges.ctypes.data, len(ranges)
+        self._held = adapted, ranges
+        return sum(used.values())
