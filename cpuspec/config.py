@@ -1215,6 +1215,13 @@ class ServerConfig:
     strict_requests: bool = _setting(
         False, _BOOLEAN, "Refuse requests with unknown fields, as OpenAI's API does, instead of ignoring these with a note."
     )
+    lora_dir: str | None = _setting(
+        None,
+        _optional(_TEXT),
+        "Directory from which requests may load LoRA adapters, by vLLM's /v1/load_lora_adapter; by default that is refused. "
+        "Every client may then load and unload adapters for all.",
+        "DIR",
+    )
     slot_save_path: str | None = _setting(
         None,
         _optional(_TEXT),

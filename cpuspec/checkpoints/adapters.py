@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -74,10 +75,10 @@ def set_identity(adapters: AdapterSet) -> str:
 def read_scaled(text: str) -> tuple[Path, float]:
     """The path and the scale of FILE[=SCALE]. A path may have an equals sign. Raises ConfigError for a scale without an end."""
     path, equals, scale = text.rpartition("=")
+    number: float | None = None
     with suppress(ValueError):
-        if equals:
-            return Path(path), checked_scale(float(scale))
-    return Path(text), 1.0
+        number = float(scale)
+    return (Path(path), checked_scale(number)) if equals and number is not None else (Path(text), 1.0)
 
 
 def checked_scale(scale: float) -> float:
@@ -125,6 +126,43 @@ def open_adapter(path: Path, config: ModelConfig, model: str, scale: float = 1.0
     if bad := next((name for name, pair in pairs.items() if not all(np.isfinite(part).all() for part in pair)), ""):
         raise CheckpointError(f"{path}: the adapter of {bad} has numbers that are not finite; it is damaged")
     return Adapter(path, pairs)
+
+
+class AdapterFacts(NamedTuple):
+    """What an adapter's own files say. base: the name of its model, "" where they name none. targets: the modules that it changes.
+
+    scales: what its products are multiplied with, without the caller's; several where ranks or patterns differ.
+    """
+
+    base: str
+    ranks: list[int]
+    scales: list[float]
+    targets: list[str]
+    num_matrices: int
+    num_bytes: int
+
+
+def adapter_facts(path: Path) -> AdapterFacts | None:
+    """Of an adapter; None for what is no adapter. Raises CheckpointError for a damaged one."""
+    if (path / _CONFIG).is_file():
+        base = read_json_object(path / _CONFIG, _MAX_CONFIG_BYTES).get("base_model_name_or_path")
+        _, stored, scale = _read_peft(path)
+    elif path.suffix == ".gguf" and path.is_file() and (metadata := read_gguf(path).metadata).get("general.type") == "adapter":
+        base = metadata.get("general.base_model.0.name") or metadata.get("general.architecture")
+        _, stored, scale = _read_gguf(path)
+    else:
+        return None
+    named = {
+        name.removesuffix(".weight"): (down.shape[0], scale(name, max(down.shape[0], 1))) for name, (down, _) in stored.items()
+    }
+    return AdapterFacts(
+        base if isinstance(base, str) else "",
+        sorted({rank for rank, _ in named.values()}),
+        sorted({round(own, 6) for _, own in named.values()}),
+        sorted({name.rsplit(".", 1)[-1] for name in named}),
+        len(stored),
+        sum(part.num_bytes for pair in stored.values() for part in pair),
+    )
 
 
 _Pairs = dict[str, tuple[QuantTensor, QuantTensor]]

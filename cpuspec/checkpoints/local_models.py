@@ -103,16 +103,21 @@ def _blob(directory: Path, manifest: Path) -> tuple[Path, int]:
     layers = [Fields(f"{manifest}: layer", layer) for layer in fields.items("layers") if isinstance(layer, dict)]
     of_kind = {kind: [layer for layer in layers if layer.text("mediaType", "") == kind] for kind in (_MODEL_LAYER, _ADAPTER_LAYER)}
     if of_kind[_ADAPTER_LAYER]:
-        raise CheckpointError(
-            f"{manifest} has an adapter, without which the model would be another one; adapters are not supported"
-        )
+        adapters = " ".join(f"--lora {_path(directory, layer)}" for layer in of_kind[_ADAPTER_LAYER])
+        model = next((str(_path(directory, layer)) for layer in of_kind[_MODEL_LAYER]), "MODEL")
+        raise CheckpointError(f"{manifest} has an adapter beside its model: name both, as {model} {adapters}")
     if len(of_kind[_MODEL_LAYER]) != 1:
         raise CheckpointError(f"{manifest} has {len(of_kind[_MODEL_LAYER])} layers of the type {_MODEL_LAYER}, wanted 1")
-    digest = of_kind[_MODEL_LAYER][0].text("digest", "")
-    if not re.fullmatch("sha256:[0-9a-f]{64}", digest):
-        of_kind[_MODEL_LAYER][0].fail("digest", "sha256: and 64 hexadecimal digits")
-    path = directory / "blobs" / digest.replace(":", "-")
+    path = _path(directory, of_kind[_MODEL_LAYER][0])
     num_bytes = regular_file(path, directory)
     if num_bytes is None:
         raise CheckpointError(f"{path} is not a file in that directory; pull the model again with Ollama")
     return path, num_bytes
+
+
+def _path(directory: Path, layer: Fields) -> Path:
+    """Where the file of a layer is. Raises CheckpointError."""
+    digest = layer.text("digest", "")
+    if not re.fullmatch("sha256:[0-9a-f]{64}", digest):
+        layer.fail("digest", "sha256: and 64 hexadecimal digits")
+    return directory / "blobs" / digest.replace(":", "-")

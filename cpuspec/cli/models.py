@@ -9,6 +9,7 @@ import typer
 
 from cpuspec.backends.packed import verify_packed
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.adapters import adapter_facts
 from cpuspec.checkpoints.checkpoint import norm_sha256
 from cpuspec.checkpoints.download import fetch, find_fetched, find_model
 from cpuspec.checkpoints.gguf_parts import part_paths
@@ -100,7 +101,13 @@ def inspect(
     as_json: options.JsonOption = False,
     running: options.Running,
 ) -> None:
-    """Show a model's shape and formats, and how fast this machine's memory could feed it; of a chain, the target's."""
+    """Show a model's shape and formats, and how fast this machine's memory could feed it; of a chain, the target's.
+
+    Of a LoRA adapter, a directory of PEFT or a GGUF file, show its base, its rank and what it changes.
+    """
+    if adapter := adapter_facts(Path(model)):
+        print_report({"adapter": Path(model).name, **adapter._asdict()}, as_json, lambda facts: print_facts(facts.items()))
+        return
     checkpoint, threads = open_target(model), running.settings.threads or usable_cores()
     with busy("measuring this machine's memory bandwidth"):
         report = describe_model(checkpoint, threads, tensors)

@@ -57,6 +57,7 @@ def serve(
     models = models or [DEFAULT_RECIPE]
     keys = read_keys(api_key_file)
     check_directory(serving.slot_save_path)
+    check_directory(serving.lora_dir)
     directory = prefix_directory(running.settings.prefix_cache_dir)
     settings = replace(running.settings, prefix_cache_dir=directory, plain_on_draft_error=True)
     if len(models) > 1:

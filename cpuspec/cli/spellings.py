@@ -33,7 +33,6 @@ class Spelling:
 
 _KV = {"f16": "f16", "q8_0": "int8", "int8": "int8", "auto": "f16"}
 _METHODS = {"none": "none", "draft-mtp": "mtp", "ngram-simple": "ngram", "ngram-mod": "ngram", "ngram-cache": "ngram"}
-_ADAPTERS = "answers use no adapters yet; merge one into the model: cpuspec quantize MODEL OUT.gguf --lora FILE"
 _BY_ITSELF = "the chat template says it"
 
 
@@ -68,7 +67,8 @@ SPELLINGS = (
     Spelling(LLAMA, ("--api-key",), why="a key on the command line is seen by others: set CPUSPEC_API_KEY, or give --api-key-file"),
     Spelling(LLAMA, ("-j",), why="write the schema to a file, and give --json-schema FILE"),
     Spelling(LLAMA, ("--chat-template", "--chat-template-file"), why="the model's own template is used; --raw goes without one"),
-    Spelling(LLAMA, ("--lora", "--lora-scaled"), why=_ADAPTERS),
+    Spelling(LLAMA, ("--lora-scaled",), "--lora", read=lambda value: "=".join(value.rsplit(":", 1))),
+    _flag(LLAMA, "--lora-init-without-apply", why="--lora-modules NAME=FILE is for requests that name it"),
     Spelling(LLAMA, ("-mm", "--mmproj", "--image"), why="models read text only"),
     Spelling(LLAMA, ("--embedding", "--embeddings"), value=False, why="the server embeds by itself; --pooling chooses how"),
     _left_out(LLAMA, "-ngl", "--gpu-layers", "--n-gpu-layers", why="everything runs on the CPU; --backend torch uses a GPU"),
@@ -88,7 +88,10 @@ SPELLINGS = (
     Spelling(VLLM, ("--kv-cache-dtype",), "--kv-format", read=_KV.get),
     Spelling(VLLM, ("--max-num-batched-tokens",), "--prompt-rows"),
     Spelling(VLLM, ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"), why="a model runs on one machine"),
-    Spelling(VLLM, ("--enable-lora",), value=False, why=_ADAPTERS),
+    _flag(VLLM, "--enable-lora", why="adapters need no switch"),
+    _left_out(
+        VLLM, "--max-loras", "--max-cpu-loras", "--max-lora-rank", why="adapters of any rank up to 1024 are taken, 256 of them"
+    ),
     _left_out(VLLM, "--gpu-memory-utilization", "--swap-space", "--block-size", why="memory is divided by itself; see --memory"),
     _left_out(VLLM, "--tool-call-parser", "--reasoning-parser", why=_BY_ITSELF),
     _left_out(VLLM, "--quantization", "-q", "--load-format", "--tokenizer-mode", why="the model's files say it"),

@@ -226,14 +226,15 @@ class LLM:
         """
         return self.sampling_defaults.under({})
 
-    def load_adapter(self, path: str | Path, name: str = "", scale: float = 0.0) -> None:
+    def load_adapter(self, path: str | Path, name: str = "", scale: float = 0.0, replaces: bool = False) -> None:
         """Read a LoRA adapter, a directory of PEFT or a GGUF file of llama.cpp, for requests that name it in `lora_request`.
 
-        name: by default that of its file. scale: with which requests that name none use it, too.
+        name: by default that of its file. scale: with which requests that name none use it, too. replaces: whether one of that
+        name makes room for it.
         Raises ConfigError, CheckpointError for one that is not this model's, and BackendError where the backend applies none.
         """
         check_adapts(self._backend)
-        self.adapters.load(Path(path), name, scale)
+        self.adapters.load(Path(path), name, scale, replaces)
 
     def adapter_set(self, lora: Lora = None) -> AdapterSet:
         """The adapters of a request that says `lora`; what this LLM applies by itself where that is None."""

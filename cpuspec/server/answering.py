@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -36,6 +37,8 @@ async def respond(
     Raises as `ServedModel.answers` does.
     """
     context = context_of(request)
+    if context.adapters is not None:
+        wanted = [replace(one, adapters=context.adapters) for one in wanted]
     answers = await model.answers(context.client, context.id, wanted, context.rng)
     writer = make_writer(answers)
     if streams:

@@ -34,7 +34,7 @@ router = APIRouter(route_class=BodyRoute)
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    model = await model_of(request, body.model)
+    model = await model_of(request, body.model, body.lora_scales)
     params = chat_params(model, body)
     keeps_to = grammar_of(body)
     prompt = await model.in_worker(
@@ -72,7 +72,7 @@ def check_number(model: ServedModel, number: int) -> None:
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue one prompt or several, or fill the gap between a prompt and a suffix."""
     context = context_of(request)
-    model = await model_of(request, body.model)
+    model = await model_of(request, body.model, body.lora_scales)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of is not supported; leave it out, and choose among n answers", "best_of")
     if body.suffix and not (isinstance(body.prompt, str) and not body.echo):
@@ -103,7 +103,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     if body.echo and has_logprobs:
         for prompt in prompts:
             model.check_prompt(prompt)
-        job = model.llm.scoring_job(prompts, params.logprobs or 0)
+        job = model.llm.scoring_job(prompts, params.logprobs or 0, context.adapters)
 
         async def scored() -> Response:
             await model.run_job(job)

@@ -78,7 +78,7 @@ async def embed(
     num_tokens = sum(map(len, prompts))
     if num_tokens > _MOST_TOKENS:
         raise RequestError(f"the inputs have {num_tokens} tokens together, and at most {_MOST_TOKENS} are taken", "input")
-    job = model.llm.embedding_job(prompts, pooling, dimensions)
+    job = model.llm.embedding_job(prompts, pooling, dimensions, context_of(request).adapters)
     context_of(request).figures |= {"prompt_tokens": num_tokens}
 
     async def computed() -> Response:

@@ -91,9 +91,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("typical_p", "typical", "tfs_z", "tfs", "length_penalty", "best_of"), (1,)),
     **dict.fromkeys(("id_slot", "slot_id", "top_n_sigma", "t_max_predict_ms", "t_max_prompt_ms", "truncate_prompt_tokens"), (-1,)),
-    **dict.fromkeys(
-        ("lora", "image_data", "tools", "bad_words", "logits_processors", "preserved_tokens", "grammar_triggers"), ([],)
-    ),
+    **dict.fromkeys(("image_data", "tools", "bad_words", "logits_processors", "preserved_tokens", "grammar_triggers"), ([],)),
     **dict.fromkeys(("documents", "response_fields", "transforms", "plugins", "images", "context"), ([],)),
     "functions": ([],),
     "function_call": ("auto", "none"),

@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import re
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -13,9 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.metrics import epoch_s, now_s
 from cpuspec.server import page
-from cpuspec.server.errors import BodyTooLargeError, ForbiddenError, RequestError, UnauthorizedError
+from cpuspec.server.errors import BodyTooLargeError, ForbiddenError, RequestError, UnauthorizedError, UnknownModelError
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
 from cpuspec.server.replies import error_response
@@ -40,7 +42,7 @@ class RequestContext:
 
     created: when the request came, in seconds since the epoch. rng: for a request with a nonce; equal nonces give equal numbers.
     figures: what the endpoint adds to the log line. notes: how the request was changed, by the header's name behind NOTE.
-    models: those that must stay loaded until the request has ended.
+    models: those that must stay loaded until the request has ended. adapters: that the request names; None where it names none.
     """
 
     id: str
@@ -50,6 +52,7 @@ class RequestContext:
     figures: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     models: list[ServedModel] = field(default_factory=list)
+    adapters: AdapterSet | None = None
 
 
 def context_of(request: Request) -> RequestContext:
@@ -58,11 +61,25 @@ def context_of(request: Request) -> RequestContext:
     return found
 
 
-async def model_of(request: Request, name: str | None) -> ServedModel:
-    """The model of that name, loaded if need be, which stays until the request has ended. Raises as `Server.model` does."""
-    found = await server_of(request).model(name)
+async def model_of(request: Request, name: str | None, lora: Mapping[int, float] | None = None) -> ServedModel:
+    """The model of that name, loaded if need be, which stays until the request has ended.
+
+    name: that of the model, of one of its adapters, or MODEL:ADAPTER. lora: scales of adapters by id, which a request may name
+    instead. The context gets the adapters. Raises as `Server.model` does, and UnknownModelError or ConfigError for adapters.
+    """
+    server, context = server_of(request), context_of(request)
+    own, adapter = server.split_name(name)
+    found = await server.model(own)
     found.num_users += 1
-    context_of(request).models.append(found)
+    context.models.append(found)
+    if adapter and adapter not in found.llm.adapters:
+        raise UnknownModelError(f"the model {own} has no adapter {adapter[:200]!r}", "model", "model_not_found")
+    if adapter and lora:
+        raise RequestError("model names an adapter, and lora others; name them in one place", "lora")
+    if adapter:
+        context.adapters = found.llm.adapter_set(adapter)
+    elif lora:
+        context.adapters = found.llm.adapters.of_ids(lora)
     return found
 
 

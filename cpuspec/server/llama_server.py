@@ -63,7 +63,7 @@ class CompletionBody(_TextBody):
 @router.post("/infill")
 async def infill(body: InfillBody, request: Request) -> Response:
     """Fill the gap. n_predict 0 reads the prompt only, so that the next request finds it in the cache."""
-    model = await model_of(request, body.model)
+    model = await model_of(request, body.model, body.lora_scales)
     params = _params(request, model, body)
     params = model.fill.params(params) if model.fill else params
     others = [(one.filename, one.text) for one in body.input_extra]
@@ -75,7 +75,7 @@ async def infill(body: InfillBody, request: Request) -> Response:
 @router.post("/completion")
 async def completion(body: CompletionBody, request: Request) -> Response:
     """Continue one prompt, a text or token ids. n_predict 0 reads the prompt only."""
-    model = await model_of(request, body.model)
+    model = await model_of(request, body.model, body.lora_scales)
     params, prompt = _params(request, model, body, body.n_probs or None), body.prompt
     if isinstance(prompt, str):
         model.check_text(len(prompt))

@@ -63,7 +63,7 @@ class MessagesBody(CountBody, SamplingFields, _IgnoredInAnswers):
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    model = await model_of(request, body.model)
+    model = await model_of(request, body.model, body.lora_scales)
     stops = tuple(text for text in body.stop_sequences or () if text)
     params = sampling_params(model, body, max_tokens=body.max_tokens, stop=stops)
     prompt = await model.in_worker(_prompt, model, body)

@@ -1,25 +1,28 @@
 """Endpoints beside the protocols: state and metrics for operators, text and tokens, and slots of the prefix cache."""
 
 import re
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from cpuspec import __version__
-from cpuspec.errors import CacheError
+from cpuspec.engine.lora import LoadedAdapter
+from cpuspec.errors import CacheError, CheckpointError
 from cpuspec.metrics import now_s
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import chat_prompt
-from cpuspec.server.errors import NotSupportedError, RequestError
+from cpuspec.server.errors import NotSupportedError, RequestError, UnknownModelError
 from cpuspec.server.figures import token_text
 from cpuspec.server.gate import context_of, model_of
+from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import METRICS_TYPE, metrics_text
 from cpuspec.server.replies import json_response
 from cpuspec.server.runner import in_own_thread
-from cpuspec.server.schema import Body, Ending
+from cpuspec.server.schema import Body, Ending, LoraScale
 from cpuspec.server.server import Server, server_of
 
 router = APIRouter(route_class=BodyRoute)
@@ -48,6 +51,13 @@ class TemplateBody(Ending):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    model: str | None = None
+
+
+class AdapterBody(Body):
+    lora_name: str
+    lora_path: str | None = None
+    load_inplace: bool = False
     model: str | None = None
 
 
@@ -85,6 +95,7 @@ async def models(request: Request) -> Response:
     server = server_of(request)
     server.check_ready()
     rows = [_model_row(server, name) for name in server.names]
+    rows += [_adapter_row(server, one, model) for model in server.models.values() for one in model.llm.adapters]
     return json_response({"object": "list", "data": rows, "models": [{"slug": row["id"], "model": row["id"]} for row in rows]})
 
 
@@ -93,7 +104,20 @@ async def model(name: str, request: Request) -> Response:
     """One model."""
     server = server_of(request)
     server.check_ready()
+    own, adapter = server.split_name(name)
+    found = server.models.get(server.own_name(own))
+    if adapter:
+        for one in found.llm.adapters if found else ():
+            if one.name == adapter and found:
+                return json_response(_adapter_row(server, one, found) | {"id": name})
+        raise UnknownModelError(f"the model {own} has no loaded adapter {adapter[:200]!r}", "model", "model_not_found")
     return json_response(_model_row(server, name))
+
+
+def _adapter_row(server: Server, one: LoadedAdapter, model: ServedModel) -> dict[str, Any]:
+    """An adapter in a list, as vLLM shows it. A client does not learn in which directory it is."""
+    about = {"root": one.adapter.path.name, "parent": server.shown_name(model), "status": {"value": "loaded"}}
+    return {"id": one.name, "object": "model", "created": server.created, "owned_by": "cpuspec", **about}
 
 
 def _model_row(server: Server, name: str) -> dict[str, Any]:
@@ -169,6 +193,65 @@ async def props(request: Request) -> Response:
             },
         }
     )
+
+
+@router.get("/lora-adapters")
+async def adapters(request: Request) -> Response:
+    """The adapters with their scales for requests that name none, as llama-server lists them."""
+    found = await model_of(request, request.query_params.get("model"))
+    rows = [{"id": one.id, "path": one.adapter.path.name, "scale": one.scale, "name": one.name} for one in found.llm.adapters]
+    return json_response(rows)
+
+
+@router.post("/lora-adapters")
+async def rescale_adapters(body: list[LoraScale], request: Request) -> Response:
+    """Set these scales, as llama-server does; those of other adapters become 0."""
+    found = await model_of(request, request.query_params.get("model"))
+    if found.has_keys and server_of(request).config.lora_dir is None:
+        raise NotSupportedError("scales are for all clients, which have keys of their own; start the server with --lora-dir DIR")
+    found.llm.adapters.rescale({one.id: one.scale for one in body})
+    return json_response({"success": True})
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_adapter(body: AdapterBody, request: Request) -> Response:
+    """Load an adapter for requests that name it. vLLM's fields, and its answer; the path lies in --lora-dir."""
+    found, directory = await model_of(request, body.model), _lora_dir(request)
+    if not body.lora_name or body.lora_name in server_of(request).names:
+        raise RequestError("lora_name is the name of a new adapter, and not that of a model", "lora_name")
+    path = _inside(directory, body.lora_path or "")
+    try:
+        await in_own_thread(partial(found.llm.load_adapter, path, body.lora_name, replaces=body.load_inplace))
+    except CheckpointError as error:
+        raise RequestError(str(error).replace(str(directory), "--lora-dir"), "lora_path") from None
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_adapter(body: AdapterBody, request: Request) -> Response:
+    """Forget an adapter, as vLLM does. Requests that use it go on."""
+    _lora_dir(request)
+    found = await model_of(request, body.model)
+    if body.lora_name not in found.llm.adapters:
+        raise UnknownModelError(f"no adapter is called {body.lora_name[:200]!r}", "lora_name", "model_not_found")
+    found.llm.adapters.unload(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _inside(directory: Path, text: str) -> Path:
+    """What a request's path names in a directory. Raises RequestError, also for what is elsewhere."""
+    with suppress(OSError, ValueError):  # of paths that are too long, or have a null byte
+        path = (directory / text).resolve()
+        if directory in path.parents and path.exists():
+            return path
+    raise RequestError("lora_path names no adapter in the server's --lora-dir; wanted a path in it, as my-adapter", "lora_path")
+
+
+def _lora_dir(request: Request) -> Path:
+    directory = server_of(request).config.lora_dir
+    if directory is None:
+        raise NotSupportedError("this server loads no adapters on request; start it with --lora-dir DIR, or give it --lora-modules")
+    return Path(directory).resolve()
 
 
 @router.get("/slots")

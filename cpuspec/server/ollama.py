@@ -81,17 +81,17 @@ class NameBody(Body):
     stream: bool | None = None
 
 
-async def _model(request: Request, name: str | None) -> ServedModel:
+async def _model(request: Request, name: str | None, lora: Mapping[int, float] | None = None) -> ServedModel:
     """The model of that name. Ollama's clients write `NAME:latest` for a name without a tag."""
     known = server_of(request).names
     own = (name or "").removesuffix(":latest")
-    return await model_of(request, own if own in known else name)
+    return await model_of(request, own if own in known else name, lora)
 
 
 @router.post("/api/chat")
 async def chat(body: OllamaChatBody, request: Request) -> Response:
     """Answer a conversation. One without messages loads the model."""
-    model = await _model(request, body.model)
+    model = await _model(request, body.model, body.lora_scales)
     head = _head(request, model)
     if not body.messages:
         return json_response({**head, "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "load"})
@@ -103,7 +103,7 @@ async def chat(body: OllamaChatBody, request: Request) -> Response:
 @router.post("/api/generate")
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Answer a prompt as a conversation's only message, or continue it as it is (`raw`), or fill the gap before a suffix."""
-    model = await _model(request, body.model)
+    model = await _model(request, body.model, body.lora_scales)
     head = _head(request, model)
     if body.template:
         raise RequestError("template is not supported: the model's own is used; send raw prompts instead", "template")

@@ -74,7 +74,7 @@ _REFUSED = {
 async def responses(body: ResponsesBody, request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    model = await model_of(request, body.model)
+    model = await model_of(request, body.model, body.lora_scales)
     refuse(body, _REFUSED)
     params = sampling_params(model, body, max_tokens=body.max_output_tokens, stop=body.stop)
     tools, owners = _functions(body.tools or ())

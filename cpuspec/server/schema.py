@@ -87,6 +87,13 @@ _GRAMMARS = {  # fields of SamplingParams by the names that requests have for th
 _Scalars: Any = create_model("Scalars", __base__=Body, **_FIELDS)
 
 
+class LoraScale(Body):
+    """llama.cpp's: an adapter by its number in GET /lora-adapters."""
+
+    id: int
+    scale: float
+
+
 class SamplingFields(_Scalars):
     """Fields that every request for an answer may have, in every protocol."""
 
@@ -96,6 +103,12 @@ class SamplingFields(_Scalars):
     logit_bias: dict[str, Any] | list[list[Any]] | None = None
     speculation: Speculation | None = None
     cache_salt: str | None = None  # vLLM's
+    lora: list[LoraScale] | None = Field(None, max_length=256)
+
+    @property
+    def lora_scales(self) -> dict[int, float] | None:
+        """The scales of adapters by id; None where the request names none."""
+        return {one.id: one.scale for one in self.lora} if self.lora else None
 
 
 class StructuredOutputs(Body):

@@ -74,6 +74,16 @@ class Server:
             return self.name
         return name if name in self.names else self.loaded.name if self.loaded else self.name
 
+    def split_name(self, name: str | None) -> tuple[str | None, str]:
+        """The model's name and the adapter's ("" for none) in a request's: MODEL, MODEL:ADAPTER, or ADAPTER of a loaded model."""
+        if not name or name in self.names:
+            return name, ""
+        own = next((self.shown_name(model) for model in self.models.values() if name in model.llm.adapters), None)
+        if own is not None:
+            return own, name
+        base, colon, adapter = name.rpartition(":")
+        return (base, adapter) if colon and adapter and base in self.names else (name, "")
+
     @property
     def loaded(self) -> ServedModel | None:
         """The loaded model that was used last."""

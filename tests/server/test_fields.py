@@ -45,12 +45,10 @@ SENT: dict[str, Any] = {
         "return_token_ids": True,
         "kv_transfer_params": {},
         "vllm_xargs": {},
-        "lora": [{"id": 0}],
     },
     **{"thinking": {"type": "disabled"}, "enable_thinking": False, "think": False, "reasoning_format": "auto"},
     **{"reasoning_budget": 0, "thinking_budget": 0, "include_reasoning": False, "chat_format": 1, "parse_tool_calls": False},
     **{
-        "lora": [{"id": 0}],
         "timings_per_token": True,
         "return_tokens": True,
         "post_sampling_probs": True,
