@@ -158,6 +158,8 @@ class Experts:
     scale: of the weights. shifted: whether the choice, and only it, adds a number of each expert to the scores (`router_shift`).
     groups, groups_used: experts in a row form groups; those of the groups whose two best scores have the largest sums are chosen
     from. least_sum: what the sum is at least where weights are normalised. bias: whether router and experts have biases.
+    weighed: whether weights are multiplied with a number of their expert in the end (`router_factors`). normed_apart: whether the
+    router, the experts and the dense part beside them each have a norm of their inputs, and the last two one of their outputs.
     """
 
     count: int
@@ -171,6 +173,8 @@ class Experts:
     groups_used: int = 1
     least_sum: float = 0.0
     bias: bool = False
+    weighed: bool = False
+    normed_apart: bool = False
 
     def __post_init__(self) -> None:
         limits = {"count": (1, 1 << 12), "used": (1, self.count), "size": (1, 1 << 20), "groups": (1, self.count)}
@@ -608,6 +612,9 @@ class ModelConfig:
         of_gemma = self.value_norm or self.layer_input_size or self.scales_layers or self.layer_owners or self.layer_values
         if of_gemma and (self.head or self.parallel or self.latent or self.recurrent or self.norms != "both"):
             raise ConfigError('what layers share or are given needs norms "both", in models of attention that are no heads')
+        apart = self.experts is not None and self.experts.normed_apart
+        if apart and (not self.shared_size or self.shared_gate or self.norms != "both" or self.residual_scale != 1):
+            raise ConfigError('experts normed_apart need a dense part beside them that no gate weighs, and norms "both"')
         if self.layer_values and (self.value_dim or self.qkv_bias):
             raise ConfigError("layer_values needs values of the keys' size, and no biases")
 

@@ -163,6 +163,10 @@ class Layer:
             found |= {"expert_gate": (*of_all, size, hidden)} if feed.gated else {}
             found["expert_up"] = (*of_all, size, hidden)
             found["expert_down"] = (*of_all, hidden, size)
+            if experts.weighed:
+                found["router_factors"] = of_all
+            if experts.normed_apart:
+                found |= dict.fromkeys(("router_norm", "expert_norm", "expert_post_norm", "shared_post_norm"), (hidden,))
             if experts.bias:
                 found |= {"router_bias": of_all, "expert_gate_bias": (*of_all, size), "expert_up_bias": (*of_all, size)}
                 found["expert_down_bias"] = (*of_all, hidden)

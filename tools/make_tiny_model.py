@@ -300,10 +300,12 @@ def tiny_config(
     if architecture == "gpt-oss":
         qkv_bias = o_bias = True
         rope_scaling = rope_scaling or RopeScaling("yarn", 32.0, original_context_length=64)
-    of_gemma = architecture in ("gemma2", "gemma3", "gemma4")
+    of_gemma = architecture in ("gemma2", "gemma3") or family.by_window
     has_windows = of_gemma or architecture in ("olmo3", "cohere2", "gpt-oss")
     if architecture == "hunyuan-moe":
         shared_size = expert_size  # in every model
+    if architecture == "gemma4-moe":
+        shared_size = intermediate_size
     every = family.unrotated_every or num_layers + 1
     recurrent = _recurrent(family, hidden_size, num_layers, mixers, mamba2)
     mixture: dict[str, Any] = {}
@@ -374,7 +376,7 @@ def tiny_config(
         tied_embeddings=tied and not family.folds_multipliers,
         **scales,
         attention_softcap=2.0 if architecture == "gemma2" else 0.0,
-        logit_softcap=3.0 if architecture in ("gemma2", "gemma4") else 0.0,
+        logit_softcap=3.0 if architecture == "gemma2" or family.by_window else 0.0,
         **layer_flags(
             size,
             slides,
@@ -484,7 +486,7 @@ def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         return 0.0, 0.5
     if name.endswith("sinks"):
         return 0.0, 2.0
-    if name.endswith(("ssm_d", "output_scale")):
+    if name.endswith(("ssm_d", "output_scale", "router_factors")):
         return 1.0, 0.2
     return 0.0, (2.0 if name in ("embed", "output") else 1.0) / math.sqrt(shape[-1])
 
@@ -818,7 +820,7 @@ def _gguf_parts(config: ModelConfig, names: list[str]) -> dict[str, tuple[str, .
     """Tensors as llama.cpp's converter writes them, with what each holds: named by the gguf package's own table."""
     family = FAMILIES[config.architecture]
     # The converter takes them apart, or renames them.
-    renamed = config.architecture in ("gpt-oss", "granitemoe", "qwen3next", "gemma4")
+    renamed = config.architecture in ("gpt-oss", "granitemoe", "qwen3next") or family.by_window
     if family.hf_groups_heads or family.recurrent or family.latent or renamed:
         return file_names(family, GGUF, names)
     return {_gguf_name(theirs, config): ours for theirs, ours in file_names(family, HF, names).items()}

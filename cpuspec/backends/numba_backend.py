@@ -643,11 +643,14 @@ class _Writer:
     def rotate(self, layer: Layer, q: _Rows, k: _Rows | None) -> tuple[_Rows, _Rows | None]:
         for rows, part in ((q, "q_norm"), (k, "k_norm")):
             if layer.attention.norm == "row" and rows:
-                weight = self._vectors[layer.weight(part)]
-                operands = {"rows": _at(rows.numbers), "stride": rows.numbers.strides[0], "weight": _at(weight)}
-                features = (layer.attention.heads if rows is q else layer.attention.kv_heads) * layer.attention.dims
-                self.operations.append(("norm", operands | {"features": features, "eps": self._config.norm_eps}))
+                heads = layer.attention.heads if rows is q else layer.attention.kv_heads
+                self._norm(rows.numbers, layer.weight(part), heads * layer.attention.dims)
         return q, k
+
+    def _norm(self, rows: F32, name: str, features: int) -> None:
+        """Write an RMS norm in place."""
+        operands = {"rows": _at(rows), "stride": rows.strides[0], "weight": _at(self._vectors[name]), "features": features}
+        self.operations.append(("norm", operands | {"eps": self._config.norm_eps}))
 
     def append(self, layer: Layer, k: _Rows, v: _Rows) -> None:
         self._rotate(layer, None, k, v)
@@ -834,16 +837,28 @@ class _Writer:
             return x
         out = self._rows("branch", self._config.hidden_size)
         self._write_linears(branch, {name: out})
+        self._add(x.numbers, out, norm, scale, factor)
+        return x
+
+    def _add(self, rows: F32, branch: F32, norm: str | None, scale: float, factor: str | None) -> None:
+        """Write rows = `factor` * (rows + scale * norm of branch), where each may be None for none."""
         operands = {
-            "rows": _at(x.numbers), "branch": _at(out), "stride": out.strides[0], "scale": scale,
+            "rows": _at(rows), "branch": _at(branch), "stride": branch.strides[0], "scale": scale,
             "weight": 0 if norm is None else _at(self._vectors[norm]), "parts": 1,
             "features": self._config.hidden_size, "eps": self._config.norm_eps,
             "after": 1.0 if factor is None else float(self._vectors[factor][0]),
         }  # fmt: skip
         self.operations.append(("add", operands))
-        return x
 
-    def experts(self, layer: Layer, x: _Rows, norm: str | None, shared: tuple[_Rows, _Rows | None] | None) -> _Rows:
+    def experts(
+        self,
+        layer: Layer,
+        x: _Rows,
+        norm: str | None,
+        shared: tuple[_Rows, _Rows | None] | None,
+        norm_after: str | None,
+        factor: str | None,
+    ) -> _Rows:
         c, feed, weight, routing = self._config, layer.feed, layer.weight, self._routing
         assert feed, "the layer has it"
         assert feed.experts, "and experts in it"
@@ -854,8 +869,10 @@ class _Writer:
         orders = {name: self._order(name) for name in (*names, down)}
         # Of each row the scores of experts, as much room for their ranks, and some for those of groups.
         scores = self._rows("router", 4 * _round_up(experts.count, GROUP))
-        of_rows = dict.fromkeys(("f32", *(orders[name] for name in names)))
-        self.operations.append(("prepare", self._prepare(x, norm, hidden, {order: self._inputs[order] for order in of_rows})))
+        of_router, of_experts = {"f32": self._inputs["f32"]}, {orders[name]: self._inputs[orders[name]] for name in names}
+        norm_of_router = weight("router_norm") if experts.normed_apart else norm
+        prepared = of_router if experts.normed_apart else of_router | of_experts
+        self.operations.append(("prepare", self._prepare(x, norm_of_router, hidden, prepared)))
         product = {"num_tensors": 1, "features": hidden}
         tensor = self._tensor(router, "f32", self._inputs["f32"], scores)
         self.operations.append(("linear", product | {"tensors": [tensor]}))
@@ -866,6 +883,7 @@ class _Writer:
             "count": experts.count, "used": used, "score": ("softmax", "sigmoid", "chosen").index(experts.score),
             "normalised": experts.normalised, "groups": experts.groups, "groups_used": experts.groups_used, "bytes": num_bytes,
             "routed": _at(routing.routed), "scale": experts.scale, "least_sum": experts.least_sum,
+            "weights": _at(self._vectors.get(weight("router_factors"))),
         }  # fmt: skip
         copies = [
             {
@@ -875,13 +893,16 @@ class _Writer:
             for order in dict.fromkeys(orders[name] for name in names)
         ]  # fmt: skip
         gather = {"features": hidden, "used": used, "num_orders": len(copies), "orders": copies}
-        self.operations += [("route", route), ("gather", gather)]
+        self.operations.append(("route", route))
+        if experts.normed_apart:
+            self.operations.append(("prepare", self._prepare(x, norm, hidden, of_experts)))
+        self.operations.append(("gather", gather))
         stored = self._matrices[down]
         if isinstance(stored, StoredTensor):
             route["table"] = _at(stored.table)
             self.cuts.append(len(self.operations))
             if not self.of_prompts and not self.adapts:
-                self.stored.append((stored.layer, self._router(layer, x, norm)))
+                self.stored.append((stored.layer, self._router(layer, x, norm_of_router)))
         outputs = {name: self._rows(name.rsplit(".", 1)[-1], experts.size, pairs) for name in names}
         tensors = [self._tensor(name, orders[name], self._inputs_of_pairs[orders[name]], out) for name, out in outputs.items()]
         for name, tensor in zip(names, tensors, strict=True):
@@ -896,17 +917,26 @@ class _Writer:
         self.operations.append(("linear", {"num_tensors": 1, "features": experts.size, "used": used, "tensors": tensors}))
         if isinstance(stored, StoredTensor):
             self.cuts.append(len(self.operations))
+        apart, scale = experts.normed_apart or norm_after is not None or factor is not None, c.residual_scale
+        total = self._rows("branch", hidden) if apart else x.numbers
         combine = {
-            "rows": _at(x.numbers), "stride": x.numbers.strides[0], "features": hidden, "factors": _at(routing.factors),
-            "used": used, "outputs": _at(out), "outputs_stride": out.strides[0], "scale": c.residual_scale,
+            "rows": _at(total), "stride": total.strides[0], "features": hidden, "factors": _at(routing.factors), "used": used,
+            "outputs": _at(out), "outputs_stride": out.strides[0], "scale": 1.0 if apart else scale, "adds": not apart,
         }  # fmt: skip
         if shared:
             common = self._rows("shared_down", hidden)
             self._write_linears(shared[0], {weight("shared_down"): common})
-            combine |= {"shared": _at(common), "shared_stride": common.strides[0]}
+            if not experts.normed_apart:
+                combine |= {"shared": _at(common), "shared_stride": common.strides[0]}
             if shared[1]:
                 combine |= {"weights": _at(shared[1].numbers), "weights_stride": shared[1].numbers.strides[0]}
         self.operations.append(("combine", combine))
+        if experts.normed_apart:
+            self._norm(common, weight("shared_post_norm"), hidden)
+            self._add(common, total, weight("expert_post_norm"), 1.0, None)
+            total = common
+        if apart:
+            self._add(x.numbers, total, norm_after, scale, factor)
         return x
 
     def _router(self, layer: Layer, x: _Rows, norm: str | None) -> Router:

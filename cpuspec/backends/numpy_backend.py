@@ -363,6 +363,8 @@ class Forward:
         x: Array,
         norm: str | None,
         shared: tuple[Array, Array | None] | None,
+        norm_after: str | None,
+        factor: str | None,
         on_inputs: Callable[..., None] = _told,
     ) -> Array:
         """Expert by expert, each with the rows that go through it. on_inputs: told (rows, names of its matrices, the expert)."""
@@ -370,7 +372,11 @@ class Forward:
         assert feed, "the layer has it"
         assert feed.experts, "and experts in it"
         experts, inner = feed.experts, tuple(weight(f"expert_{part}") for part in (("gate", "up") if feed.gated else ("up",)))
-        chosen, factors = choose(experts, self.linear(normed, weight("router")), self._model.weights.get(weight("router_shift")))
+        vectors = self._model.weights
+        routed = self.norm(x, weight("router_norm")) if experts.normed_apart else normed
+        chosen, factors = choose(experts, self.linear(routed, weight("router")), vectors.get(weight("router_shift")))
+        if experts.weighed:
+            factors = factors * vectors[weight("router_factors")][chosen]
         outputs = np.empty((*chosen.shape, x.shape[1]), self._model.dtype)  # [T, used, C]
         for expert in np.unique(chosen):
             rows, places = np.nonzero(chosen == expert)
@@ -381,11 +387,14 @@ class Forward:
             on_inputs(hidden, (weight("expert_down"),), expert)
             outputs[rows, places] = self.linear(hidden, weight("expert_down"), expert)
         branch = (outputs * factors[:, :, None]).sum(axis=1)
+        branch = self.norm(branch, weight("expert_post_norm") if experts.normed_apart else None)
         if shared:
-            rows_of_all, factor = shared
+            rows_of_all, weighs = shared
             common = self.linear(rows_of_all, weight("shared_down"))
-            branch += common if factor is None else common / (1 + np.exp(-factor))
-        return x + self._residual(branch)
+            common = self.norm(common, weight("shared_post_norm") if experts.normed_apart else None)
+            branch += common if weighs is None else common / (1 + np.exp(-weighs))
+        total = x + self._residual(self.norm(branch, norm_after))
+        return total if factor is None else total * vectors[factor]
 
     def _residual(self, branch: Array) -> Array:
         scale = self._config.residual_scale

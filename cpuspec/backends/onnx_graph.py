@@ -285,7 +285,9 @@ class _Writer:
         assert not factor, "`GraphBackend` has refused these models"
         return self._node("Add", x, self._scaled(self._norm(self._linear(branch, name), norm), self._config.residual_scale))
 
-    def experts(self, layer: Layer, x: str, norm: str | None, shared: tuple[str, str | None] | None) -> str:
+    def experts(
+        self, layer: Layer, x: str, norm: str | None, shared: tuple[str, str | None] | None, norm_after: str | None, factor: str | None
+    ) -> str:
         raise BackendError(
             f"layer {layer.index} is a mixture of experts, which this graph cannot route; use the numba, numpy or torch backend"
         )

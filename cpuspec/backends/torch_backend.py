@@ -482,25 +482,38 @@ class _Forward:
     def input_of(self, layer: Layer, inputs: Tensor) -> Tensor:
         return inputs[:, layer.index * layer.input_size :][:, : layer.input_size]
 
-    def experts(self, layer: Layer, x: Tensor, norm: str | None, shared: tuple[Tensor, Tensor | None] | None) -> Tensor:
+    def experts(
+        self,
+        layer: Layer,
+        x: Tensor,
+        norm: str | None,
+        shared: tuple[Tensor, Tensor | None] | None,
+        norm_after: str | None,
+        factor: str | None,
+    ) -> Tensor:
         """Expert by expert, each with the rows that go through it."""
         feed, weight, normed = layer.feed, layer.weight, self._norm(x, norm)
         assert feed, "the layer has it"
         assert feed.experts, "and experts in it"
         experts, inner = feed.experts, ("gate", "up") if feed.gated else ("up",)
-        chosen, factors = _choose(experts, self.linear(normed, weight("router")), self._vectors.get(weight("router_shift")))
+        routed = self._norm(x, weight("router_norm")) if experts.normed_apart else normed
+        chosen, factors = _choose(experts, self.linear(routed, weight("router")), self._vectors.get(weight("router_shift")))
+        if experts.weighed:
+            factors = factors * self._vectors[weight("router_factors")][chosen]
         outputs = x.new_empty((*chosen.shape, x.shape[1]))  # [T, used, C]
         for expert in chosen.unique().tolist():
             rows, places = (chosen == expert).nonzero(as_tuple=True)
             gate, *up = (self.linear(normed[rows], weight(f"expert_{part}"), expert) for part in inner)
             inside = self.gate(gate, up[0] if up else None, feed.activation)
             outputs[rows, places] = self.linear(inside, weight("expert_down"), expert)
-        branch = (outputs * factors[:, :, None]).sum(1)
+        branch = self._norm((outputs * factors[:, :, None]).sum(1), weight("expert_post_norm") if experts.normed_apart else None)
         if shared:
-            rows_of_all, factor = shared
+            rows_of_all, weighs = shared
             common = self.linear(rows_of_all, weight("shared_down"))
-            branch += common if factor is None else common * factor.sigmoid()
-        return x + branch * self._config.residual_scale
+            common = self._norm(common, weight("shared_post_norm") if experts.normed_apart else None)
+            branch += common if weighs is None else common * weighs.sigmoid()
+        total = x + self._norm(branch, norm_after) * self._config.residual_scale
+        return total if factor is None else total * self._vectors[factor]
 
     def keep(self, layer: Layer, x: Tensor) -> None:
         if layer.index in self._step.hidden_layers:

@@ -44,8 +44,8 @@ W = TypeVar("W", bound=Weight)
 def weight_tensors(
     checkpoint: Checkpoint, casts: Mapping[str, Format], cast: Callable[[QuantTensor, Format], Cast] = Cast
 ) -> dict[str, WeightTensor]:
-    """The checkpoint's tensors by name, with an `output` matrix, routers in f32, the last norm times `logit_scale`, and cast to
-    another format where `casts` names one.
+    """The checkpoint's tensors by name, with an `output` matrix, routers in f32, their own norms divided by the root of the hidden
+    size (Gemma 4), the last norm times `logit_scale`, and cast to another format where `casts` names one.
 
     A tied output is the very tensor object of `embed`. cast: makes a cast; a backend may have a faster way to the same bytes.
     """
@@ -60,6 +60,8 @@ def weight_tensors(
         # Rounded inputs or weights may change a router's choice of experts, so it is multiplied in f32.
         if name.endswith(".router") and tensor.format is not f32:
             tensors[name] = QuantTensor.encode(f32, tensor.dequantize())
+        if name.endswith(".router_norm"):
+            tensors[name] = QuantTensor.encode(f32, tensor.dequantize() * np.float32(config.hidden_size**-0.5))
     return {name: cast(tensor, casts[name]) if name in casts else tensor for name, tensor in tensors.items()}
 
 

@@ -210,7 +210,19 @@ _GEMMA4_NAMES = {
     "input_proj": ("proj.weight", "per_layer_projection.weight"),
     "input_post_norm": ("post_norm.weight", "post_per_layer_input_norm.weight"),
 }
-
+# Its dense part is one beside the experts.
+_GEMMA4_MOE_NAMES = {
+    **{f"shared_{part}" if part in ("gate", "up", "down") else part: theirs for part, theirs in _GEMMA4_NAMES.items()},
+    "shared_post_norm": ("post_ffw_norm_1.weight", "post_feedforward_layernorm_1.weight"),
+    "router": ("ffn_gate_inp.weight", "router.proj.weight"),
+    "router_norm": ("ffn_gate_inp.scale", "router.scale"),
+    "router_factors": ("ffn_down_exps.scale", "router.per_expert_scale"),
+    "expert_norm": ("pre_ffw_norm_2.weight", "pre_feedforward_layernorm_2.weight"),
+    "expert_gate+expert_up": ("", "experts.gate_up_proj"),
+    **{f"expert_{part}": (f"ffn_{part}_exps.weight", "") for part in ("gate", "up")},
+    "expert_down": ("ffn_down_exps.weight", "experts.down_proj"),
+    "expert_post_norm": ("post_ffw_norm_2.weight", "post_feedforward_layernorm_2.weight"),
+}
 
 # Of the layers of Qwen3.5 and Qwen3-Next, whose queries have gates beside them, head by head.
 _GATED_NAMES = {
@@ -421,6 +433,28 @@ _GEMMA_DEFAULTS: dict[str, object] = {
     "tie_word_embeddings": True,
     "use_sliding_window": True,
     "sliding_window": 4096,
+}
+
+# transformers' Gemma4TextConfig.
+_GEMMA4_DEFAULTS: dict[str, object] = {
+    **{key: value for key, value in _GEMMA_DEFAULTS.items() if key != "query_pre_attn_scalar"},
+    **{"num_hidden_layers": 30, "vocab_size": 262144, "max_position_embeddings": 131072, "sliding_window": 512},
+    **{"sliding_window_pattern": 6, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    **{"partial_rotary_factor": 1.0, "use_bidirectional_attention": None},
+}
+_GEMMA4: dict[str, Any] = {
+    "flags": {**_GEMMA_FLAGS, "qk_norm": True, "value_norm": True, "scales_layers": True},
+    "gguf_defaults": {"rope.freq_base_swa": 1e4, "final_logit_softcapping": 30.0},
+    "global_names": {
+        "layer_embed": ("per_layer_token_embd.weight", "model.embed_tokens_per_layer.weight"),
+        "layer_input": ("per_layer_model_proj.weight", "model.per_layer_model_projection.weight"),
+        "layer_input_norm": ("per_layer_proj_norm.weight", "model.per_layer_projection_norm.weight"),
+    },
+    **{"scales_embeddings": True, "has_local_rope": True, "by_window": True},
 }
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -1043,27 +1077,33 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "Gemma4ForCausalLM",
                 hf_wrapper="Gemma4ForConditionalGeneration",
                 hf_types=("gemma4_text", "gemma4"),
-                flags={**_GEMMA_FLAGS, "qk_norm": True, "value_norm": True, "scales_layers": True},
-                hf_defaults={
-                    **{key: value for key, value in _GEMMA_DEFAULTS.items() if key != "query_pre_attn_scalar"},
-                    **{"num_hidden_layers": 30, "vocab_size": 262144, "max_position_embeddings": 131072, "sliding_window": 512},
-                    **{"sliding_window_pattern": 6, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
-                    "rope_parameters": {
-                        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-                        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                    },
-                    **{"partial_rotary_factor": 1.0, "use_bidirectional_attention": None},
-                },
-                gguf_defaults={"rope.freq_base_swa": 1e4, "final_logit_softcapping": 30.0},
+                hf_defaults=_GEMMA4_DEFAULTS,
                 layer_names=_GEMMA4_NAMES,
-                global_names={
-                    "layer_embed": ("per_layer_token_embd.weight", "model.embed_tokens_per_layer.weight"),
-                    "layer_input": ("per_layer_model_proj.weight", "model.per_layer_model_projection.weight"),
-                    "layer_input_norm": ("per_layer_proj_norm.weight", "model.per_layer_projection_norm.weight"),
+                **_GEMMA4,
+            ),
+            Family(
+                "gemma4-moe",
+                "Gemma4ForCausalLM",
+                "gemma4",
+                hf_wrapper="Gemma4ForConditionalGeneration",
+                hf_types=("gemma4_text", "gemma4"),
+                experts={"normalised": True, "weighed": True, "normed_apart": True},
+                hf_defaults=_GEMMA4_DEFAULTS,
+                layer_names=_GEMMA4_MOE_NAMES,
+                **_GEMMA4,
+            ),
+            Family(
+                "gemma4_unified",
+                "Gemma4UnifiedForCausalLM",
+                "gemma4",
+                hf_wrapper="Gemma4UnifiedForConditionalGeneration",
+                hf_types=("gemma4_unified_text", "gemma4_unified"),
+                hf_defaults={
+                    **{**_GEMMA4_DEFAULTS, "max_position_embeddings": 262144, "sliding_window": 1024},
+                    "hidden_size_per_layer_input": 0,
                 },
-                scales_embeddings=True,
-                has_local_rope=True,
-                by_window=True,
+                layer_names=_GEMMA4_NAMES,
+                **_GEMMA4,
             ),
         )
     }

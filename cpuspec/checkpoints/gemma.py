@@ -32,8 +32,7 @@ def read_hf(fields: Fields, slides: Sequence[bool]) -> dict[str, Any]:
     """The settings in a config.json as arguments of `ModelConfig`. slides: for each layer whether it has a window."""
     if fields.text("use_bidirectional_attention", "vision") == "all":
         fields.fail("use_bidirectional_attention", "null or vision; attention that is not causal is not supported")
-    if fields.boolean("enable_moe_block", False):
-        fields.fail("enable_moe_block", "false; Gemma 4 with experts is not supported yet")
+    fields.boolean("enable_moe_block", False)  # which the choice of a family has read
     local, heads = fields.integer("head_dim"), fields.integer("num_key_value_heads")
     whole, same = fields.integer("global_head_dim", 512), fields.boolean("attention_k_eq_v", False)
     whole_heads = fields.integer("num_global_key_value_heads", heads)
@@ -107,7 +106,8 @@ def hf_settings(config: ModelConfig) -> dict[str, Any]:
             "full_attention": {"rope_type": "proportional", "rope_theta": c.rope_base, "partial_rotary_factor": turned},
             "sliding_attention": {"rope_type": "default", "rope_theta": c.local_rope_base},
         },
-        "final_logit_softcapping": c.logit_softcap or None, "enable_moe_block": False,
+        "final_logit_softcapping": c.logit_softcap or None, "enable_moe_block": c.experts is not None,
+        **({"top_k_experts": c.experts.used} if c.experts else {}),
     }  # fmt: skip
 
 

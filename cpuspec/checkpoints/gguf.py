@@ -196,7 +196,7 @@ def _canonical_names(file: GgufFile, family: Family, num_layers: int) -> tuple[d
     has_predicting = file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers")
     if file.arrays:
         raise CheckpointError(f"{file.path}: tensor {min(file.arrays)!r} holds integers, which no model of these families has")
-    for name, tensor in scaled(file).items():
+    for name, tensor in scaled(file, names).items():
         if has_predicting and names.layer_of(name) >= num_layers:
             predicting[name] = tensor
         elif ours := names.ours(name):
@@ -211,8 +211,9 @@ def _canonical_names(file: GgufFile, family: Family, num_layers: int) -> tuple[d
     return tensors, predicting
 
 
-def scaled(file: GgufFile) -> dict[str, QuantTensor]:
-    """The file's tensors, each with the scale that a tensor `<name>.scale` beside `<name>.weight` has for the whole of it.
+def scaled(file: GgufFile, names: Names | None = None) -> dict[str, QuantTensor]:
+    """The file's tensors, each with the scale that a tensor `<name>.scale` beside `<name>.weight` has for the whole of it, unless
+    `names` knows it as one of its own.
 
     `<name>.input_scale` is left out: it is for processors that round inputs to four bits. Raises CheckpointError on a scale of
     anything but nvfp4, and on one that is no positive number.
@@ -221,7 +222,7 @@ def scaled(file: GgufFile) -> dict[str, QuantTensor]:
     for name, tensor in file.tensors.items():
         stem, _, kind = name.rpartition(".")
         weight = file.tensors.get(f"{stem}.weight")
-        if weight is None or kind not in ("scale", "input_scale"):
+        if weight is None or kind not in ("scale", "input_scale") or (names and names.ours(name)):
             continue
         del found[name]
         if kind == "input_scale":

@@ -199,17 +199,18 @@ def _settings(fields: Fields) -> tuple[Fields, Family]:
     if len(names) != 1 or names[0] not in classes:
         fields.fail("architectures", f"one of {', '.join(classes)}")
     family = classes[names[0]]
+    tied: dict[str, object] = {}
     if names[0] == family.hf_wrapper:
         is_tied, fields = fields.value("tie_word_embeddings"), fields.object("text_config")
+        tied = {} if is_tied is None else {"tie_word_embeddings": is_tied}
         inside = fields.text("model_type", "")
         within = [one for one in FAMILIES.values() if one.hf_wrapper == family.hf_wrapper]
         family = next((one for one in within if inside == one.architecture), within[0])
-        return fields.over({**family.hf_defaults, **({} if is_tied is None else {"tie_word_embeddings": is_tied})}), family
-    if family.recurrent:  # of which a class may have dense models and mixtures
-        alike = [one for one in FAMILIES.values() if one.hf_class == family.hf_class]
+    alike = [one for one in FAMILIES.values() if one.hf_class == family.hf_class]
+    if len(alike) > 1:  # dense models and mixtures
         mixed = has_experts(fields.over(family.hf_defaults))
         family = next((one for one in alike if (one.experts is not None) == mixed), family)
-    return fields.over(family.hf_defaults), family
+    return fields.over({**family.hf_defaults, **tied}), family
 
 
 def _read_config(settings: Fields, family: Family) -> ModelConfig:
@@ -440,8 +441,11 @@ def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, 
         "groups_used": fields.integer("topk_group", 1),
     }
     shared = number(_SHARED_SIZES, 0) or number(_SHARED_COUNTS, 0) * size
+    experts = Experts(**{**facts, **family.experts})
+    if experts.normed_apart:
+        shared = fields.integer("intermediate_size")
     return {
-        "experts": Experts(**{**facts, **family.experts}),
+        "experts": experts,
         "layer_experts": () if all(layers) else layers,
         "shared_size": shared,
         "shared_gate": shared > 0 and family.gates_shared,

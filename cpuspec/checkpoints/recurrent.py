@@ -54,6 +54,8 @@ def kinds_of(fields: Fields, family: Family, num_layers: int) -> tuple[str, ...]
 
 def has_experts(fields: Fields) -> bool:
     """Whether a config.json of a family that may have experts or not asks for some."""
+    if "enable_moe_block" in fields:
+        return fields.boolean("enable_moe_block")
     pattern = fields.text("hybrid_override_pattern", "")
     named = [*fields.items("layers_block_type"), *fields.items("layer_types")]
     if pattern or "moe" in named or "mlp" in named:

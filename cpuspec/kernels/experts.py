@@ -98,7 +98,10 @@ def route(op, state, row):
         for slot in range(op.used):
             simd.poke_f32(factors + 4 * slot, simd.peek_f32(factors + 4 * slot) / total)
     for slot in range(op.used):
-        simd.poke_f32(factors + 4 * slot, simd.peek_f32(factors + 4 * slot) * op.scale)
+        scale = op.scale
+        if op.weights != 0:
+            scale = scale * simd.peek_f32(op.weights + 4 * state.chosen[row * op.used + slot])
+        simd.poke_f32(factors + 4 * slot, simd.peek_f32(factors + 4 * slot) * scale)
     routed = op.routed
     if simd.fetch_add(routed, 1) == state.num_rows - 1:
         simd.poke_i64(routed, 0)
@@ -164,7 +167,9 @@ def gather(op, state, pair):
 
 @compiled
 def combine(op, state, row, first, end):
-    """Add to inputs first..end of a row the weighed outputs of its pairs, and those of the part that all rows go through."""
+    """Of numbers first..end of a row, the weighed outputs of its pairs and those of the part that all rows go through, added to what is
+    there where the operation `adds`.
+    """
     x, factors = op.rows + row * op.stride, op.factors + 64 * row * ((op.used + 15) // 16)
     shared, weight = op.shared + row * op.shared_stride, simd.splat_f32(1.0)
     if op.weights != 0:
@@ -178,4 +183,7 @@ def combine(op, state, row, first, end):
             total = simd.fma(simd.splat_f32(simd.peek_f32(factors + 4 * slot)), simd.load_f32(output + at), total)
         if op.shared != 0:
             total = simd.fma(weight, simd.load_f32(shared + at), total)
-        simd.store_f32(x + at, simd.fma(scale, total, simd.load_f32(x + at)))
+        if op.adds != 0:
+            simd.store_f32(x + at, simd.fma(scale, total, simd.load_f32(x + at)))
+        else:
+            simd.store_f32(x + at, scale * total)

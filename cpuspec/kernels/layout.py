@@ -242,11 +242,13 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
         "pick": _words("tiles", "stride"),
         # rows = RMS norm, times weight
         "norm": _record(**dict.fromkeys(("rows", "stride", "weight", "features"), _I64), eps=_F32),
-        # logits: f32 [rows, stride / 2], with as much room behind each row; factors: f32 [rows, used padded to 16]
+        # logits: f32 [rows, stride / 2], with as much room behind each row; factors: f32 [rows, used padded to 16]; weights: f32
+        # [experts], of factors in the end, or 0
         "route": _record(
             **dict.fromkeys(
                 ("logits", "stride", "factors", "shift", "count", "used", "score", "normalised", "groups", "groups_used"), _I64
             ),
+            weights=_I64,
             bytes=_I64,  # of an expert's weights
             routed=_I64,  # address of a number that is 0 between forwards
             table=_I64,  # that of a TENSOR: experts that are in memory get the first segments
@@ -254,13 +256,14 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             least_sum=_F32,
         ),
         "gather": _record(features=_I64, used=_I64, num_orders=_I64, orders=to(COPY)),
-        # rows += scale * (the sum over slots of factors * outputs of pairs, + sigmoid(weights) * shared)
+        # rows = scale * (the sum over slots of factors * outputs of pairs, + sigmoid(weights) * shared), + rows where it `adds`
         "combine": _record(
             **dict.fromkeys(
                 ("rows", "stride", "features", "factors", "used", "outputs", "outputs_stride", "shared", "shared_stride"), _I64
             ),
             weights=_I64,
             weights_stride=_I64,
+            adds=_I64,
             scale=_F32,
         ),
         # silu(convolution + bias) or, with `outer`, outer * convolution of rows * factors; bias, outer and factors may be 0.

@@ -97,12 +97,16 @@ class Operations(Protocol[V]):
         """A layer's part of `layer_inputs`."""
         ...
 
-    def experts(self, layer: Layer, x: V, norm: str | None, shared: tuple[V, V | None] | None) -> V:
+    def experts(
+        self, layer: Layer, x: V, norm: str | None, shared: tuple[V, V | None] | None, norm_after: str | None, factor: str | None
+    ) -> V:
         """`x` plus what a mixture makes of its RMS norm (None for none), times `residual_scale`: the weighed sum of the outputs of
         the experts that the router chooses for the row, best first.
 
         shared: the gated rows of a part that all rows go through, whose product with `shared_down` is added to the sum; and the
-        number of each row whose sigmoid is the factor of that, None for no factor.
+        number of each row whose sigmoid is the factor of that, None for no factor. norm_after, factor: as `norm` and `factor` of
+        `add`, of that sum. Of experts that are `normed_apart`, the router reads the norm by `router_norm` instead, and the weighed
+        sum and the product have norms (`expert_post_norm`, `shared_post_norm`) before they are added.
         """
         ...
 
@@ -193,9 +197,9 @@ def _feed_forward(ops: Operations[V], layer: Layer, x: V) -> V:
     weight, feed, norm = layer.weight, layer.feed, _norm_before(layer, "mlp_norm" if layer.mixer else "attn_norm")
     if feed is None:
         return x
+    factor = None if layer.input_size else _factor(layer)
     if not feed.experts:
         inside = ops.gate(*_two(ops.linears(x, tuple(map(weight, _inner(feed))), norm)), feed.activation)
-        factor = None if layer.input_size else _factor(layer)
         return ops.add(x, inside, weight("down"), _norm_after(layer, "mlp_post_norm"), factor)
     shared: tuple[V, V | None] | None = None
     if feed.size:
@@ -203,7 +207,8 @@ def _feed_forward(ops: Operations[V], layer: Layer, x: V) -> V:
         rows = ops.linears(x, tuple(map(weight, matrices)), norm)
         inside = ops.gate(*_two(rows[: len(_inner(feed))]), feed.activation)
         shared = inside, rows[-1] if feed.is_gated else None
-    return ops.experts(layer, x, norm, shared)
+    norm = weight("expert_norm") if feed.experts.normed_apart else norm
+    return ops.experts(layer, x, norm, shared, _norm_after(layer, "mlp_post_norm"), factor)
 
 
 def _inner(feed: FeedForward) -> tuple[str, ...]:

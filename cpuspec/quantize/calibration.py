@@ -144,11 +144,20 @@ class _Watched:
         self._on_inputs(x, ("layer_input",))
         return self._forward.layer_inputs(x)
 
-    def experts(self, layer: Layer, x: Array, norm: str | None, shared: tuple[Array, Array | None] | None) -> Array:
-        self._on_inputs(self._forward.norm(x, norm), (layer.weight("router"),))
+    def experts(
+        self,
+        layer: Layer,
+        x: Array,
+        norm: str | None,
+        shared: tuple[Array, Array | None] | None,
+        norm_after: str | None,
+        factor: str | None,
+    ) -> Array:
+        apart = layer.feed and layer.feed.experts and layer.feed.experts.normed_apart
+        self._on_inputs(self._forward.norm(x, layer.weight("router_norm") if apart else norm), (layer.weight("router"),))
         if shared:
             self._on_inputs(shared[0], (layer.weight("shared_down"),))
-        return self._forward.experts(layer, x, norm, shared, self._on_inputs)
+        return self._forward.experts(layer, x, norm, shared, norm_after, factor, self._on_inputs)
 
     def keep(self, layer: Layer, x: Array) -> None:
         pass

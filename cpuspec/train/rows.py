@@ -148,7 +148,15 @@ class Rows:
     def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None, factor: str | None = None) -> Tensor:
         return x + self.norm(self._linear(branch, name), norm) * self._config.residual_scale
 
-    def experts(self, layer: Layer, x: Tensor, norm: str | None, shared: tuple[Tensor, Tensor | None] | None) -> Tensor:
+    def experts(
+        self,
+        layer: Layer,
+        x: Tensor,
+        norm: str | None,
+        shared: tuple[Tensor, Tensor | None] | None,
+        norm_after: str | None,
+        factor: str | None,
+    ) -> Tensor:
         raise AssertionError("the caller has refused mixtures")
 
     def keep(self, layer: Layer, x: Tensor) -> None:

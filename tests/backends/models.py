@@ -105,11 +105,13 @@ LATENT: dict[str, dict[str, Any]] = {
 
 
 MIXTURES |= LATENT
+MIXTURES["gemma4-moe"] = {"architecture": "gemma4-moe", "same_values": True}
 # Gemma 4: dense, with values made of keys, and an E model.
 GEMMA4: dict[str, dict[str, Any]] = {
     "gemma4": {"architecture": "gemma4", "num_layers": 4},
     "gemma4, values of keys": {"architecture": "gemma4", "num_layers": 4, "same_values": True, "tied": False},
     "gemma4, E": {"architecture": "gemma4", "num_layers": 6, "shared_layers": 2, "layer_input_size": 32},
+    "gemma4_unified": {"architecture": "gemma4_unified", "num_layers": 4, "same_values": True},
 }
 
 

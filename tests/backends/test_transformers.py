@@ -95,6 +95,7 @@ WRONG: dict[str, list[dict]] = {
     "mistral4": [{"query_growth": 0.0}, {"rope_scaling": None}],
     "gemma4": [{"value_norm": False}, {"query_scale": None}, {"rope_scaling": None}, {"logit_softcap": 0.0}, {"layer_windows": ()}],
     "gemma4, E": [{"embedding_scale": 15.0}],
+    "gemma4-moe": [{"experts": {"weighed": False}}, {"experts": {"normed_apart": False}}, {"experts": {"used": 2}}],
     "lfm2": [{"qk_norm": False}, {"rope_base": 20000.0}],
     "lfm2moe": [{"experts": {"score": "softmax"}}, {"experts": {"normalised": False}}, {"experts": {"shifted": False}}],
     "granitehybrid": [{"layer_ropes": ()}, {"residual_scale": 1.0}],
