@@ -126,17 +126,29 @@ SHAPES: Mapping[str, ModelConfig] = {
     ),
 }
 
-_E4B_WINDOWS = ((512,) * 5 + (0,)) * 7
+
+def _gemma4(windows: tuple[int, ...], heads: tuple[int, int], *sizes: Any, **facts: Any) -> ModelConfig:
+    """The numbers that all Gemma 4 have. heads: of keys, in layers with a window and in others; sizes: of `ModelConfig`, from
+    vocab_size to num_heads."""
+    return ModelConfig(
+        *sizes, heads[1], 512, 131072, 1e-6, 1e6, RopeScaling("factors", factors=(1.0,) * 64 + (gemma.STILL,) * 192), qk_norm=True,
+        tied_embeddings=True, norms="both", activation="gelu_tanh", embedding_scale=math.sqrt(sizes[2]), query_scale=1.0,
+        logit_softcap=30.0, layer_windows=windows, layer_ropes=tuple("local" if window else "global" for window in windows),
+        layer_head_dims=tuple(256 if window else 512 for window in windows),
+        layer_kv_heads=tuple(heads[not window] for window in windows), value_norm=True, scales_layers=True, **facts,
+    )  # fmt: skip
+
+
+_E4B_WINDOWS, _A4B_WINDOWS = ((512,) * 5 + (0,)) * 7, ((1024,) * 5 + (0,)) * 5
 LATENT_SHAPES: Mapping[str, ModelConfig] = {
-    # A number of layers like the published one's; the last 18 read keys and values of layers 22 and 23.
-    "gemma4-e4b": ModelConfig(
-        "gemma4", 262144, 2560, 10240, 42, 8, 2, 512, 131072, 1e-6, 1e6,
-        RopeScaling("factors", factors=(1.0,) * 64 + (gemma.STILL,) * 192), qk_norm=True, tied_embeddings=True, norms="both",
-        activation="gelu_tanh", embedding_scale=math.sqrt(2560), query_scale=1.0, logit_softcap=30.0, layer_windows=_E4B_WINDOWS,
-        layer_ropes=tuple("local" if window else "global" for window in _E4B_WINDOWS),
-        layer_head_dims=tuple(256 if window else 512 for window in _E4B_WINDOWS), layer_kv_heads=(2,) * 42,
+    # The last 18 layers read keys and values of layers 22 and 23.
+    "gemma4-e4b": _gemma4(
+        _E4B_WINDOWS, (2, 2), "gemma4", 262144, 2560, 10240, 42, 8, layer_input_size=256,
         layer_owners=tuple(i if i < 24 else 22 if window else 23 for i, window in enumerate(_E4B_WINDOWS)),
-        value_norm=True, layer_input_size=256, scales_layers=True,
+    ),
+    "gemma4-26b-a4b": _gemma4(
+        _A4B_WINDOWS, (8, 2), "gemma4-moe", 262144, 2816, 2112, 30, 16, layer_values=tuple(map(bool, _A4B_WINDOWS)),
+        experts=Experts(128, 8, 704, weighed=True, normed_apart=True), shared_size=2112,
     ),
     "deepseek-v2-lite": ModelConfig(
         "deepseek2", 102400, 2048, 10944, 27, 16, 1, 576, 163840, 1e-6, 1e4,
@@ -574,11 +586,18 @@ def write_gguf(
 
 
 def write_random_gguf(
-    path: str | Path, config: ModelConfig, *, weight_format: str = "q4_k", output_format: str | None = None, seed: int = 0
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    weight_format: str = "q4_k",
+    output_format: str | None = None,
+    embed_format: str | None = None,
+    seed: int = 0,
 ) -> Path:
     """Write a model of any size (SHAPES has known ones) with random weights, one tensor in memory at a time. Returns the path.
 
-    A tied model gets an output matrix of its own when `output_format` is given, as Q4_K_M files have.
+    A tied model gets an output matrix of its own when `output_format` is given, as Q4_K_M files have. The embedding's format
+    defaults to the weights'.
     """
     import gguf
 
@@ -591,7 +610,7 @@ def write_random_gguf(
     formats = []
     for theirs, ours in _gguf_parts(config, list(shapes)).items():
         name, dims = ours[0], (sum(shapes[one][0] for one in ours), *shapes[ours[0]][1:])
-        asked = output_format if name == "output" and output_format else weight_format
+        asked = {"output": output_format, "embed": embed_format}.get(name) or weight_format
         if asked == "mxfp4" and "expert_" not in name:  # as files of gpt-oss have it
             asked = "q8_0"
         is_vector = not is_matrix(name, dims)
@@ -609,6 +628,8 @@ def write_random_gguf(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    for held in [info.tensor for info in writer.tensors[0].values() if info.tensor is not None]:  # rope factors
+        writer.write_tensor_data(held)
     for name, format, dims in formats:
         # A few thousand encoded blocks, drawn again and again: encoding billions of values would take minutes.
         mean, deviation = _moments(name, dims)
@@ -1321,6 +1342,7 @@ def main() -> None:
     shape.add_argument(
         "--output-format", choices=GGUF_FORMATS, help="format of the output matrix; gives a tied model one of its own"
     )
+    shape.add_argument("--embed-format", choices=GGUF_FORMATS, help="format of the embedding; of a tied model, of the output, too")
     shape.add_argument("--layers", type=int, help="the first layers alone, for a model that is too large here")
     shape.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -1331,6 +1353,7 @@ def main() -> None:
             shape_of(arguments.shape, arguments.layers),
             weight_format=arguments.format,
             output_format=arguments.output_format,
+            embed_format=arguments.embed_format,
             seed=arguments.seed,
         )
     else:

@@ -284,6 +284,13 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "Gemma 4 26B-A4B": (
+        "gemma4-moe",
+        {
+            **{"attention_bias": False, "attention_dropout": 0.0, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+            **{"use_bidirectional_attention": "vision", "use_double_wide_mlp": False, "vocab_size_per_layer_input": 262144},
+        },
+    ),
     "Gemma 3": ("gemma3", {"_sliding_window_pattern": 2, "cache_implementation": "hybrid", "use_bidirectional_attention": False}),
 }
 
@@ -303,6 +310,9 @@ def test_settings_of_published_models_make_no_noise(tmp_path: Path, name: str) -
         ("mistral", "mistral"),
         ("smollm3", "smollm3"),
         ("gemma3_text", "gemma3"),
+        ("gemma4_text", "gemma4"),
+        ("gemma4_text", "gemma4-moe"),
+        ("gemma4_unified_text", "gemma4_unified"),
         ("glm4_moe", "glm4moe"),
         ("granitemoe", "granitemoe"),
     ],
@@ -368,6 +378,14 @@ WRAPPED = {
         "multi_modal_projector.",
     ),
     "Ministral 3": (MISTRAL, "mistral3", "ministral3", "model.language_model.", "model.vision_tower."),
+    "Gemma 4 26B-A4B": ("Gemma4ForConditionalGeneration", "gemma4", "gemma4-moe", "model.language_model.", "model.vision_tower."),
+    "Gemma 4 12B": (
+        "Gemma4UnifiedForConditionalGeneration",
+        "gemma4_unified",
+        "gemma4_unified",
+        "model.language_model.",
+        "model.embed_vision.",
+    ),
 }
 
 

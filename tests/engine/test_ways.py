@@ -1,6 +1,6 @@
-"""Models with recurrent layers answer the same however they are run: drafts, threads, batches, chunks of prompts, joins and leaves.
+"""Models of unusual layers answer the same however they are run: drafts, threads, batches, chunks of prompts, joins, kept prefixes.
 
-`python -m tests.engine.test_recurrent_ways 100` asks so many prompts, instead of a few, and prints what it compared.
+`python -m tests.engine.test_ways 100` asks so many prompts, instead of a few, and prints what it compared.
 """
 
 import sys
@@ -16,11 +16,12 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError
-from tests.backends.models import RECURRENT
+from tests.backends.models import GEMMA4, MIXTURES, RECURRENT
 from tools.make_tiny_model import make_tiny_gguf
 
 SETTINGS = EngineConfig(context_length=128, max_rows=64, keep_packed=False, prefix_cache_gb=0, head_format="file")
 PREDICTS = ("qwen35", "qwen35moe", "qwen3next")
+MODELS = {**RECURRENT, **GEMMA4, "gemma4-moe": {**MIXTURES["gemma4-moe"], "num_layers": 4}}
 
 # Who drafts, threads, sequences at once, and other settings.
 WAYS = [
@@ -52,6 +53,8 @@ def check_ways(checkpoint: Checkpoint, num_prompts: int, predicts: bool) -> int:
     compared = 0
     for draft, threads, sequences, others in [*WAYS, *(OWN_WAYS if predicts else [])]:
         settings, step = replace(SETTINGS, threads=threads, max_sequences=sequences, **others), 1  # type: ignore[arg-type]
+        if "skip" in draft and checkpoint.config.layer_owners:
+            continue  # the layers that would be left out are read by others
         if "self" in draft or "skip" in draft:
             step = 2  # drafts that are drawn keep the distribution, and not the draws
         with LLM(checkpoint, draft, settings=settings) as llm:
@@ -59,17 +62,26 @@ def check_ways(checkpoint: Checkpoint, num_prompts: int, predicts: bool) -> int:
             assert got == wanted[::step], f"{draft}, {threads} threads, {sequences} sequences, {others}"
             assert draft in ("none", "auto") or sum(level.num_draft_tokens for level in llm.levels.values()), draft
         compared += len(got)
+    kept = replace(SETTINGS, threads=2, max_sequences=4, prefix_cache_dir=str(checkpoint.path.parent / "prefixes"))
+    for start in ("first", "after a restart"):
+        for gigabytes in (0, 1):  # on the disk alone, and in memory
+            with LLM(checkpoint, "ngram@3", settings=replace(kept, prefix_cache_gb=gigabytes)) as llm:
+                for _ in range(2):
+                    assert [answer.token_ids for answer in llm.generate(prompts, params)] == wanted, f"{start}, {gigabytes} GB"
+                    compared += len(wanted)
+    if not checkpoint.config.is_recurrent:
+        return compared
     with pytest.raises(ConfigError, match="tree"):
         LLM(checkpoint, "suffix:tree", settings=SETTINGS)
     return compared
 
 
 def _checkpoint(directory: Path, model: str) -> Checkpoint:
-    options = RECURRENT[model] | {"predicts": True, "num_layers": 5} if model in PREDICTS else RECURRENT[model]
+    options = MODELS[model] | {"predicts": True, "num_layers": 5} if model in PREDICTS else MODELS[model]
     return open_checkpoint(make_tiny_gguf(directory / "tiny.gguf", weight_format="q8_0", **options))
 
 
-@pytest.mark.parametrize("model", RECURRENT)
+@pytest.mark.parametrize("model", MODELS)
 def test_answers_are_those_of_plain_decoding_in_every_way(tmp_path: Path, model: str) -> None:
     assert check_ways(_checkpoint(tmp_path, model), 8, model in PREDICTS)
 
@@ -159,6 +171,6 @@ def test_ollama_18541_a_layer_that_is_never_right_soon_drafts_no_more(predicting
 
 
 if __name__ == "__main__":
-    for name in RECURRENT:
+    for name in MODELS:
         with TemporaryDirectory() as place:
             print(name, check_ways(_checkpoint(Path(place), name), int(sys.argv[1]), name in PREDICTS), "answers are the same")
