@@ -613,7 +613,7 @@ class ModelConfig:
         if of_gemma and (self.head or self.parallel or self.latent or self.recurrent or self.norms != "both"):
             raise ConfigError('what layers share or are given needs norms "both", in models of attention that are no heads')
         apart = self.experts is not None and self.experts.normed_apart
-        if apart and (not self.shared_size or self.shared_gate or self.norms != "both" or self.residual_scale != 1):
+        if apart and (not self.shared_size or self.shared_gate or self.norms != "both"):
             raise ConfigError('experts normed_apart need a dense part beside them that no gate weighs, and norms "both"')
         if self.layer_values and (self.value_dim or self.qkv_bias):
             raise ConfigError("layer_values needs values of the keys' size, and no biases")
