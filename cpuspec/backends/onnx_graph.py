@@ -286,7 +286,13 @@ class _Writer:
         return self._node("Add", x, self._scaled(self._norm(self._linear(branch, name), norm), self._config.residual_scale))
 
     def experts(
-        self, layer: Layer, x: str, norm: str | None, shared: tuple[str, str | None] | None, norm_after: str | None, factor: str | None
+        self,
+        layer: Layer,
+        x: str,
+        norm: str | None,
+        shared: tuple[str, str | None] | None,
+        norm_after: str | None,
+        factor: str | None,
     ) -> str:
         raise BackendError(
             f"layer {layer.index} is a mixture of experts, which this graph cannot route; use the numba, numpy or torch backend"

@@ -167,8 +167,9 @@ def gather(op, state, pair):
 
 @compiled
 def combine(op, state, row, first, end):
-    """Of numbers first..end of a row, the weighed outputs of its pairs and those of the part that all rows go through, added to what is
-    there where the operation `adds`.
+    """Of numbers first..end of a row, the weighed outputs of its pairs and those of the part that all rows go through.
+
+    They are added to what is there where the operation `adds`.
     """
     x, factors = op.rows + row * op.stride, op.factors + 64 * row * ((op.used + 15) // 16)
     shared, weight = op.shared + row * op.shared_stride, simd.splat_f32(1.0)
