@@ -131,6 +131,7 @@ def arranged(
 ) -> dict[str, QuantTensor]:
     """Canonical tensors of a file's, which are named by `Names.ours`. wanted: the shapes of the canonical tensors.
 
+    Layers that read the keys and values of others may have matrices for some in files, which nothing reads: they are left out.
     Raises CheckpointError where what is joined in a file does not have the sizes of its parts.
     """
     tensors: dict[str, QuantTensor] = {}
@@ -145,7 +146,11 @@ def arranged(
             raise CheckpointError(f"{what}: tensor {min(twice)} is there twice, alone and as a part of another; wanted it once")
         tensors.update(parts)
 
+    readers = [f"layers.{i}" for i, owner in enumerate(config.layer_owners) if owner != i]
+    unread = {f"{layer}.{part}" for layer in readers for part in ("k", "v", "k_norm")}
     for name, tensor in named.items():
+        if name in unread:
+            continue
         ours, _, expert = name.partition("@")
         if expert:
             experts.setdefault(ours, {})[int(expert)] = tensor

@@ -15,7 +15,7 @@ from cpuspec.checkpoints.heads.mtp import own_mtp
 from cpuspec.config import EngineConfig, RopeScaling
 from cpuspec.errors import CheckpointError
 from tests.backends.models import forward, in_gguf
-from tools.make_tiny_model import make_tiny_hf
+from tools.make_tiny_model import make_tiny_hf, random_weights, tiny_config, write_gguf, write_huggingface
 
 TOKENS = np.random.default_rng(0).integers(0, 384, 100).tolist()
 
@@ -320,6 +320,23 @@ def test_settings_of_published_models_make_no_noise(tmp_path: Path, name: str) -
 def test_a_file_that_names_no_class_is_of_its_model_type(tmp_path: Path, model_type: str, family: str) -> None:
     directory = directory_of(tmp_path / "hf", family, {"model_type": model_type}, ("architectures",))
     assert open_checkpoint(directory).config.architecture == family
+
+
+@pytest.mark.parametrize("kind", ["gguf", "hf"])
+def test_matrices_of_keys_that_no_layer_reads_are_passed_over(tmp_path: Path, kind: str) -> None:
+    """Google's files of Gemma 4 E2B and E4B have them, except for those trained for Q4_0."""
+    config = tiny_config("gemma4", num_layers=6, shared_layers=2, layer_input_size=32)
+    weights = random_weights(config)
+    others = {f"layers.{4 + i}.{part}": weights[f"layers.{2 + i}.{part}"] for i in range(2) for part in ("k", "v", "k_norm")}
+    write = write_gguf if kind == "gguf" else write_huggingface
+    suffix = ".gguf" if kind == "gguf" else ""
+    wanted, got = (
+        open_checkpoint(write(tmp_path / f"{name}{suffix}", config, found))
+        for name, found in (("without", weights), ("with", weights | others))
+    )
+    assert got.config == wanted.config
+    assert got.tensors.keys() == wanted.tensors.keys()
+    assert got.remarks == wanted.remarks
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

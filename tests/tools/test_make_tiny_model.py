@@ -82,6 +82,7 @@ def test_known_shapes_have_the_parameters_of_their_names():
         "qwen3.5-35b-a3b": 34661,
         "lfm2.5-1.2b": 1170.3,
         "gemma4-e4b": 7463,
+        "gemma4-26b-a4b": 25233,
         "deepseek-v2-lite": 15706,
         "glm-4.7-flash": 29943,
     }
