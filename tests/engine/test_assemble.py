@@ -318,7 +318,8 @@ def test_models_of_the_targets_own_take_an_argument(name: str) -> None:
 
 def test_a_chain_recipe_stands_for_a_target_with_its_drafts(models: Path, tmp_path: Path) -> None:
     path = tmp_path / "fast.toml"
-    path.write_text(f'name = "fast"\ndescription = "x"\ntarget = "{models / "target.gguf"}"\nlevels = ["ngram@3", "self:q4_0@5"]\n')
+    target, levels = models / "target.gguf", '["ngram@3", "self:q4_0@5"]'
+    path.write_text(f"name = 'fast'\ndescription = 'x'\ntarget = '{target}'\nlevels = {levels}\n")
     for spec, wanted in ((None, "ngram@3,self:q4_0@5"), ("none", "none"), ("ngram", "ngram")):
         with LLM(path, spec, threads=1) as llm:
             assert str(llm.spec) == wanted
