@@ -1072,7 +1072,8 @@ class EngineConfig:
         None,
         _optional(_NOT_NEGATIVE),
         "Gigabytes of keys and values that finished requests leave in memory, so that later prompts that begin alike need not be "
-        "computed: by default an eighth of the memory, and 0 on backends that do not promise the same bits.",
+        "computed: by default an eighth of the memory, up to a quarter of what the weights leave, and 0 on backends that do not "
+        "promise the same bits.",
         "GB",
     )
     prefix_cache_dir: str | None = _setting(

@@ -142,9 +142,12 @@ def start_thread(thread: threading.Thread) -> None:
         threading.stack_size(before)
 
 
-def default_prefix_cache_bytes() -> int:
-    """Bytes that keys and values of finished requests may take by default: an eighth of the memory; 1 GB where that is unknown."""
-    return (SYSTEM.memory().usable or 8 * 10**9) // 8
+def default_prefix_cache_bytes(weight_bytes: int = 0) -> int:
+    """Bytes that keys and values of finished requests may take by default: an eighth of the memory, and up to a quarter of what the
+    weights leave; 1 GB where the memory is unknown.
+    """
+    usable = SYSTEM.memory().usable
+    return 10**9 if usable is None else min(usable // 8, max(usable - weight_bytes, 0) // 4)
 
 
 def default_models_bytes() -> int:

@@ -731,10 +731,15 @@ def _capacity(config: ModelConfig, settings: EngineConfig) -> int:
 _SHARED_TOKENS = 1024  # of a prefix by whose size in each model the models share the memory
 
 
+def _weight_bytes(contexts: list[LevelContext]) -> int:
+    """Bytes of all models' weights, shared ones once."""
+    return sum(context.backend.weight_bytes - context.backend.shared_bytes for context in contexts)
+
+
 def _tell_of_long_contexts(contexts: list[LevelContext]) -> None:
     """Warn where one request that fills the context would take more memory than there is, and so end the process."""
     usable, length = SYSTEM.memory().usable, contexts[-1].cache.capacity
-    weights = sum(context.backend.weight_bytes - context.backend.shared_bytes for context in contexts)
+    weights = _weight_bytes(contexts)
     held = sum(context.cache.bytes_of(length) for context in contexts)
     if usable is not None and weights < usable < weights + held:
         said = "%d tokens, this model's context, take %.2f GB besides %.2f GB of weights, and this process may use %.2f GB: set "
@@ -748,10 +753,11 @@ def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> Pref
     if settings.prefix_cache_dir is not None:
         queue = PrefixQueue(PrefixDirectory(Path(settings.prefix_cache_dir), int(settings.prefix_disk_gb * 1e9)))
     sizes = [context.cache.bytes_of(_SHARED_TOKENS) for context in contexts]
+    weights = _weight_bytes(contexts) if settings.memory == "auto" else 0  # else experts stay on the disk
     for context, size in zip(contexts, sizes, strict=True):
         gb = settings.prefix_cache_gb
         if gb is None:
-            gb = default_prefix_cache_bytes() / 1e9 if context.backend.row_invariant else 0
+            gb = default_prefix_cache_bytes(weights) / 1e9 if context.backend.row_invariant else 0
         context.keep_prefixes(int(gb * 1e9 * size / max(1, sum(sizes))), queue)
     return queue
 
