@@ -398,6 +398,9 @@ class HeadConfig:
     injects: whether every layer's keys and values are made of h, too (DFlash, arXiv 2602.06036; `model.transformer.inject`).
     num_logits: tokens that the head can draft, rows of its output matrix; None for the whole vocabulary.
     tensors: with "alone", names and shapes of its matrices and their biases.
+    target_size: numbers of h and of e where the rows between have others; the matrix `back` makes the next h; 0 for none.
+    reads: so many first layers compute no rows: they hold keys and values that the target's own matrices make of the inputs of its
+    layers, and all other layers read these alone, no row its own (Gemma 4's assistants).
     """
 
     fuses: str = "matrix"
@@ -410,8 +413,14 @@ class HeadConfig:
     num_logits: int | None = None
     injects: bool = False
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    target_size: int = 0
+    reads: int = 0
 
     def __post_init__(self) -> None:
+        if not _fits(partial(whole, low=0, high=1 << 17), self.target_size) or self.target_size % 32:
+            raise ConfigError(f"target_size must be a multiple of 32 up to {1 << 17}, got {_shown(self.target_size)}")
+        if self.reads and (self.fuses != "matrix" or not self.injects or not self.target_size):
+            raise ConfigError('a head that reads keys of its target has fuses "matrix", injects and a target_size')
         if self.fuses not in ("matrix", "attention", "none", "alone"):
             raise ConfigError(f"fuses {self.fuses!r} is not supported; wanted matrix, attention, none or alone")
         if not _fits(partial(whole, low=0, high=1 << 22), self.feature_size):
@@ -610,7 +619,9 @@ class ModelConfig:
         if not _fits(partial(whole, low=0, high=1 << 12), self.layer_input_size) or self.layer_input_size % 32:
             raise ConfigError(f"layer_input_size must be a multiple of 32 up to {1 << 12}, got {_shown(self.layer_input_size)}")
         of_gemma = self.value_norm or self.layer_input_size or self.scales_layers or self.layer_owners or self.layer_values
-        if of_gemma and (self.head or self.parallel or self.latent or self.recurrent or self.norms != "both"):
+        if of_gemma and (
+            (self.head and not self.head.reads) or self.parallel or self.latent or self.recurrent or self.norms != "both"
+        ):
             raise ConfigError('what layers share or are given needs norms "both", in models of attention that are no heads')
         apart = self.experts is not None and self.experts.normed_apart
         if apart and (not self.shared_size or self.shared_gate or self.norms != "both"):
@@ -664,6 +675,16 @@ class ModelConfig:
     def takes_hidden(self) -> bool:
         """Whether each row begins with a hidden state, and, unless it is "alone", a token."""
         return self.head is not None and self.head.fuses != "none"
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a hidden state that a row begins with, and of a token's embedding."""
+        return (self.head and self.head.target_size) or self.hidden_size
+
+    @property
+    def injected_size(self) -> int:
+        """Numbers of a row that is injected (`model.transformer.inject`)."""
+        return self.head.reads * self.head.target_size if self.head and self.head.reads else self.hidden_size
 
     @property
     def is_recurrent(self) -> bool:

@@ -116,6 +116,7 @@ class Layer:
     biases. parallel: both branches read one norm and are added to its input.
     input_size: numbers that the layer is given for each token besides, of which a gate and a matrix make a last branch; 0 for none.
     scaled: whether its output is multiplied with `output_scale`.
+    injected: it holds keys and values for the others, made of the numbers that it is given, and computes no rows.
     """
 
     index: int
@@ -129,6 +130,7 @@ class Layer:
     beside: Mamba2 | None = None
     input_size: int = 0
     scaled: bool = False
+    injected: bool = False
 
     @property
     def recurrent(self) -> Recurrent | None:
@@ -147,6 +149,9 @@ class Layer:
 
     def tensors(self, hidden: int) -> dict[str, Shape]:
         """The shape of each of its tensors, by part. hidden: numbers of a row."""
+        if self.injected:
+            made = self.attention.tensors(self.input_size)
+            return {part: made[part] for part in ("k", "v", "k_norm") if part in made}
         feed, experts = self.feed, self.feed and self.feed.experts
         found: dict[str, Shape] = {"attn_norm": (hidden,)} if self.normed_before else {}
         for mixer in (self.mixer, self.beside):
@@ -249,6 +254,9 @@ def layers_of(config: ModelConfig) -> list[Layer]:
         one = mixer(i)
         alike = found[owners[i]].state_index if owners[i] != i else sum(_keeps_alike(layer.mixer, one) for layer in found)
         normed = c.norms != "after", c.norms != "before", c.norm_bias
+        if injected := c.head is not None and i < c.head.reads:
+            found.append(Layer(i, alike, one, None, *normed, input_size=c.state_size, injected=injected))
+            continue
         found.append(Layer(i, alike, one, feed(i), *normed, c.parallel, beside, c.layer_input_size, c.scales_layers))
     return found
 

@@ -285,6 +285,7 @@ class NumbaBackend:
             logits,
             batch.both_ways,
             batch.stops_early,
+            batch.sees_rows,
         )
         if self._recurrent:
             memories = [memory for slot in lists.slots if (memory := cache.storage(slot).recurrent)]
@@ -368,7 +369,9 @@ class NumbaBackend:
             lists = batch.lists
             self._provide_rotations(max(lists.positions))
             room = self._writer.rooms["hidden"]
-            room[: len(lists.tokens), : self.config.hidden_size] = self._normed(batch.hidden, "hidden_norm")
+            reads = self.config.head and self.config.head.reads
+            rows = self._normed(batch.hidden, None if reads else "hidden_norm")
+            room[: len(rows), : rows.shape[1]] = rows
             lengths, addresses, num_chunks = self._entered(lists.slots, lists.q_start, cache)
             self._injector.enter(
                 lists.tokens,
@@ -624,11 +627,11 @@ class _Writer:
 
     def hidden(self, norm: str | None) -> _Rows:
         self.first["hidden"] = (norm,)
-        return _Rows(self._rows("hidden", self._config.hidden_size))
+        return _Rows(self._rows("hidden", self._config.injected_size))
 
     def join(self, x: _Rows, norms: tuple[str, str] | None) -> _Rows:
         self.first["join"] = norms or (None, None)
-        return _Rows(self._rows("join", 2 * self._config.hidden_size))
+        return _Rows(self._rows("join", 2 * self._config.state_size))
 
     def project(self, name: str) -> None:
         """The product of rows that `NumbaBackend.project` writes, to where the logits of others go."""
@@ -1106,7 +1109,7 @@ def _is_precise(config: ModelConfig, name: str) -> bool:
     if config.head and config.head.fuses == "alone":
         return True
     return (
-        name in ("output", "encode", "fuse")
+        name in ("output", "encode", "fuse", "back")
         or name.endswith((".delta_beta", ".delta_alpha"))
         or (config.hidden_size < _SMALL and name.endswith((".v", ".down", "_down")))
     )

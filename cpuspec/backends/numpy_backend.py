@@ -215,8 +215,6 @@ class Forward:
     def attention(self, layer: Layer, q: Array, k: Array | None, v: Array | None) -> Array:
         """Scores are q k^T times the query scale, under the softcap if the model has one, and the sinks beside them."""
         mixer, batch = layer.attention, self._batch
-        if mixer.value_norm and v is not None:
-            v = self._unweighed(v.reshape(len(v), mixer.kv_heads, -1), self._config.norm_eps)
         if k is not None:
             self._append(layer, k, v)
         places = None if mixer.latent is None else mixer.latent.value_places
@@ -317,6 +315,8 @@ class Forward:
 
     def _append(self, layer: Layer, k: Array, v: Array | None) -> None:
         mixer, batch = layer.attention, self._batch
+        if mixer.value_norm and v is not None:
+            v = self._unweighed(v.reshape(len(v), mixer.kv_heads, -1), self._config.norm_eps)
         if layer.index in self._model.centres:
             k = k - self._model.centres[layer.index]
         for slot, start, end in zip(batch.slots, batch.q_start, batch.q_start[1:], strict=False):

@@ -372,15 +372,18 @@ class _Forward:
         latent = layer.attention.latent
         q = self._heads.turned(q * layer.attention.scale)
         if k is not None:
-            if layer.attention.value_norm and v is not None:
-                of_heads = v.unflatten(1, (-1, layer.attention.value_dims))
-                v = (of_heads * torch.rsqrt(of_heads.square().mean(-1, keepdim=True) + self._config.norm_eps)).flatten(1)
-            k, v = self._heads.kept(layer, k, v)
+            k, v = self._heads.kept(layer, k, self._normed_values(layer, v))
             for b, p in enumerate(self._step.parts):
                 values = None if v is None else v[p.rows]
                 p.storage.append(layer.state_index, self._tensors["at", b], k[p.rows], values)
         parts = [self._attend(layer, b, q[p.rows]) for b, p in enumerate(self._step.parts)]
         return (torch.cat(parts) if latent is None else torch.cat(parts)[..., latent.value_places]).flatten(1)
+
+    def _normed_values(self, layer: Layer, v: Tensor | None) -> Tensor | None:
+        if v is None or not layer.attention.value_norm:
+            return v
+        of_heads = v.unflatten(1, (-1, layer.attention.value_dims))
+        return (of_heads * torch.rsqrt(of_heads.square().mean(-1, keepdim=True) + self._config.norm_eps)).flatten(1)
 
     def convolve(self, layer: Layer, x: Tensor) -> Tensor:
         return functional.silu(self._convolved(layer, x))
@@ -451,7 +454,8 @@ class _Forward:
         return self._norm(out, weight("delta_norm")).flatten(1)
 
     def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
-        keys, values = self._heads.kept(layer, self._rotated(layer, k, "k_norm", layer.attention.rope), v)
+        rotated = self._rotated(layer, k, "k_norm", layer.attention.rope)
+        keys, values = self._heads.kept(layer, rotated, self._normed_values(layer, v))
         assert values is not None, "of a head whose rows are states: it has no latent attention"
         for b, part in enumerate(self._step.parts):
             part.storage.append(layer.state_index, self._tensors["at", b], keys[part.rows], values[part.rows])

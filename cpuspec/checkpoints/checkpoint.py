@@ -142,15 +142,18 @@ def _of_head(config: ModelConfig, head: HeadConfig, shapes: dict[str, tuple[int,
     hidden = config.hidden_size
     if config.takes_hidden and head.input_norms:
         shapes |= {"embed_norm": (hidden,), "hidden_norm": (hidden,)}
+    if head.target_size:
+        shapes["embed"] = (config.vocab_size, head.target_size)
+        shapes["back"] = (head.target_size, hidden)
     if head.fuses == "matrix":
-        shapes["fuse"] = (hidden, 2 * hidden)
+        shapes["fuse"] = (hidden, 2 * config.state_size)
         if head.fuse_bias:
             shapes["fuse_bias"] = (hidden,)
     if head.fuses == "attention":
         shapes |= {f"layers.0.{part}": (shapes[f"layers.0.{part}"][0], 2 * hidden) for part in ("q", "k", "v")}
     if head.fuses == "attention" or not head.first_norm:
         shapes.pop("layers.0.attn_norm", None)
-    if head.injects:
+    if head.injects and not head.reads:
         shapes["hidden_norm"] = (hidden,)
     if head.feature_size:
         shapes["encode"] = (hidden, head.feature_size)

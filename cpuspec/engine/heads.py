@@ -56,7 +56,9 @@ def of_frequent_tokens(head: Head, number: int | None, tokenizer: Tokenizer) -> 
         return head
     if number is None:
         others = sum(t.num_bytes for name, t in head.model.tensors.items() if name not in ("embed", "output") and len(t.shape) == 2)
-        number = _FREQUENT if head.method == "mtp" and vocab_size >= 2 * _FREQUENT and output.num_bytes > others else 0
+        number = (
+            _FREQUENT if head.method in ("mtp", "assistant") and vocab_size >= 2 * _FREQUENT and output.num_bytes > others else 0
+        )
     if not 0 < number < vocab_size:
         return head
     ids = np.array(sorted({*range(number), *(end for end in tokenizer.eos_ids if end < vocab_size)}), np.int64)

@@ -15,16 +15,16 @@ _ITEMS_PER_THREAD = 8
 
 
 @compiled
-def place_rows(state, starts, lengths, storages, parents, num_sequences, num_parents, both_ways):
+def place_rows(state, starts, lengths, storages, parents, num_sequences, num_parents, both_ways, sees_rows):
     """Write each row's place, and a path where its positions are no chain.
 
     Pointers to int64s: starts: the first row of each sequence, and the end of the last; lengths: tokens in each sequence's slot;
-    storages: the slots' addresses; parents, both_ways: as in `ForwardBatch`.
+    storages: the slots' addresses; parents, both_ways, sees_rows: as in `ForwardBatch`.
     """
     for sequence in range(num_sequences):
         start, end, prefix = starts[sequence], starts[sequence + 1], lengths[sequence]
         for row in range(start, end):
-            depth = end - start if both_ways else row - start + 1
+            depth = 0 if not sees_rows else end - start if both_ways else row - start + 1
             if num_parents > 0:
                 depth, node = 0, row
                 while node >= 0:
@@ -34,7 +34,7 @@ def place_rows(state, starts, lengths, storages, parents, num_sequences, num_par
             place.cache_index = prefix + row - start
             place.length = prefix + depth
             # A row that sees all rows before it is a chain's, also in a tree.
-            straight = both_ways or depth == row - start + 1
+            straight = both_ways or not sees_rows or depth == row - start + 1
             place.straight = prefix + depth if straight else prefix // simd.LANES * simd.LANES
             if place.straight < prefix + depth:
                 _write_path(state, row, parents, prefix - start, place.straight, prefix, prefix + depth)

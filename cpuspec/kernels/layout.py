@@ -130,7 +130,16 @@ MOST_PROCESSORS = 8192  # of Linux on x86-64
 # The notes of `Program.enter` on a forward begin with this record. `logits` and `kept` are addresses of numpy objects, not of their
 # numbers.
 CALL = _words(
-    "num_rows", "num_logit_rows", "num_parents", "num_sequences", "both_ways", "stops_early", "num_chunks", "logits", "kept"
+    "num_rows",
+    "num_logit_rows",
+    "num_parents",
+    "num_sequences",
+    "both_ways",
+    "sees_rows",
+    "stops_early",
+    "num_chunks",
+    "logits",
+    "kept",
 )
 
 # One matrix of a "linear" operation, or that of each expert one after another. bias and residual are added where they are not 0.

@@ -50,7 +50,7 @@ def enter(state, numbers):
     state.starts = int64s_at(starts)
     place_rows(
         state, int64s_at(starts), int64s_at(lengths), int64s_at(storages), int64s_at(parents), call.num_sequences,
-        call.num_parents, call.both_ways,
+        call.num_parents, call.both_ways, call.sees_rows,
     )  # fmt: skip
     plan_attention(state)
 
@@ -80,7 +80,7 @@ class Program:
     def enter(
         self, tokens: list[int], positions: list[int], parents: list[int], logit_rows: Sequence[int], q_start: list[int],
         lengths: list[int], storages: list[int], num_chunks: int, kept: _Array | None, logits: _Array, both_ways: bool = False,
-        stops_early: bool = False,
+        stops_early: bool = False, sees_rows: bool = True,
     ) -> None:  # fmt: skip
         """Note the rows of the next run, where they go in the cache and what they attend to.
 
@@ -90,7 +90,7 @@ class Program:
         stay until the run is over.
         """
         numbers: list[int | c_int64] = [  # first layout.CALL; a slice of ctypes takes both types
-            len(tokens), len(logit_rows), len(parents), len(lengths), both_ways, stops_early, num_chunks,
+            len(tokens), len(logit_rows), len(parents), len(lengths), both_ways, sees_rows, stops_early, num_chunks,
             id(logits), 0 if kept is None else id(kept),
             *tokens, *positions, *logit_rows, *lengths, *storages, *q_start, *parents,
         ]  # fmt: skip

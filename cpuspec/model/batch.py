@@ -66,6 +66,7 @@ class ForwardBatch:
         of_prompts: bool = False,
         stops_early: bool = False,
         adapters: Sequence[AdapterSet] = (),
+        sees_rows: bool = True,
     ) -> None:
         """As the properties below. Raises BackendError for other arrays.
 
@@ -73,6 +74,7 @@ class ForwardBatch:
         model takes them (`ModelConfig.takes_hidden`). both_ways: whether a row sees the rows behind it in its sequence, too.
         of_prompts: whether the rows are tokens of prompts, which a backend may compute in an arithmetic of their own.
         stops_early: whether `backends.stop_forward` ends it. adapters: of each sequence; none at all where no sequence has some.
+        sees_rows: whether a row sees itself and those before it, and not only what its slot held before.
         """
         fields: Any = (tokens, positions, slots, q_start, parents, logit_rows)
         if not _LISTED.issuperset(map(type, fields)):
@@ -84,6 +86,7 @@ class ForwardBatch:
         self.of_prompts = of_prompts
         self.stops_early = stops_early
         self.adapters = adapters if any(adapters) else ()
+        self.sees_rows = sees_rows
 
     @cached_property
     def tokens(self) -> I32:
@@ -139,6 +142,8 @@ class ForwardBatch:
             if end <= start:
                 raise BackendError(f"every sequence of a batch needs at least one row, q_start is {starts}")
             held = cache.lengths[slot]
+            if not held and not self.sees_rows:
+                raise BackendError(f"rows that see only what their slot held before need some there, and slot {slot} is empty")
             if held + end - start > cache.capacity:
                 raise CacheError(f"slot {slot} holds {held} of {cache.capacity} tokens; {end - start} more do not fit")
             if parents is not None and not _hangs_together(parents, start, end):
@@ -152,8 +157,8 @@ class ForwardBatch:
         takes_hidden = injects or config.takes_hidden
         if self.hidden is not None and not takes_hidden:
             raise BackendError("this model takes no hidden states")
-        if self.both_ways and parents is not None:
-            raise BackendError("rows of a tree see their ancestors; rows that see each other have no parents")
+        if (self.both_ways or not self.sees_rows) and parents is not None:
+            raise BackendError("rows of a tree see their ancestors; rows that see each other, or none, have no parents")
         if config.is_recurrent and (self.both_ways or parents is not None):
             raise BackendError(
                 "a recurrent layer reads rows one after another; a tree, or rows that see each other, are not possible"
@@ -161,7 +166,7 @@ class ForwardBatch:
         if self.of_prompts and parents is not None:
             raise BackendError("rows of a tree are drafts, and no tokens of prompts")
         if takes_hidden:
-            wanted, given = (num_rows, config.hidden_size), self.hidden
+            wanted, given = (num_rows, config.injected_size if injects else config.state_size), self.hidden
             if given is None or given.dtype != np.float32 or given.shape != wanted:
                 got = None if given is None else f"{given.dtype} {given.shape}"
                 raise BackendError(f"this model takes hidden states float32 {wanted}, got {got}")
@@ -205,11 +210,12 @@ class ForwardOutput:
 def visible(batch: ForwardBatch, sequence: int, prefix: int, window: int | None = None) -> NDArray[np.bool_]:
     """Which cache indices each row of a sequence attends to, [rows, prefix + rows].
 
-    The path of a row is the prefix, its ancestors and the row itself, or all rows where rows see those behind them. A row sees the
-    last `window` tokens of its path; None means all.
+    The path of a row is the prefix, its ancestors and the row itself, or all rows where rows see those behind them, or the prefix
+    alone. A row sees the last `window` tokens of its path; None means all.
     """
     start, end = batch.q_start[sequence], batch.q_start[sequence + 1]
     own = np.ones((end - start, end - start), np.bool_) if batch.both_ways else np.tri(end - start, dtype=np.bool_)
+    own &= batch.sees_rows
     if batch.parents is not None:
         own = np.eye(end - start, dtype=np.bool_)
         for row, parent in enumerate(batch.parents[start:end] - start):

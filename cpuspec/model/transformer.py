@@ -94,7 +94,7 @@ class Operations(Protocol[V]):
         ...
 
     def input_of(self, layer: Layer, inputs: V) -> V:
-        """A layer's part of `layer_inputs`."""
+        """A layer's part of `layer_inputs`, or of what is injected."""
         ...
 
     def experts(
@@ -142,6 +142,8 @@ def decode(config: ModelConfig, ops: Operations[V]) -> V:
         x = ops.hidden("hidden_norm" if head.normed_residual else None)
     inputs = ops.layer_inputs(x) if config.layer_input_size else None
     for layer in layers_of(config):
+        if layer.injected:
+            continue
         if layer.parallel:
             x = _parallel(ops, layer, x)
         else:
@@ -231,11 +233,17 @@ def _parallel(ops: Operations[V], layer: Layer, x: V) -> V:
 
 
 def inject(config: ModelConfig, ops: Injection[V]) -> None:
-    """Rows of hidden states alone: every layer's keys and values are made of the normed ones, and nothing else is computed."""
-    x = ops.hidden("hidden_norm")
-    for layer in layers_of(config):
-        k, v = ops.linears(x, (layer.weight("k"), layer.weight("v")), None)
-        ops.append(layer, k, v)
+    """Rows of hidden states alone: every layer's keys and values are made of the normed ones, and nothing else is computed.
+
+    Of a head that `reads`, only its first layers, each of numbers of its own.
+    """
+    reads = config.head.reads if config.head else 0
+    x = ops.hidden(None if reads else "hidden_norm")
+    for layer in layers_of(config)[: reads or None]:
+        given = ops.input_of(layer, x) if reads else x
+        made = ("k", "v") if layer.attention.makes_values else ("k",)
+        k, *v = ops.linears(given, tuple(map(layer.weight, made)), None)
+        ops.append(layer, k, v[0] if v else k)
 
 
 def _joined(head: HeadConfig, ops: Operations[V], x: V) -> V:

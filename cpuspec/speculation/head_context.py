@@ -132,6 +132,8 @@ class HeadContext:
         self._layers = (backend.config.num_layers - 1,)  # whose output is a row's hidden state
         self._injects = bool(backend.config.head and backend.config.head.injects)
         self._both_ways = bool(head.block and head.block.both_ways)
+        self._sees_rows = not (backend.config.head and backend.config.head.reads)
+        self._back = "back" if "back" in head.model.tensors else ""
         self._slots = [_Slot() for _ in range(num_slots)]
         self._free = list(range(num_slots))  # least recently used first
         self._followed: dict[int, _Followed] = {}  # by sequence id
@@ -152,7 +154,9 @@ class HeadContext:
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Follow a sequence. num_cached: as in `Proposer.begin`."""
-        nothing = np.empty((0, self.backend.config.hidden_size), np.float32)
+        config = self.backend.config
+        width = config.hidden_size if self._sees_rows else config.injected_size + config.state_size
+        nothing = np.empty((0, width), np.float32)
         self._followed[seq.id] = _Followed(seq, num_cached, nothing)
         self._is_reading(seq)
 
@@ -197,6 +201,12 @@ class HeadContext:
     def unknown(self, seq: Sequence) -> list[int]:
         """The tokens of a sequence without a hidden state: the last committed one, behind those that a drafter before it chose."""
         return seq.tokens[self._followed[seq.id].end :]
+
+    def last_states(self, seqs: list[Sequence]) -> list[F32]:
+        """Of a head that `reads`: for each sequence the verifier's hidden state [1, state_size] before the unknown tokens."""
+        ones = [self._followed[seq.id] for seq in seqs]
+        self._encode(ones)
+        return [one.known[-1:, self.backend.config.injected_size :] for one in ones]
 
     def num_unfed(self, seq: Sequence) -> int:
         """How many rows a score would feed before the last committed token's. Gives the sequence a slot.
@@ -411,7 +421,7 @@ class HeadContext:
             now = [(feed, size) for feed, size in zip(waiting, sizes, strict=True) if size]
             positions = [position for feed, size in now for position in feed.positions[:size]]
             starts = list(accumulate((size for _, size in now), initial=0))
-            hidden = np.concatenate([feed.hidden[:size] for feed, size in now])
+            hidden = np.concatenate([feed.hidden[:size, : self.backend.config.injected_size] for feed, size in now])
             slots = [feed.one.slot for feed, _ in now]
             self.backend.inject(ForwardBatch([0] * len(positions), positions, slots, starts, hidden=hidden), self.cache)
             for feed, size in now:
@@ -444,6 +454,7 @@ class HeadContext:
             self._layers,
             np.concatenate([block.hidden for block in blocks]) if self.backend.config.takes_hidden else None,
             self._both_ways,
+            sees_rows=self._sees_rows,
         )
         begin_s = now_s()
         output = self.backend.forward(batch, self.cache)
@@ -479,7 +490,7 @@ class HeadContext:
             tokens += drafted.tokens
             positions = positions + [start + depth for depth in depths]
             parents += [link + behind + 1 if link >= 0 else behind for link in links]
-            hidden = np.concatenate([hidden, drafted.hidden])
+            hidden = np.concatenate([hidden[:, : drafted.hidden.shape[1]], drafted.hidden])
             num_asked += len(drafted.tokens)
         return _Block(tokens, positions, hidden, parents, num_asked) if tokens else None
 
@@ -492,6 +503,8 @@ class HeadContext:
         hidden = output.hidden[0]
         if self.head.state_norm:
             hidden = self.head.state_norm.applied(hidden)
+        if self._back:
+            hidden = self.backend.project(hidden, self._back)
         feed.state = hidden[end - 1 : end]
         if block.num_asked:
             feed.rows.append(HeadRows(output.logits[first : first + block.num_asked], hidden[end - block.num_asked : end]))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.heads.assistant import is_assistant, read_assistant
 from cpuspec.checkpoints.heads.dflash import is_block_head, read_block_head
 from cpuspec.checkpoints.heads.eagle import is_eagle1, is_eagle3, read_eagle1, read_eagle3
 from cpuspec.checkpoints.heads.gguf import is_gguf_block, is_gguf_eagle3, read_gguf_block, read_gguf_eagle3
@@ -27,6 +28,7 @@ class HeadReader(NamedTuple):
 
 
 READERS = (
+    HeadReader("Gemma 4's assistant", is_assistant, read_assistant),
     HeadReader("DFlash", is_block_head, read_block_head),
     HeadReader("EAGLE-3", is_eagle3, read_eagle3),
     HeadReader("EAGLE", is_eagle1, read_eagle1),
@@ -39,7 +41,7 @@ READERS = (
 )
 
 
-_NAMES = re.compile(r"eagle|dflash|dspark|medusa|mtp|speculator", re.IGNORECASE)
+_NAMES = re.compile(r"eagle|dflash|dspark|medusa|mtp|speculator|assistant", re.IGNORECASE)
 
 
 def is_named_head(fields: Fields) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 from cpuspec.checkpoints.canonical import GGUF, HF, Names, arranged
 from cpuspec.checkpoints.checkpoint import Checkpoint, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES
+from cpuspec.checkpoints.heads.assistant import is_assistant, read_assistant
 from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, final_norm, shared
 from cpuspec.config import HeadConfig, ModelConfig
 from cpuspec.errors import CheckpointError, ConfigError
@@ -133,7 +134,8 @@ def _counts(files: HeadFiles) -> tuple[int, int]:
 
 
 def own_mtp(target: Checkpoint, mmap: bool = True) -> Head:
-    """The layer in the target's own checkpoint, or else in a file beside it that is named `mtp-*.gguf`, as llama.cpp does.
+    """The layer in the target's own checkpoint, or else in a file beside it that is named `mtp-*.gguf`, as llama.cpp does; or an
+    assistant of Gemma 4 in such a file.
 
     Raises CheckpointError if there is none, or one that is not supported.
     """
@@ -142,6 +144,8 @@ def own_mtp(target: Checkpoint, mmap: bool = True) -> Head:
     for path in _beside(target.path):
         try:
             files = HeadFiles.read(path, mmap)
+            if files and is_assistant(files):
+                return replace(read_assistant(files, target), name="mtp")
             if files and is_gguf_mtp(files):
                 return replace(read_gguf_mtp(files, target), name="mtp")
         except CheckpointError:  # a damaged file, or one of another model, is passed over

@@ -25,6 +25,23 @@ def draft_chains(context: HeadContext, paths: list[HeadPath], name: str) -> list
     return [path.draft(name) for path in paths]
 
 
+def draft_from_one_place(context: HeadContext, paths: list[HeadPath], name: str) -> list[Draft]:
+    """As `draft_chains`, of a head whose rows see the target's keys and values and no other rows, so that none is kept."""
+    seqs = [path.seq for path in paths]
+    going = list(zip(paths, map(context.unknown, seqs), context.last_states(seqs), strict=True))  # tokens to feed, first to last
+    while going:
+        drafted: list[DraftedRows | None] = [DraftedRows(tokens[:1], state) for _, tokens, state in going]
+        rows, fed, going = context.score([path.seq for path, _, _ in going], drafted), going, []
+        for (path, tokens, _), row in zip(fed, rows, strict=True):
+            following = tokens[1:]
+            if not following:
+                path.choose(row.logits[-1])
+                following = path.tokens[-1:]
+            if not path.is_done:
+                going.append((path, following, row.hidden[-1:]))
+    return [path.draft(name) for path in paths]
+
+
 def draft_trees(context: HeadContext, paths: list[HeadPath], name: str) -> list[Draft]:
     """A tree for every path, of the likeliest tokens, chosen without a draw."""
     trees = [_FedTree(path) for path in paths]

@@ -13,7 +13,7 @@ from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import PromptChunk, shortest_first
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.blocks import draft_blocks
-from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
+from cpuspec.speculation.drafters.eagle import draft_chains, draft_from_one_place, draft_trees
 from cpuspec.speculation.drafters.head_path import HeadPath
 from cpuspec.speculation.drafters.parallel import draft_at_once
 from cpuspec.speculation.drafters.stages import draft_stage_chains, draft_stage_trees
@@ -31,6 +31,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **dict.fromkeys(("medusa", "mlp-speculator"), draft_stage_chains),
         "p-eagle": draft_at_once,
         "block": draft_blocks,
+        "assistant": draft_from_one_place,
     }
 )
 _TREES_OF: Mapping[Rule, Rule] = MappingProxyType({draft_chains: draft_trees, draft_stage_chains: draft_stage_trees})
