@@ -28,15 +28,26 @@ def _check_shared(fields: Fields, key: str, slides: Sequence[bool]) -> int:
     return count
 
 
+def _own_heads(fields: Fields, slides: Sequence[bool]) -> Fields:
+    """What layers without a window have of their own, by the layers' numbers, as transformers 5.24 writes it."""
+    layers = fields.object("per_layer_config")
+    whole = [str(i) for i, slid in enumerate(slides) if not slid]
+    given = {key: layers.value(key) for key in layers.names()}
+    if given and (set(given) != set(whole) or any(one != given[whole[0]] for one in given.values())):
+        fields.fail("per_layer_config", "one setting for all layers without a window, and none for others")
+    return layers.object(whole[0]) if given else layers
+
+
 def read_hf(fields: Fields, slides: Sequence[bool]) -> dict[str, Any]:
     """The settings in a config.json as arguments of `ModelConfig`. slides: for each layer whether it has a window."""
     if fields.text("use_bidirectional_attention", "vision") == "all":
         fields.fail("use_bidirectional_attention", "null or vision; attention that is not causal is not supported")
     fields.boolean("enable_moe_block", False)  # which the choice of a family has read
     local, heads = fields.integer("head_dim"), fields.integer("num_key_value_heads")
-    whole, same = fields.integer("global_head_dim", 512), fields.boolean("attention_k_eq_v", False)
+    same, own = fields.boolean("attention_k_eq_v", False), _own_heads(fields, slides)
+    whole = own.integer("head_dim", fields.integer("global_head_dim", 512))
     whole_heads = fields.integer("num_global_key_value_heads", heads)
-    whole_heads = whole_heads if same else heads  # as transformers does
+    whole_heads = own.integer("num_key_value_heads", whole_heads if same else heads)  # as transformers does
     shared = _check_shared(fields, "num_kv_shared_layers", slides)
     size, wide = fields.integer("intermediate_size"), fields.boolean("use_double_wide_mlp", False) and shared > 0
     given = fields.integer("hidden_size_per_layer_input", 0)

