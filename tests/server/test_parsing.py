@@ -434,3 +434,15 @@ def test_reasoning_has_the_marks_of_the_template(template: str | None, text: str
         tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special, prompt=prompt: prompt)
         assert opens_reasoning(tokenizer, template, [0]) == opened
     assert plain(parse(answer_parser(template, {}, thinking=True), list(text.removeprefix(begun)))) == wanted
+
+
+@pytest.mark.parametrize("thought", ["I look.\n", ""])
+def test_an_answer_of_gemma_4_has_its_channel_its_text_and_its_calls(thought: str) -> None:
+    """Larger models open an empty channel where thinking is off."""
+    template = "{{ message.split('<channel|>') }}<|channel>{{ tools }}<|tool_call>call:"
+    text = f'<|channel>thought\n{thought}<channel|>Well.<|tool_call>call:f{{a:<|"|>x<|"|>}}<tool_call|>'
+    functions = {"f": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    wanted = [("content", "Well."), ("call", "f"), ("arguments", '{"a": "x"}')]
+    wanted = [("reasoning", thought.strip()), *wanted] if thought else wanted
+    for pieces in (list(text), [text]):
+        assert plain(parse(answer_parser(template, functions), pieces)) == wanted

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.families import FAMILIES
-from cpuspec.checkpoints.heads import Head, find_reader
+from cpuspec.checkpoints.heads import Head, find_reader, own_mtp
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CheckpointError
@@ -158,7 +158,7 @@ def test_drafts_are_those_of_transformers(written: tuple[Path, Path, Any], name:
     assert len({tuple(tokens) for tokens in wanted}) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("draft", ["{}@1", "{}@5", "ngram@2+{}@3", "ngram,{}@3"])
+@pytest.mark.parametrize("draft", ["{}@1", "{}@5", "ngram@2+{}@3", "draw:{}@3"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_answers_are_those_without_drafts(written: tuple[Path, Path, Any], draft: str, threads: int) -> None:
     target, assistant, _ = written
@@ -170,7 +170,7 @@ def test_answers_are_those_without_drafts(written: tuple[Path, Path, Any], draft
         assert sum(level.num_draft_tokens for level in llm.levels.values())
 
 
-def test_a_gguf_file_is_the_same_head(written: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_a_gguf_file_is_the_same_head_and_is_found_beside_its_target(written: tuple[Path, Path, Any], tmp_path: Path) -> None:
     directory, assistant, _ = written
     target, path = open_checkpoint(directory), write_gguf(assistant, tmp_path / "mtp-tiny.gguf")
     wanted, got = read(assistant, target), read(path, target)
@@ -178,6 +178,8 @@ def test_a_gguf_file_is_the_same_head(written: tuple[Path, Path, Any], tmp_path:
     assert (got.layers, got.num_tokens) == (wanted.layers, wanted.num_tokens)
     for name, tensor in wanted.model.tensors.items():
         assert np.array_equal(tensor.dequantize(), got.model.tensors[name].dequantize()), name
+    beside = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", weight_format="f32", **TARGETS["gemma4"]))
+    assert own_mtp(beside).method == "assistant"
 
 
 def test_an_assistant_of_another_model_is_refused(written: tuple[Path, Path, Any], tmp_path: Path) -> None:
