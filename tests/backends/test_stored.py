@@ -30,9 +30,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
 
 
-@pytest.fixture(scope="module", params=["q4_0", "q4_k", "q6_k", "mxfp4", "f16", "bf16"])  # of each order of activations
+# Of each order of activations, and where router and experts read different norms.
+ALL = [("qwen3moe", name) for name in ("q4_0", "q4_k", "q6_k", "mxfp4", "f16", "bf16")] + [("gemma4-moe", "q4_0")]
+
+
+@pytest.fixture(scope="module", params=ALL, ids=" ".join)
 def of_format(request, tmp_path_factory) -> Checkpoint:
-    return tiny(tmp_path_factory, architecture="qwen3moe", weight_format=request.param, **SIZES)
+    architecture, weight_format = request.param
+    return tiny(tmp_path_factory, architecture=architecture, weight_format=weight_format, **SIZES)
 
 
 @pytest.fixture(scope="module")
