@@ -1124,7 +1124,8 @@ NOT_COMPUTED: Mapping[str, str] = MappingProxyType(
         "mamba": "state spaces of the first Mamba",
         **dict.fromkeys(("gemma3n", "gemma3n_text"), "several streams of rows (AltUp)"),
         **dict.fromkeys(
-            ("gemma4-assistant", "gemma4_assistant"), "keys and values of the model that it drafts for (name it with --draft)"
+            ("gemma4-assistant", "gemma4_assistant"),
+            "attention over the keys and values of another model (it drafts for that: --draft)",
         ),
         **dict.fromkeys(("kimi-linear", "kimi_linear"), "delta nets whose decays differ within a head"),
         **dict.fromkeys(("deepseek32", "deepseek_v32", "glm-dsa", "glm_moe_dsa"), "attention to tokens that an indexer chooses"),
