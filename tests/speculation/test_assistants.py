@@ -180,6 +180,13 @@ def test_a_gguf_file_is_the_same_head_and_is_found_beside_its_target(written: tu
         assert np.array_equal(tensor.dequantize(), got.model.tensors[name].dequantize()), name
     beside = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", weight_format="f32", **TARGETS["gemma4"]))
     assert own_mtp(beside).method == "assistant"
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    answers = []
+    for draft in ("none", "auto", "mtp@2"):
+        with LLM(beside, draft, settings=SETTINGS) as llm:
+            answers.append([answer.token_ids for answer in llm.generate(PROMPTS, params)])
+            assert draft != "mtp@2" or llm.levels["mtp"].num_draft_tokens
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_an_assistant_of_another_model_is_refused(written: tuple[Path, Path, Any], tmp_path: Path) -> None:

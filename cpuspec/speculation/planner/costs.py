@@ -236,7 +236,7 @@ def _batch(backend: Backend, depth: int, rows: int, one_token: bool = False) -> 
     positions = np.arange(depth, depth + rows, dtype=np.int32)
     tokens = ((depth if one_token else positions) * np.ones(rows, np.int32) * 31 + 7) % backend.config.vocab_size
     # Numbers of any size take the same time.
-    hidden = np.ones((rows, backend.config.hidden_size), np.float32) if backend.config.takes_hidden else None
+    hidden = np.ones((rows, backend.config.state_size), np.float32) if backend.config.takes_hidden else None
     slots, q_start = np.array([0], np.int32), np.array([0, rows], np.int32)
     return ForwardBatch(tokens.astype(np.int32), positions, slots, q_start, hidden=hidden)
 
