@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.checkpoints.adapters import open_adapter
+from cpuspec.checkpoints.adapters import MAX_RANK, adapter_facts, open_adapter, read_scaled
 from cpuspec.errors import CheckpointError
 from cpuspec.quantize.job import Job, quantize
-from tests.command import refused
+from tests.command import refused, report_of
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 F32 = np.ndarray
@@ -140,6 +140,14 @@ def _put(name: str, tensor: F32) -> Callable[[Path], object]:
     return change
 
 
+def _put_both(module: str) -> Callable[[Path], object]:
+    def change(directory: Path) -> None:
+        for part, shape in (("A", (RANK, 64)), ("B", (64, RANK))):
+            _put(f"{module}.lora_{part}.weight", np.zeros(shape))(directory)
+
+    return change
+
+
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -154,6 +162,11 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         (_set(bias="all"), "bias"),
         (_put(f"{Q}.lora_A.weight", np.zeros((RANK, 7))), "is for a matrix"),
         (_put(f"{Q}.lora_A.weight", np.zeros((2, 64))), "wanted one rank"),
+        (_put(f"{Q}.lora_A.weight", np.zeros((0, 64))), "wanted one rank|is empty|shape"),
+        (_put("base_model.model.model.layers.0.self_attn.nothing.lora_A.weight", np.zeros((3, 64))), "one of the two parts"),
+        (_put_both("base_model.model.model.layers.0.self_attn.nothing"), "is no matrix of tiny"),
+        (_put_both("base_model.model.model.layers.7.self_attn.q_proj"), "is no matrix of tiny"),
+        (_put_both("base_model.model.lm_head"), "quantize --lora"),
         (_put(f"{Q}.lora_B.weight", np.full((64, RANK), np.nan)), "not finite"),
         (_put("base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight", np.zeros((3, 3))), "one of the two parts"),
         (_put("base_model.model.model.embed_tokens.lora_embedding_A", np.zeros((3, 3))), "no part of a LoRA adapter"),
@@ -177,3 +190,28 @@ def test_another_models_adapter_is_refused_by_the_command(tmp_path: Path) -> Non
         "quantize", str(model), str(tmp_path / "out.gguf"), "--lora", f"{tmp_path / 'lora'}=2", code=1, message="is for a matrix"
     )
     refused("quantize", str(model), str(tmp_path / "out.gguf"), "--lora", str(model), code=1, message="adapter_config.json")
+
+
+def test_a_rank_that_only_merging_takes_is_refused_for_answers(tmp_path: Path) -> None:
+    model = make_tiny_hf(tmp_path / "model", hidden_size=64, num_heads=2, head_dim=32)
+    write_peft(tmp_path / "lora", model, rank=MAX_RANK + 1)
+    config = open_checkpoint(model).config
+    assert open_adapter(tmp_path / "lora", config, "tiny", merges=True).rank == MAX_RANK + 1
+    with pytest.raises(CheckpointError, match="ranks up to 1024; `cpuspec quantize --lora` merges it"):
+        open_adapter(tmp_path / "lora", config, "tiny")
+
+
+def test_inspect_says_base_rank_and_targets_of_an_adapter(tmp_path: Path) -> None:
+    model = make_tiny_hf(tmp_path / "model")
+    write_peft(tmp_path / "lora", model, {"use_rslora": True})
+    told = report_of("inspect", str(tmp_path / "lora"))
+    assert (told["base"], told["ranks"], told["scales"]) == (str(model), [RANK], [round(6 / RANK**0.5, 6)])
+    assert {"q_proj", "down_proj"} <= set(told["targets"])
+    assert adapter_facts(model) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "scale"), [("a", "a", 1.0), ("a=2", "a", 2.0), ("a=b", "a=b", 1.0), ("a=b=-.5", "a=b", -0.5), ("=", "=", 1.0)]
+)
+def test_a_scale_stands_behind_the_last_equals_sign(text: str, path: str, scale: float) -> None:
+    assert read_scaled(text) == (Path(path), scale)

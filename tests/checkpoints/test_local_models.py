@@ -7,7 +7,7 @@ import pytest
 from cpuspec.checkpoints.download import find_model, resolve_model
 from cpuspec.checkpoints.hub import HubModel, read_hub_name, revision_of
 from cpuspec.checkpoints.local_models import local_models
-from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.errors import CheckpointError, ConfigError, CpuspecError
 from tests.processes import make_pipe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -210,3 +210,13 @@ def test_names_of_the_hub(text: str, wanted: HubModel | None) -> None:
     assert read_hub_name(text) == wanted
     if wanted is not None:
         assert read_hub_name(str(wanted) if wanted.file or "." not in wanted.repository else f"hf:{wanted}") == wanted
+
+
+def test_an_adapter_of_ollamas_is_named_beside_its_model(home: Path) -> None:
+    kinds = {"model": "ab" * 32, "adapter": "cd" * 32}
+    layers = [{"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{one}"} for kind, one in kinds.items()]
+    models = home / ".ollama" / "models"
+    put_ollama(models, "registry.ollama.ai/library/adapted/x", manifest=json.dumps({"layers": layers}))
+    blobs = models / "blobs"
+    with pytest.raises(CheckpointError, match=f"{blobs}/sha256-{kinds['model']} --lora {blobs}/sha256-{kinds['adapter']}"):
+        find_model("ollama:adapted:x")
