@@ -11,7 +11,7 @@ from cpuspec.kernels import simd
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.products import BLOCK_ROWS
 
-CHUNK = 1024  # inputs whose products one item of "shrink" sums; even
+CHUNK = 512  # inputs whose products one item of "shrink" sums; even
 PIECE = 16  # tiles of outputs that one item of "expand" makes
 
 
@@ -73,6 +73,8 @@ def _shrink_one(weights, inputs, stride, count, out):
     """`_shrink_four` for one row, with the same bits."""
     even = odd = simd.splat_f32(0.0)
     for _ in range(count // 2):
+        simd.fetch_line(weights)
+        simd.fetch_line(weights + 64)
         even = simd.fma(simd.load_f32(weights), simd.splat_f32(simd.peek_f32(inputs)), even)
         odd = simd.fma(simd.load_f32(weights + 64), simd.splat_f32(simd.peek_f32(inputs + stride)), odd)
         inputs += 2 * stride
@@ -132,6 +134,8 @@ def expand(op, state, item, scratch):
             for tile in range(first, end):
                 weights, total = pair.up + tile * pair.rank * 64, simd.splat_f32(0.0)
                 for rank in range(pair.rank):
+                    if row == entry.row:
+                        simd.fetch_line(weights + 64 * rank)
                     total = simd.fma(simd.load_f32(weights + 64 * rank), simd.splat_f32(simd.peek_f32(scratch + 4 * rank)), total)
                 out = made.out + row * made.stride + 64 * tile
                 simd.store_f32(out, simd.load_f32(out) + total)

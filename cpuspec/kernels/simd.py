@@ -154,6 +154,7 @@ def _hadamard_lanes(o: Ops, values: Value) -> Value:
     return values
 
 
+_AHEAD = 4096
 _a, _i, _f = types.int64, types.int32, types.float32
 
 # Scalars at an address.
@@ -170,6 +171,8 @@ poke_i16 = operation((_a, _i), types.void, lambda o, at, v: at.store(v.trunc(I16
 poke_i8 = operation((_a, _i), types.void, lambda o, at, v: at.store(v.trunc(I8)))
 poke_f32 = operation((_a, _f), types.void, lambda o, at, v: at.store(v))
 poke_f16 = operation((_a, _f), types.void, lambda o, at, v: at.store(v.fptrunc(F16)))
+
+fetch_line = operation((_a,), types.void, lambda o, at: at.fetch(_AHEAD, 64))  # the cache line _AHEAD bytes behind an address
 
 # Scalars.
 f32_bits = operation((_i,), _f, lambda o, v: v.bits(F32))

@@ -13,7 +13,7 @@ from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
 from cpuspec.server.errors import RequestError
-from cpuspec.server.gate import context_of, model_of
+from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import Answers, ServedModel
 from cpuspec.server.replies import event, json_response
 from cpuspec.server.schema import (
@@ -24,7 +24,6 @@ from cpuspec.server.schema import (
     grammar_of,
     predicted_ids,
 )
-from cpuspec.server.server import server_of
 from cpuspec.server.structured import loose_format, loosened_note
 
 router = APIRouter(route_class=BodyRoute)
@@ -44,7 +43,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     check_number(model, params.n)
     predicted = await model.in_worker(predicted_ids, model, body.prediction)
     wanted = prompt.wanted(params, bool(body.stream and body.return_progress), predicted)
-    head = {"id": f"chatcmpl-{context.id}", "created": context.created, "model": server_of(request).shown_name(model)}
+    head = {"id": f"chatcmpl-{context.id}", "created": context.created, "model": shown_name(request, model)}
 
     def make_writer(answers: Answers) -> ChatChunks:
         return ChatChunks(
@@ -95,7 +94,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         "id": f"cmpl-{context.id}",
         "object": "text_completion",
         "created": context.created,
-        "model": server_of(request).shown_name(model),
+        "model": shown_name(request, model),
     }
     usages = Usages(body.stream_options, [len(one.prompt) for one in wanted])
     has_logprobs = body.logprobs is not None

@@ -12,11 +12,10 @@ from cpuspec.model.batch import F32
 from cpuspec.server.answering import unless_gone
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.errors import NotSupportedError, RequestError
-from cpuspec.server.gate import context_of, model_of
+from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.replies import json_response
 from cpuspec.server.schema import Body
-from cpuspec.server.server import server_of
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -46,7 +45,7 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
             for index, row in enumerate(rows)
         ]
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return {"object": "list", "data": listed, "model": server_of(request).shown_name(model), "usage": usage}
+        return {"object": "list", "data": listed, "model": shown_name(request, model), "usage": usage}
 
     return await embed(request, model, body.input, body.dimensions, reply)
 

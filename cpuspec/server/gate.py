@@ -53,6 +53,7 @@ class RequestContext:
     notes: dict[str, str] = field(default_factory=dict)
     models: list[ServedModel] = field(default_factory=list)
     adapters: AdapterSet | None = None
+    adapter: str = ""  # the one that the model's name was
 
 
 def context_of(request: Request) -> RequestContext:
@@ -77,10 +78,15 @@ async def model_of(request: Request, name: str | None, lora: Mapping[int, float]
     if adapter and lora:
         raise RequestError("model names an adapter, and lora others; name them in one place", "lora")
     if adapter:
-        context.adapters = found.llm.adapter_set(adapter)
+        context.adapters, context.adapter = found.llm.adapter_set(adapter), adapter
     elif lora:
         context.adapters = found.llm.adapters.of_ids(lora)
     return found
+
+
+def shown_name(request: Request, model: ServedModel) -> str:
+    """The name that answers carry: the model's, or that of the adapter which the request named as its model."""
+    return context_of(request).adapter or server_of(request).shown_name(model)
 
 
 class Gate:

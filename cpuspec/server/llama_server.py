@@ -18,10 +18,9 @@ from cpuspec.server.answering import respond
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.fields import UNLIMITED
 from cpuspec.server.figures import chat_logprobs, timings
-from cpuspec.server.gate import context_of, model_of
+from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.schema import Body, SamplingFields, sampling_params
-from cpuspec.server.server import server_of
 from cpuspec.server.structured import loose_format, loosened_note
 from cpuspec.server.writer import Writer
 from cpuspec.text import Tokenizer
@@ -68,7 +67,7 @@ async def infill(body: InfillBody, request: Request) -> Response:
     params = model.fill.params(params) if model.fill else params
     others = [(one.filename, one.text) for one in body.input_extra]
     prompt = await model.in_worker(model.fill_prompt, body.input_prefix + body.prompt, body.input_suffix, others)
-    writer = _TextWriter(body, model.llm.tokenizer, server_of(request).shown_name(model), len(prompt))
+    writer = _TextWriter(body, model.llm.tokenizer, shown_name(request, model), len(prompt))
     return await respond(request, model, [RequestedAnswer(prompt, params)], lambda _: writer, body.stream)
 
 
@@ -80,7 +79,7 @@ async def completion(body: CompletionBody, request: Request) -> Response:
     if isinstance(prompt, str):
         model.check_text(len(prompt))
         prompt = await model.in_worker(model.llm.tokenizer.encode_prompt, prompt)
-    writer = _TextWriter(body, model.llm.tokenizer, server_of(request).shown_name(model), len(prompt))
+    writer = _TextWriter(body, model.llm.tokenizer, shown_name(request, model), len(prompt))
     return await respond(request, model, [RequestedAnswer(prompt, params)], lambda _: writer, body.stream)
 
 

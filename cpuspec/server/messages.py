@@ -18,12 +18,11 @@ from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
-from cpuspec.server.gate import context_of, model_of
+from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import event, json_response
 from cpuspec.server.schema import SamplingFields, ignoring, refuse, sampling_params
-from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
 from cpuspec.server.writer import Writer
 
@@ -72,7 +71,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         "id": f"msg_{context.id}",
         "type": "message",
         "role": "assistant",
-        "model": server_of(request).shown_name(model),
+        "model": shown_name(request, model),
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,

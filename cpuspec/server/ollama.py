@@ -25,7 +25,7 @@ from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
 from cpuspec.server.embeddings import embed
 from cpuspec.server.errors import ForbiddenError, RequestError, UnknownModelError
-from cpuspec.server.gate import context_of, model_of
+from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import Answers, ServedModel
 from cpuspec.server.parsing import reasoning_marks
 from cpuspec.server.replies import error_body, json_response
@@ -228,7 +228,7 @@ class _OllamaLines(Writer):
 
 
 def _head(request: Request, model: ServedModel) -> dict[str, Any]:
-    return {"model": server_of(request).shown_name(model), "created_at": _time(context_of(request).created)}
+    return {"model": shown_name(request, model), "created_at": _time(context_of(request).created)}
 
 
 def _figures(stats: RequestStats) -> dict[str, Any]:
@@ -279,7 +279,7 @@ async def embed_inputs(body: EmbedBody, request: Request) -> Response:
     """Vectors of length one, one for each input."""
     model = await _model(request, body.model)
     texts = [body.input] if isinstance(body.input, str) else body.input
-    name = server_of(request).shown_name(model)
+    name = shown_name(request, model)
     if not texts:
         return json_response({"model": name, "embeddings": []})
 

@@ -16,7 +16,7 @@ from cpuspec.server.answering import respond
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.errors import ContextExceededError, RequestError
-from cpuspec.server.gate import context_of, model_of
+from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import event, json_response
@@ -92,7 +92,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "model": server_of(request).shown_name(model),
+        "model": shown_name(request, model),
         "output": [],
         "parallel_tool_calls": True,
         "previous_response_id": body.previous_response_id,

@@ -163,7 +163,8 @@ def test_an_adapter_takes_no_models_name(running: Running) -> None:
 
 def test_openais_client_uses_an_adapter_by_its_name(client: openai.OpenAI, texts: dict[str, str]) -> None:
     more = {"ignore_eos": True}
-    answer = client.completions.create(model="one", prompt="the cat", max_tokens=6, temperature=0, extra_body=more)
+    answer = client.completions.create(model="tiny:one", prompt="the cat", max_tokens=6, temperature=0, extra_body=more)
+    assert answer.model == "one"
     assert answer.choices[0].text == texts["one"]
     assert {"tiny", "one"} <= {row.id for row in client.models.list()}
 
