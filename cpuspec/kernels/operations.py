@@ -454,7 +454,8 @@ def _take_part(job, number, items, threads, thread):
         return _linear(op.linear, state, counter, 8 * job.num_operations, threads, thread)
     if op.number == layout.ATTEND:
         return _attend(op.attend, state, counter, threads, thread)
-    count = max(1, items // (threads * 4 if op.number == layout.ROTATE else threads * 16))
+    shares = 4 if op.number == layout.ROTATE else 2 if op.number >= layout.SHRINK else 16  # adapters are read in long runs
+    count = max(1, items // (threads * shares))
     completed = 0
     while True:
         first = take(counter, items, count)

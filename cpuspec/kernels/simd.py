@@ -154,7 +154,7 @@ def _hadamard_lanes(o: Ops, values: Value) -> Value:
     return values
 
 
-_AHEAD = 4096
+_AHEAD = 8192
 _a, _i, _f = types.int64, types.int32, types.float32
 
 # Scalars at an address.
