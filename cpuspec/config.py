@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from functools import cached_property, partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -889,6 +889,7 @@ class SamplingParams:
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalties at their defaults are off.
     n: answers that `LLM.generate` and `LLM.chat` give to the prompt; with a seed, the second has seed + 1, and so on.
     logprobs: None, or the number of alternatives to report beside each chosen token (0 = the chosen token alone).
+    prompt_logprobs: the same for the prompt's tokens, in `Completion.prompt_logprobs`; streams have none.
     max_draft_tokens: most tokens drafted in a round for this request, 0 = none; None = as the model was loaded.
     json_schema (kept as JSON text), regex, choices, grammar: one of them at most; every token is then chosen among those that can
     still lead to a text of it. The answer ends where nothing can follow, or where the text is whole and the model chooses its end
@@ -923,7 +924,7 @@ class SamplingParams:
         (), _TEXTS, "The answer never has this text as the tokenizer writes it alone, or behind a space. Repeatable.", "TEXT"
     )
     ignore_eos: bool = _setting(False, _BOOLEAN, "Go on when the model ends its answer, up to --max-tokens.")
-    max_tokens: int = _setting(256, _POSITIVE_COUNT, "Tokens that an answer may have at most.", "N", short="n")
+    max_tokens: int = _setting(1024, _POSITIVE_COUNT, "Tokens that an answer may have at most.", "N", short="n")
     min_tokens: int = _setting(0, _COUNT, "Tokens that an answer has at least: before, no end token is taken, and no --stop.", "N")
     n: int = _setting(1, _POSITIVE_COUNT, "Answers to the prompt.", "N")
     parse_special: bool = _setting(
@@ -931,6 +932,9 @@ class SamplingParams:
     )
     logprobs: int | None = _setting(
         None, _optional(_COUNT), "With --json: log-probabilities of each token and of the N likeliest ones in its place.", "N"
+    )
+    prompt_logprobs: int | None = _setting(
+        None, _optional(_COUNT), "Log-probabilities of the prompt's tokens, and of the N likeliest ones in each place.", "N"
     )
     max_draft_tokens: int | None = _setting(None, _optional(_COUNT), "Tokens that are drafted in a round at most.", "N")
     cache_salt: str = _setting(
@@ -960,7 +964,14 @@ class SamplingParams:
         "TOKEN",
     )
 
-    def __post_init__(self) -> None:
+    logits_processors: InitVar[object] = None  # vLLM's; refused
+
+    def __post_init__(self, logits_processors: object) -> None:
+        if logits_processors:
+            raise ConfigError(
+                "logits_processors must be left out: no code of a caller runs between logits and tokens; use logit_bias, "
+                "allowed_token_ids, bad_words, regex or grammar"
+            )
         _read_settings(self)
         if self.has_grammar:
             self._check_grammar()
@@ -1398,24 +1409,47 @@ AUTO = SpecConfig((LevelSpec("auto"),))  # drafts where that pays: the default o
 
 
 # Methods of vLLM's speculative config that name no model, with our drafters; those that end with mtp are the target's own layer.
-_VLLM_DRAFTERS: Mapping[str, str] = {"ngram": "ngram", "suffix": "suffix"}
-_VLLM_KEYS = ("method", "model", "num_speculative_tokens", "parallel_drafting", "draft_tensor_parallel_size")
+_VLLM_DRAFTERS: Mapping[str, str] = {"ngram": "ngram", "ngram_gpu": "ngram", "suffix": "suffix"}
+# Its keys, with the function that reads a value. Those that _read_vllm does not use say how vLLM drafts; no answer depends on them.
+_VLLM_KEYS: Mapping[str, Callable[[Any], object]] = {
+    **dict.fromkeys(("method", "model", "quantization", "kv_cache_dtype", "moe_backend", "attention_backend"), _or_none(_text)),
+    "num_speculative_tokens": lambda value: value,  # LevelSpec checks it
+    **dict.fromkeys(
+        ("prompt_lookup_max", "prompt_lookup_min", "max_model_len", "dspark_draft_topk"), _or_none(partial(whole, low=1))
+    ),
+    **dict.fromkeys(("suffix_decoding_max_tree_depth", "disable_by_batch_size"), _or_none(partial(whole, low=1))),
+    "suffix_decoding_max_cached_requests": partial(whole, low=0),
+    "suffix_decoding_max_spec_factor": partial(number, low=0),
+    "suffix_decoding_min_token_prob": partial(number, low=0, below=1),
+    **dict.fromkeys(("parallel_drafting", "use_heterogeneous_vocab", "use_local_argmax_reduction"), _flag),
+    **dict.fromkeys(("disable_padded_drafter_batch", "disable_eagle_block_drop", "enable_adaptive_verification"), _flag),
+    "enforce_eager": _or_none(_flag),
+    "draft_tensor_parallel_size": _or_none(partial(whole, low=1, high=1)),
+    "rejection_sample_method": partial(_one_of, ("standard", "block", "strict", "probabilistic")),
+    "draft_sample_method": partial(_one_of, ("greedy", "probabilistic")),
+}
 
 
 def _read_vllm(values: Mapping[Any, Any]) -> LevelSpec:
     """The level of vLLM's speculative config: a head's files say what method it has, so other methods need a model alone."""
-    unknown = [key for key in values if key not in _VLLM_KEYS]
-    if unknown or values.get("draft_tensor_parallel_size", 1) != 1 or not isinstance(values.get("parallel_drafting", True), bool):
-        raise ConfigError(
-            f"cannot read {_shown(dict(values))} as a speculative config; wanted method, model and num_speculative_tokens, "
-            "and at most parallel_drafting beside them"
-        )
+    for key, value in values.items():
+        if key not in _VLLM_KEYS:
+            known = ", ".join(_VLLM_KEYS)
+            raise ConfigError(
+                f"a speculative config has no {_shown(key)} here; wanted method, model, num_speculative_tokens; of {known}"
+            )
+        if not _fits(_VLLM_KEYS[key], value):
+            raise ConfigError(f"cannot read {key} of a speculative config, got {_shown(value)}")
     method, model, number = (values.get(key) for key in ("method", "model", "num_speculative_tokens"))
-    if method is not None and not isinstance(method, str):
-        raise ConfigError(f"the method of a speculative config is a text, got {_shown(method)}")
+    if (values.get("prompt_lookup_min") or 1) > (values.get("prompt_lookup_max") or math.inf):
+        raise ConfigError("a speculative config's prompt_lookup_min is above its prompt_lookup_max")
+    if method is None and model in ("ngram", "[ngram]"):
+        method = "ngram"
     drafter = "mtp" if method and (method == "mtp" or method.endswith("_mtp")) else _VLLM_DRAFTERS.get(method or "", model)
-    if not isinstance(drafter, str):
-        raise ConfigError(f"a speculative config with the method {_shown(method)} names a model, got {_shown(model)}")
+    if drafter is None:
+        raise ConfigError(f"a speculative config with the method {_shown(method)} names a model, got none")
+    if drafter == "suffix":
+        return LevelSpec(drafter, number, values.get("suffix_decoding_min_token_prob", 0.0))
     return LevelSpec(drafter, number)
 
 

@@ -73,9 +73,7 @@ class Sequence:
     @property
     def salt(self) -> str:
         """Only sequences of the same one may use what was computed for each other, or see it in their figures."""
-        # Adapters change keys and values. A client's salt may be any text: neither form can be taken for the other.
-        identity, given = set_identity(self.adapters), self.params.cache_salt
-        return f"\0{identity}\0{given}" if identity else given.replace("\0", "\0\0")
+        return salt_of(self.params.cache_salt, self.adapters)
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -142,6 +140,13 @@ class Sequence:
         """End the sequence after that many output tokens; a round may have committed more."""
         del self.tokens[self.num_prompt_tokens + num_output_tokens :]
         self.finish_reason = reason
+
+
+def salt_of(cache_salt: str, adapters: AdapterSet) -> str:
+    """The salt of sequences with these adapters, which change keys and values, whose request has this `cache_salt`."""
+    # A client's salt may be any text: neither form can be taken for the other.
+    identity = set_identity(adapters)
+    return f"\0{identity}\0{cache_salt}" if identity else cache_salt.replace("\0", "\0\0")
 
 
 def shared_prefix(first: list[int], second: list[int]) -> int:

@@ -32,7 +32,7 @@ from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import machine, models
 from cpuspec.cli.answer import StreamedAnswer, figures, stream_answer
 from cpuspec.cli.app import COMMANDS, whole_command
-from cpuspec.cli.chat import Chat, converse
+from cpuspec.cli.chat import _COMMANDS, Chat, converse
 from cpuspec.cli.console import deliver_again, emit_generated, note, print_table, size
 from cpuspec.config import EngineConfig, SamplingDefaults
 from cpuspec.engine.assemble import LOOKUPS, MODELS
@@ -884,6 +884,7 @@ class Scripted:
         token_id=lambda text: None,
         decode=lambda ids, skip_special: "",
         chat_template=None,
+        chat_template_for=lambda variables: Scripted.tokenizer.chat_template,
     )
 
     def __init__(self, *answers: str | type[BaseException]) -> None:
@@ -943,6 +944,68 @@ def test_a_message_that_was_stopped_before_a_word_leaves_no_trace(monkeypatch: p
 def test_a_failed_retry_keeps_the_old_answer(monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]) -> None:
     assert at_terminal(monkeypatch, ("yes", failure), "one\n", "/retry\n") == (["one", "yes"], 0)
     assert at_terminal(monkeypatch, ("yes", "no"), "one\n", "/retry\n") == (["one", "no"], 0)
+
+
+TOOLS = '''
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers."""
+    return a + b
+
+def odd(*numbers): ...
+'''
+CALL = '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>'
+
+
+def test_a_model_calls_a_function_that_the_user_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "tools.py"
+    file.write_text(TOOLS)
+    given: list[Any] = []
+    monkeypatch.setattr(Scripted.tokenizer, "chat_template", "{% for tool in tools %}<tool_call>{% endfor %}")
+    monkeypatch.setattr(Scripted.tokenizer, "encode_chat", lambda messages, variables: given.append(variables) or [0])
+    monkeypatch.setattr(
+        sys, "stdin", Terminal(f"/tools {file}:odd\n", f"/tools {file}:add\n", "one\n", "/undo\n", "two\n", "/tools none\n")
+    )
+    scripted = Scripted(CALL % '{"a": 2, "b": 3}', CALL % '{"c": 2}', "Five.", CALL % "{}", "No.")
+    talk = Chat(scripted, "scripted")  # type: ignore[arg-type]
+    events: list[list[Any]] = []
+
+    def undo(one: Chat, _: str) -> None:
+        events.append(one.turns.copy())
+        one.turns.clear()
+
+    monkeypatch.setitem(_COMMANDS, "undo", replace(_COMMANDS["undo"], run=undo))  # type: ignore[misc]
+    converse(talk)
+    assert [turn["role"] for turn in events[0]] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert events[0][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
+    assert (events[0][2]["content"], events[0][5]["content"]) == ("5", "Five.")
+    assert events[0][4]["content"].startswith("error: TypeError")
+    (tool,) = given[0]["tools"]
+    assert tool["function"]["parameters"]["required"] == ["a"]
+    assert tool["function"]["description"] == "Add two numbers."
+    assert [turn["role"] for turn in talk.turns] == ["user", "assistant", "tool", "assistant"]
+    assert not talk.tools
+    assert "takes numbers, which no call can name" in capsys.readouterr().err
+
+
+def test_a_history_is_kept_and_goes_on(model: str, tmp_path: Path) -> None:
+    kept = tmp_path / "talk.json"
+    options = ("chat", "-m", model, "--backend", "numpy", "--max-tokens", "2", "--history", str(kept))
+    assert run(*options, "--system", "Be short.", stdin="one\n").exit_code == 0
+    first = json.loads(kept.read_text())["messages"]
+    assert [one["role"] for one in first] == ["system", "user", "assistant"]
+    again = run(*options, stdin="two\n")
+    assert "has 1 exchanges, which go on" in again.stderr
+    both = json.loads(kept.read_text())["messages"]
+    assert both[:3] == first
+    assert [one["role"] for one in both[3:]] == ["user", "assistant"]
+    assert run(*options, stdin="/reset\n").exit_code == 0
+    assert [one["role"] for one in json.loads(kept.read_text())["messages"]] == ["system"]
+    for wrong in ("[", '{"messages": [{"role": "assistant", "content": "a"}]}', '{"messages": [{"role": "user", "content": 3}]}'):
+        kept.write_text(wrong)
+        refused(*options, stdin="two\n", code=2, message="holds no conversation")
+        assert kept.read_text() == wrong
 
 
 LONG = "hello " * 12

@@ -9,6 +9,27 @@ from pathlib import Path
 from cpuspec.cli.spellings import LLAMA, OLLAMA, OTHER_COMMANDS, SPELLINGS, VLLM
 from cpuspec.server.fields import NEUTRAL, REFUSED, SAME_NAMES, TRANSLATED
 
+# vLLM's and llama-cpp-python's Python.
+PYTHON = (
+    (
+        "`LLM(model, max_model_len=N, max_num_seqs=N)`, `Llama(model_path, n_ctx=N)`",
+        "`LLM(model, context_length=N, max_sequences=N)`",
+    ),
+    ("`LLM(model, speculative_config={...})`", "the same, or `spec=`"),
+    ("`SamplingParams(...)`", "the same names; `logits_processors` is refused, as code of a caller does not run in a step"),
+    ("`llm.generate(prompts, params)[0].outputs[0].text`", "the same; `[0].text` is that of the first answer"),
+    (
+        "`outputs[0].logprobs[0][id].logprob`",
+        "`logprobs[0].logprob` of the chosen token; `.top` are pairs of ids and log-probabilities",
+    ),
+    ("`llm.chat(messages)[0]`", "`llm.chat(messages)`; a list of conversations gives a list"),
+    ("`llm.embed(texts)[0].outputs.embedding`, `llama.embed(text)`", "`llm.embed(texts)[0]`"),
+    ("`llm.score(query, documents)[0].outputs.score`", "`llm.rank(query, documents)[0]`"),
+    ("`llama(text)['choices'][0]['text']`", "`llm.generate(text)[0].text`, or piece by piece `llm.stream(text)`"),
+    ("`llama.create_chat_completion(messages)['choices'][0]['message']['content']`", "`llm.chat(messages).text`"),
+    ("`AsyncLLMEngine`", "`AsyncLLM`"),
+)
+
 PAGE = Path(__file__).resolve().parent.parent / "cpuspec" / "cli" / "COMING_FROM.md"
 
 
@@ -25,11 +46,21 @@ def page() -> str:
     for program in (LLAMA, VLLM, OLLAMA):
         rows = []
         for one in (one for one in SPELLINGS if one.program == program):
-            here = f"`{one.ours}`" if one.ours else f"left out: {one.why}" if one.passes else one.why
+            here = (
+                f"`{one.ours} {one.part}`"
+                if one.part
+                else f"`{one.ours}`"
+                if one.ours
+                else f"left out: {one.why}"
+                if one.passes
+                else one.why
+            )
             rows.append((", ".join(f"`{name}`" for name in one.names), here))
         parts += [f"### {program}", _table(("there", "here"), rows)]
     same = [(f"`{names[0]}`", ", ".join(f"`{name}`" for name in names[1:])) for names in SAME_NAMES]
     parts += [
+        "## Python",
+        _table(("vLLM, llama-cpp-python", "here"), PYTHON),
         "## Fields of requests",
         "Names of one field; each endpoint takes all of them:",
         _table(("field", "other names"), same),

@@ -51,6 +51,28 @@ class HfTokenizerFiles:
     tokenizer_json: Path
 
 
+# Of Qwen3-Reranker (its README, and llama.cpp's converter).
+RANKING_PROMPT = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+    "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Ranker:
+    """How a model tells whether a document answers a query, by the final state of the last token of `prompt`.
+
+    weight: [k, C]. Of two rows the score is the first number of their products' softmax, of one row the product's sigmoid. None
+    for the rows of the output that belong to the tokens `labels`, so that the score is the probability of the first one.
+    """
+
+    prompt: str = RANKING_PROMPT
+    weight: QuantTensor | None = None
+    labels: tuple[str, str] = ("yes", "no")
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A model whose tensors are exactly those that `config` asks for, with the right shapes; their bytes are still unread.
@@ -64,7 +86,8 @@ class Checkpoint:
     pass; None for none.
     prediction_layers: tensors of layers for multi-token prediction by their names in the file; `checkpoints.heads.mtp` reads them.
     quantization: what its files say of how its weights were made, for people; "" where they say nothing.
-    pooling: of which states it was trained to make embeddings, one of `POOLINGS`; "" for a model that writes.
+    pooling: of which states it was trained to make embeddings, one of `POOLINGS`; "" for a model that writes. ranker: of a model
+    that was trained to rank texts, None for others.
     remarks: a sentence for each thing in its files that this version passes over, or reads in another way than they say.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
@@ -80,8 +103,17 @@ class Checkpoint:
     quantization: str = ""
     pooling: str = ""
     remarks: tuple[str, ...] = ()
+    ranker: Ranker | None = None
 
     def __post_init__(self) -> None:
+        if (
+            self.ranker
+            and (weight := self.ranker.weight)
+            and weight.shape not in ((1, self.config.hidden_size), (2, self.config.hidden_size))
+        ):
+            raise CheckpointError(
+                f"{self.path}: scores are made by a matrix of {list(weight.shape)}, wanted 1 or 2 rows of the hidden size"
+            )
         wanted = tensor_shapes(self.config)
         for name, shape in wanted.items():
             tensor = self.tensors.get(name)

@@ -472,6 +472,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 "qwen3",
                 "Qwen3ForCausalLM",
+                hf_alike=("Qwen3ForSequenceClassification",),  # of Qwen3-Reranker
                 flags={"qk_norm": True},
                 hf_defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
             ),

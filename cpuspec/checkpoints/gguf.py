@@ -11,7 +11,7 @@ import numpy as np
 
 from cpuspec.checkpoints import gemma
 from cpuspec.checkpoints.canonical import GGUF, Names, arranged
-from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary, tensor_shapes
+from cpuspec.checkpoints.checkpoint import RANKING_PROMPT, Checkpoint, GgufVocabulary, Ranker, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, LEAST_SUM, NOT_COMPUTED, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.gguf_file import GgufFile
@@ -37,6 +37,7 @@ GGUF_SAMPLING_KEYS: Mapping[str, str] = {
 
 # llama.cpp's numbers (`enum llama_pooling_type`).
 GGUF_POOLINGS: Mapping[int, str] = MappingProxyType({0: "", 1: "mean", 2: "cls", 3: "last"})
+RANK, RANKS = 4, "cls.output.weight"  # a model that ranks texts, and the matrix that makes its scores
 
 # What a model of these architectures may ask for and this reader does not compute: key, values that ask for nothing, name.
 _UNSUPPORTED = (
@@ -89,6 +90,7 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
     architecture = fields.text("general.architecture")
     family = _family_of(path, file.metadata, architecture)
     settings = _of_ollama(Fields(str(path), file.metadata, f"{architecture}.", family.gguf_defaults), family)
+    pooling, ranker = _read_pooling(settings, file, family)
     named, predicting = _canonical_names(file, family, _num_layers(settings))
     try:
         config = _read_config(settings, family, named, {name: file.tensors[name] for name in ROPE_TENSORS if name in file.tensors})
@@ -99,13 +101,14 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
     name = fields.text("general.name", "")
     # A name is for people: one that would scribble over a terminal, or fill it, is not used.
     name = name if name.isprintable() and 0 < len(name) <= 200 else path.stem
-    pooling = _read_pooling(settings)
     remarks = (*file.remarks, *_unknown_keys(settings))
     if file.senses:
         of = f"{len(file.senses)} tensors, as {file.senses[0]!r}, are of a part that sees or hears"
         remarks += (f"{path}: {of}; only text is read",)
     sampling = _read_sampling(file)
-    return Checkpoint(path, name, config, tensors, vocabulary, sampling, predicting, pooling=pooling, remarks=remarks)
+    return Checkpoint(
+        path, name, config, tensors, vocabulary, sampling, predicting, pooling=pooling, remarks=remarks, ranker=ranker
+    )
 
 
 def _family_of(path: object, metadata: Mapping[str, object], architecture: str) -> Family:
@@ -173,10 +176,18 @@ def config_of(
     return _read_config(Fields(what, metadata, prefix, family.gguf_defaults), family, tensors, factors)
 
 
-def _read_pooling(fields: Fields) -> str:
-    if (number := fields.integer("pooling_type", 0)) not in GGUF_POOLINGS:
-        fields.fail("pooling_type", "none (0), mean (1), cls (2) or last (3); models that rank texts are not supported")
-    return GGUF_POOLINGS[number]
+def _read_pooling(fields: Fields, file: GgufFile, family: Family) -> tuple[str, Ranker | None]:
+    """What the file makes embeddings of, and how it ranks texts: by a matrix of its own, or, converted as a model that writes, by
+    its name.
+    """
+    number, weight = fields.integer("pooling_type", 0), file.tensors.get(RANKS)
+    named = f"{file.metadata.get('general.name', '')} {file.path.stem}".lower()
+    if family.architecture == "qwen3" and (number == RANK if weight else "rerank" in named):
+        prompt = str(file.metadata.get("tokenizer.chat_template.rerank") or RANKING_PROMPT)
+        return "", Ranker(prompt, weight)
+    if number not in GGUF_POOLINGS:
+        fields.fail("pooling_type", "none (0), mean (1), cls (2) or last (3), or of a Qwen3 with cls.output.weight rank (4)")
+    return GGUF_POOLINGS[number], None
 
 
 def _num_layers(fields: Fields) -> int:
@@ -203,7 +214,7 @@ def _canonical_names(file: GgufFile, family: Family, num_layers: int) -> tuple[d
             if ours in tensors:
                 raise CheckpointError(f"{file.path}: tensor {name!r} is there under another name, too; wanted it once")
             tensors[ours] = tensor
-        elif name not in ROPE_TENSORS:
+        elif name not in ROPE_TENSORS and not (name == RANKS and family.architecture == "qwen3"):
             raise CheckpointError(
                 f"{file.path}: tensor {name!r} belongs to a feature this version does not compute in {family.architecture} models; "
                 "the model would be wrong without it"

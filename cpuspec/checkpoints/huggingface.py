@@ -14,7 +14,7 @@ import numpy as np
 
 from cpuspec.checkpoints import gemma, openvino
 from cpuspec.checkpoints.canonical import HF, Names, arranged
-from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles, tensor_shapes
+from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles, Ranker, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, MODEL_TYPES, NOT_COMPUTED, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.latent import read_hf as read_latent
@@ -76,6 +76,10 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     method = read_method(directory, fields)
     wanted, names = tensor_shapes(config), Names(family, HF)
     named, predicting, found = {}, {}, _read_tensors(directory, method, mmap, remarks)
+    # A snapshot of huggingface_hub's cache is called by its commit, and the repository by models--OWNER--NAME.
+    where = directory.resolve()
+    title = where.parent.parent.name.rpartition("--")[2] if where.parent.name == "snapshots" else where.name
+    ranker = _read_ranker(title, family, found)
     prefix = "model." if "embed_tokens.weight" in found else ""  # models that make embeddings are saved without what writes
     for file_name, tensor in found.items():
         # In a model of several parts the language model has a prefix, at one of two places.
@@ -102,7 +106,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     tensors = arranged(str(directory), config, family, HF, named, wanted)
     config, tensors = multiplied(settings, family, config, tensors)
     pooling = _read_pooling(directory)
-    if pooling and "output" not in tensors:
+    if (pooling or ranker) and "output" not in tensors:
         config = replace(config, tied_embeddings=True)  # nobody asks for what it would write
     if config.tied_embeddings and "output" in tensors:
         # Some exporters store the tied matrix twice, or only under the name of the other. As in transformers, a matrix that differs
@@ -114,9 +118,6 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
             config = replace(config, tied_embeddings=False)
             remarks.append(f"{fields.what}: tie_word_embeddings is true, and lm_head.weight differs from the embedding; it is used")
     vocabulary = HfTokenizerFiles(directory, directory / "tokenizer.json")
-    # A snapshot of huggingface_hub's cache is called by its commit, and the repository by models--OWNER--NAME.
-    where = directory.resolve()
-    name = where.parent.parent.name.rpartition("--")[2] if where.parent.name == "snapshots" else where.name
     _check_prediction_layers(directory, predicting, config.num_layers + fields.integer("num_nextn_predict_layers", 0))
     # The token of models trained for drafts in one pass: PARD's key (arXiv 2504.18583), and vLLM's other one for it.
     mask_key = next((key for key in ("pard_token", "ptd_token_id") if key in fields), None)
@@ -124,7 +125,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     sampling = _read_sampling(directory)
     quantization = method.kind if method else ""
     return Checkpoint(
-        directory, name, config, tensors, vocabulary, sampling, predicting, mask_id, quantization, pooling, tuple(remarks)
+        directory, title, config, tensors, vocabulary, sampling, predicting, mask_id, quantization, pooling, tuple(remarks), ranker
     )
 
 
@@ -148,6 +149,14 @@ def _read_pooling(directory: Path) -> str:
     if len(asked) != 1:
         raise CheckpointError(f"{path} asks for {len(asked)} of {', '.join(keys)}; exactly one is supported")
     return asked[0]
+
+
+def _read_ranker(title: str, family: Family, tensors: dict[str, QuantTensor]) -> Ranker | None:
+    """How a model ranks texts, where it does: by a matrix of its own, which is taken out of the tensors, or by its name."""
+    if family.architecture != "qwen3":
+        return None
+    weight = tensors.pop("score.weight", None)
+    return Ranker(weight=weight) if weight is not None or "rerank" in title.lower() else None
 
 
 def read_fields(directory: Path) -> Fields:

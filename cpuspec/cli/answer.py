@@ -21,7 +21,8 @@ from cpuspec.server.parsing import Piece, answer_parser, opens_reasoning, shown_
 class StreamedAnswer:
     """An answer. finish_reason is "aborted" if the user interrupted it; its stats then end there.
 
-    content, reasoning: the two parts of the text. The answer to a raw prompt is all content.
+    content, reasoning: the two parts of the text. The answer to a raw prompt is all content. calls: of tools, their names and
+    arguments as JSON.
     """
 
     params: SamplingParams
@@ -32,6 +33,7 @@ class StreamedAnswer:
     stats: RequestStats | None = None
     content: str = ""
     reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
 
 
 def keep_quiet(text: str) -> None:
@@ -53,9 +55,11 @@ def stream_answer(
     answer, parser, shown = StreamedAnswer(params), None, frozenset[int]()
     asked: Any = prompt
     if not isinstance(prompt, str):
-        tokenizer, template = llm.tokenizer, llm.tokenizer.chat_template
+        tokenizer = llm.tokenizer
+        template = tokenizer.chat_template_for(variables or {})
         ids = asked = tokenizer.encode_chat(prompt, variables=variables)
-        parser, shown = answer_parser(template, {}, opens_reasoning(tokenizer, template, ids)), shown_tokens(tokenizer)
+        functions = {one["function"]["name"]: one["function"]["parameters"] for one in (variables or {}).get("tools", ())}
+        parser, shown = answer_parser(template, functions, opens_reasoning(tokenizer, template, ids)), shown_tokens(tokenizer)
 
     def take(pieces: list[Piece]) -> None:
         for piece in pieces:
@@ -66,6 +70,10 @@ def stream_answer(
                 show(piece.text)
             else:
                 answer.reasoning += piece.text if piece.kind == "reasoning" else ""
+                if piece.kind == "call":
+                    answer.calls.append((piece.text, ""))
+                elif piece.kind == "arguments":
+                    answer.calls[-1] = (answer.calls[-1][0], answer.calls[-1][1] + piece.text)
                 show_apart(f"[{piece.text}] " if piece.kind == "call" else piece.text)
 
     try:

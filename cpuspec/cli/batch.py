@@ -21,7 +21,7 @@ from cpuspec.errors import BackendError
 
 @exit_codes()
 @options.takes_running(*options.ANSWERING)
-@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
+@options.takes_sampling(without=("logprobs",))
 def batch(
     *,
     model: options.ModelArgument = DEFAULT_RECIPE,

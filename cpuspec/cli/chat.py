@@ -11,51 +11,65 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import options
 from cpuspec.cli.answer import StreamedAnswer, cut_off_by, describe_sampling, figures, memory_line, stream_answer, with_seed
 from cpuspec.cli.console import emit, emit_apart, emit_generated, exit_codes, note
 from cpuspec.cli.opening import load_llm, sampling_defaults, thinking_variables
-from cpuspec.cli.options import CHAT_TOKENS, read_logit_bias
+from cpuspec.cli.options import read_logit_bias
+from cpuspec.cli.tools import Tool, open_tool
 from cpuspec.config import SAMPLING_FIELDS, SamplingParams
 from cpuspec.engine.llm import LLM, Message
 from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.files import read_file, write_file
 
 _PROMPT, _MORE = "> ", ". "
 _BLOCK = '"""'
+_MOST_CALLS = 8  # of tools, one after the other, before the model must answer
 
 
 @exit_codes()
 @options.takes_running("context_length", "mmap", "head_format", "head_vocab", *options.HOW, *options.ADAPTED)
-@options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "draft", "ignore_eos", "logprobs", "parse_special"))
+@options.takes_sampling(without=("ignore_eos", "logprobs", "parse_special"))
 def chat(
     model: options.ModelArgument = DEFAULT_RECIPE,
     *,
     draft: options.DraftOption = None,
     system: options.SystemOption = None,
     thinking: options.ThinkingOption = None,
+    tool: Annotated[list[str] | None, options.option("FILE.py:FUNCTION", "A function that the model may call. Repeatable.")] = None,
+    history: Annotated[
+        Path | None, options.option("FILE", "Keep the conversation in this file, and go on with the one that it holds.")
+    ] = None,
     sampling: dict[str, Any],
     running: options.Running,
 ) -> None:
     """Talk with a model. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."""
     if system is not None:
         options.checked_text(system, "--system")
+    with options.usage_errors():
+        tools = {one.name: one for one in map(open_tool, tool or ())}
+        before, said = read_history(history) if history else (None, [])
 
     with load_llm(model, draft, running) as llm:
         if not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; `cpuspec generate --raw` continues plain text with it")
         sampling_defaults(llm)
-        converse(Chat(llm, model, sampling, system, thinking_variables(llm, thinking)))
+        talk = Chat(llm, model, sampling, before if system is None else system, thinking_variables(llm, thinking), said)
+        talk.tools, talk.history = tools, history
+        if said:
+            note(f"({history} has {_num_exchanges(talk)} exchanges, which go on; /reset forgets them)")
+        converse(talk)
 
 
 @dataclass
 class Chat:
-    """A conversation so far: `turns` alternate between user and assistant.
+    """A conversation so far. `turns`: exchanges of a user's message, calls of tools with their results, and an answer.
 
     given: the settings that the user chose, fields of SamplingParams; the model's own apply to all others. variables: of the chat
-    template.
+    template. tools: by name. history: the file that each exchange is written to.
     """
 
     llm: LLM
@@ -64,6 +78,8 @@ class Chat:
     system: str | None = None
     variables: dict[str, bool] = field(default_factory=dict)
     turns: list[Message] = field(default_factory=list)
+    tools: dict[str, Tool] = field(default_factory=dict)
+    history: Path | None = None
     last: StreamedAnswer | None = None
     saved: Path | None = None
     at_terminal: bool = False
@@ -76,7 +92,7 @@ class Chat:
 
     def params_with(self, given: Mapping[str, Any]) -> SamplingParams:
         """The sampling params under other settings of the user's. Raises ConfigError."""
-        return self.llm.sampling_defaults.under({"max_tokens": CHAT_TOKENS, **given})
+        return self.llm.sampling_defaults.under(given)
 
     @property
     def messages(self) -> list[Message]:
@@ -86,7 +102,17 @@ class Chat:
     def messages_after(self, num_exchanges: int) -> list[Message]:
         """The messages without the `num_exchanges` oldest exchanges."""
         first = [{"role": "system", "content": self.system}] if self.system is not None else []
-        return first + self.turns[2 * num_exchanges :]
+        return first + self.turns[self.start_of(num_exchanges) :]
+
+    def start_of(self, exchange: int) -> int:
+        """The number of the turn with which an exchange begins; negative ones count from the last."""
+        starts = [number for number, turn in enumerate(self.turns) if turn["role"] == "user"]
+        return [*starts, len(self.turns)][exchange] if exchange >= 0 else starts[exchange]
+
+    @property
+    def given_to_template(self) -> dict[str, Any]:
+        """The variables of the chat template, tools among them."""
+        return {**self.variables, **({"tools": [one.declaration for one in self.tools.values()]} if self.tools else {})}
 
 
 def converse(chat: Chat) -> None:
@@ -190,30 +216,92 @@ def _answer(chat: Chat, text: str) -> bool:
     A message that cannot be answered, or is interrupted before the first word, is removed from the conversation.
     """
     chat.turns.append({"role": "user", "content": text})
-    params = with_seed(chat.params)
     try:
-        try:
-            answer = stream_answer(chat.llm, chat.messages, params, emit_generated, emit_apart, chat.variables)
-        except ConfigError:
-            if not _make_room(chat):
-                raise
-            answer = stream_answer(chat.llm, chat.messages, params, emit_generated, emit_apart, chat.variables)
+        answer = _streamed(chat)
+        for _ in range(_MOST_CALLS):
+            if not answer.calls or answer.finish_reason != "stop":
+                break
+            _call_tools(chat, answer)
+            answer = _streamed(chat)
     except BaseException:
-        chat.turns.pop()
+        del chat.turns[chat.start_of(-1) :]
         raise
     emit("" if answer.content.endswith("\n") else "\n")
     chat.last = answer
     if answer.finish_reason == "aborted" and not answer.text:
-        chat.turns.pop()
+        del chat.turns[chat.start_of(-1) :]
         note("(stopped before the first word; the message is forgotten)")
         return False
     chat.turns.append({"role": "assistant", "content": answer.content})
+    _keep_history(chat)
     if answer.finish_reason == "aborted":
         note("(stopped; what was said stays in the conversation)")
     elif reason := cut_off_by(answer):
         full = "" if len(answer.token_ids) == answer.params.max_tokens else "; /drop forgets the oldest exchange and makes room"
         note(f"(cut off by {reason}{full})")
     return True
+
+
+def _streamed(chat: Chat) -> StreamedAnswer:
+    """Show what the model says next."""
+    params, variables = with_seed(chat.params), chat.given_to_template
+    try:
+        return stream_answer(chat.llm, chat.messages, params, emit_generated, emit_apart, variables)
+    except ConfigError:
+        if not _make_room(chat):
+            raise
+        return stream_answer(chat.llm, chat.messages, params, emit_generated, emit_apart, variables)
+
+
+def _call_tools(chat: Chat, answer: StreamedAnswer) -> None:
+    """Run what the model calls, and add its message and the results to the conversation."""
+    calls: list[dict[str, Any]] = []
+    results: list[Message] = []
+    for number, (name, arguments) in enumerate(answer.calls):
+        tool, call_id = chat.tools.get(name), f"call{len(chat.turns)}_{number}"
+        result = tool.call(arguments) if tool else f"error: there is no tool {name}"
+        note(f"\n({name} -> {result[:200]})")
+        try:
+            given = json.loads(arguments or "{}")
+        except ValueError:
+            given = {}
+        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": given}})
+        results.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": result})
+    chat.turns += [{"role": "assistant", "content": answer.content, "tool_calls": calls}, *results]
+
+
+def read_history(path: Path) -> tuple[str | None, list[Message]]:
+    """The system message and the turns that a file of --history or /save holds; none where there is no file. Raises ConfigError."""
+    if not path.exists():
+        return None, []
+    try:
+        messages = json.loads(read_file(path, options.MAX_PROMPT_BYTES, ConfigError))["messages"]
+        roles = [one["role"] for one in messages]
+        sound = all(isinstance(one["content"], str) for one in messages) and not {*roles} - {"system", "user", "assistant", "tool"}
+        begins = "system" in roles[:1]
+        sound = sound and "system" not in roles[begins:] and roles[begins : begins + 1] in ([], ["user"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        sound = False
+    if not sound:
+        raise ConfigError(f"{path} holds no conversation; wanted what /save writes, or the name of a new file")
+    return (messages[0]["content"] if begins else None), messages[begins:]
+
+
+def _keep_history(chat: Chat) -> None:
+    if chat.history:
+        try:
+            write_file(chat.history, _document(chat))
+        except OSError as error:
+            raise ConfigError(f"{chat.history} cannot be written: {error.strerror or error}") from None
+
+
+def _document(chat: Chat) -> str:
+    return json.dumps({"model": chat.model, "messages": chat.messages}, indent=2, ensure_ascii=False) + "\n"
+
+
+def _num_exchanges(chat: Chat) -> int:
+    """Those that have been answered."""
+    return sum(turn["role"] == "user" for turn in chat.turns) - (bool(chat.turns) and chat.turns[-1]["role"] != "assistant")
 
 
 def _make_room(chat: Chat) -> bool:
@@ -225,7 +313,7 @@ def _make_room(chat: Chat) -> bool:
     if num_tokens < room:
         return False
     full = f"the conversation has {num_tokens} tokens and the context holds {room}, at least one of them generated"
-    num_old = len(chat.turns) // 2
+    num_old = _num_exchanges(chat)
     num_dropped = next((count for count in range(1, num_old + 1) if _num_tokens(chat, count) < room), None)
     if num_dropped is None:
         raise ConfigError(f"{full}; this message is too long for it: shorten it, or start with a larger --context-length")
@@ -240,7 +328,7 @@ def _make_room(chat: Chat) -> bool:
 
 def _num_tokens(chat: Chat, num_dropped: int) -> int:
     """The tokens of the prompt that the messages make without the `num_dropped` oldest exchanges."""
-    return len(chat.llm.tokenizer.encode_chat(chat.messages_after(num_dropped), variables=chat.variables))
+    return len(chat.llm.tokenizer.encode_chat(chat.messages_after(num_dropped), variables=chat.given_to_template))
 
 
 def _agreed(question: str) -> bool:
@@ -253,8 +341,9 @@ def _exchanges(count: int) -> str:
 
 
 def _forget(chat: Chat, count: int) -> None:
-    del chat.turns[: 2 * count]
-    note(f"(forgot the {_exchanges(count)}; {len(chat.turns) // 2} remain)")
+    del chat.turns[: chat.start_of(count)]
+    _keep_history(chat)
+    note(f"(forgot the {_exchanges(count)}; {_num_exchanges(chat)} remain)")
 
 
 def _help(chat: Chat, argument: str) -> None:
@@ -267,6 +356,7 @@ def _help(chat: Chat, argument: str) -> None:
 
 def _reset(chat: Chat, argument: str) -> None:
     chat.turns.clear()
+    _keep_history(chat)
     note("(the conversation is empty)")
 
 
@@ -288,18 +378,30 @@ def _thinking(chat: Chat, argument: str) -> None:
     )
 
 
+def _tools(chat: Chat, argument: str) -> None:
+    if argument == "none":
+        chat.tools.clear()
+    elif argument:
+        tool = open_tool(argument)
+        if "tools" not in (chat.llm.tokenizer.chat_template_for({"tools": True}) or ""):
+            raise ConfigError("this model's chat template takes no tools; use a model that calls some, as Qwen3 or Llama 3")
+        chat.tools[tool.name] = tool
+    note(f"(tools: {', '.join(chat.tools) or 'none'})")
+
+
 def _undo(chat: Chat, argument: str) -> None:
     if not chat.turns:
         note("(there is nothing to undo)")
         return
-    del chat.turns[-2:]
-    note(f"(the last exchange is forgotten; {len(chat.turns) // 2} remain)")
+    del chat.turns[chat.start_of(-1) :]
+    _keep_history(chat)
+    note(f"(the last exchange is forgotten; {_num_exchanges(chat)} remain)")
 
 
 def _drop(chat: Chat, argument: str) -> None:
     count = _number(int)("drop", argument or "1")
-    if not 1 <= count <= len(chat.turns) // 2:
-        raise ConfigError(f"there are {len(chat.turns) // 2} exchanges; /drop takes how many of the oldest to forget, got {count}")
+    if not 1 <= count <= _num_exchanges(chat):
+        raise ConfigError(f"there are {_num_exchanges(chat)} exchanges; /drop takes how many of the oldest to forget, got {count}")
     _forget(chat, count)
 
 
@@ -307,8 +409,8 @@ def _retry(chat: Chat, argument: str) -> None:
     if not chat.turns:
         note("(there is nothing to answer again)")
         return
-    exchange, answered = chat.turns[-2:], False
-    del chat.turns[-2:]
+    exchange, answered = chat.turns[chat.start_of(-1) :], False
+    del chat.turns[chat.start_of(-1) :]
     try:
         answered = _answer(chat, exchange[0]["content"])
     finally:
@@ -412,7 +514,7 @@ def _save(chat: Chat, argument: str) -> None:
     if len(names) != 1:
         raise ConfigError("give one file name, as /save talk.json")
     path = Path(names[0]).expanduser().absolute()
-    document = json.dumps({"model": chat.model, "messages": chat.messages}, indent=2, ensure_ascii=False) + "\n"
+    document = _document(chat)
     try:
         with path.open("w" if path == chat.saved else "x", encoding="utf-8") as stream:
             stream.write(document)
@@ -441,6 +543,8 @@ _COMMANDS: Mapping[str, _Command] = {
     "clear": _Command(_reset, "", "the same as /reset"),
     "system": _Command(_system, "TEXT", "set the system message; none removes it, no text shows it"),
     "thinking": _Command(_thinking, "on|off", "let the model reason before it answers, or not; default for its template's way"),
+    "think": _Command(_thinking, "on|off", "the same as /thinking"),
+    "tools": _Command(_tools, "FILE.py:FUNCTION", "let the model call a function; none takes all away, without a name list them"),
     "undo": _Command(_undo, "", "forget the last message and its answer"),
     "drop": _Command(_drop, "N", "forget the N oldest exchanges, by default one, to make room in the context"),
     "retry": _Command(_retry, "", "answer the last message again"),

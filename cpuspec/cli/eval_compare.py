@@ -70,7 +70,7 @@ def drift(
 
 @exit_codes()
 @options.takes_running("max_sequences", "context_length", *options.HOW)
-@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
+@options.takes_sampling(options.EVAL_TOKENS, without=("logprobs",))
 def forms(
     model: options.ModelArgument,
     data: Annotated[

@@ -47,7 +47,7 @@ LimitOption = Annotated[int | None, option("N", "Problems at most; by default al
 
 @exit_codes()
 @options.takes_running("max_sequences", "context_length", *options.HOW, *options.ADAPTED)
-@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
+@options.takes_sampling(options.EVAL_TOKENS, without=("logprobs",))
 def task(
     model: options.ModelArgument,
     name: Annotated[str, argument("TASK", f"One of {', '.join(TASKS)}.")],

@@ -19,7 +19,7 @@ from cpuspec.errors import ConfigError
 
 @exit_codes()
 @options.takes_running("context_length", "mmap", "head_format", "head_vocab", *options.HOW, *options.ADAPTED)
-@options.takes_sampling(options.GENERATE_TOKENS)
+@options.takes_sampling()
 def generate(
     model: options.ModelArgument = DEFAULT_RECIPE,
     prompt: Annotated[str | None, argument("PROMPT", "What to answer. Without it stdin is read, and -m names the model.")] = None,

@@ -24,8 +24,7 @@ Command = Callable[..., None]
 
 MAX_PROMPT_BYTES = 64 << 20
 _LONGEST_NAME = 1000  # of a file, in characters
-# Defaults of --max-tokens: long enough for an ordinary answer, short enough that a small model's loop ends by itself.
-GENERATE_TOKENS, CHAT_TOKENS = 512, 1024
+EVAL_TOKENS = 512  # default of --max-tokens where answers are judged: a program or a number, and what stands before it
 
 # Settings of commands: those of adapters; those of a backend; and with them those of an engine that answers many requests.
 HOW = ("threads", "memory", "kv_format", "device", "dtype", "weights", "activations", "prompt_arithmetic")
@@ -261,12 +260,16 @@ def _read_serving(given: dict[str, Any]) -> ServerConfig:
         return ServerConfig(**{name: value for name, value in given.items() if value is not None})
 
 
-_OF_SERVERS = ("cache_salt",)  # settings for servers only, which have several users
+# Settings for servers, which have several users, and for programs.
+_NO_OPTIONS = ("cache_salt", "prompt_logprobs", "n", "max_draft_tokens", "draft")
 
 
-def takes_sampling(max_tokens: int, without: Container[str] = ("n", "max_draft_tokens", "draft")) -> Callable[[Command], Command]:
-    """Give a command options for the fields of SamplingParams; it gets those that were given as `sampling: dict[str, Any]`."""
-    names = [one.name for one in fields(SamplingParams) if one.name not in without and one.name not in _OF_SERVERS]
+def takes_sampling(max_tokens: int = SamplingParams.max_tokens, without: Container[str] = ()) -> Callable[[Command], Command]:
+    """Give a command options for the fields of SamplingParams; it gets those that were given as `sampling: dict[str, Any]`.
+
+    max_tokens: the default of that one.
+    """
+    names = [one.name for one in fields(SamplingParams) if one.name not in without and one.name not in _NO_OPTIONS]
     return takes("sampling", _options(SamplingParams, names, "Sampling", max_tokens=max_tokens), _read_sampling)
 
 

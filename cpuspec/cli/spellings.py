@@ -19,6 +19,7 @@ class Spelling:
 
     ours: the option that it stands for, "PROMPT" for an argument, "" for none. value: whether a value follows it.
     read: the value in our spelling; None for one that has none, "" for one that is our default.
+    part: which part of a draft spec it is, where several options make one `--draft`.
     why: what to do where it stands for nothing. passes: it is left out with a note, else it is an error.
     """
 
@@ -27,12 +28,20 @@ class Spelling:
     ours: str = ""
     value: bool = True
     read: Callable[[str], str | None] = str
+    part: str = ""
     why: str = ""
     passes: bool = False
 
 
 _KV = {"f16": "f16", "q8_0": "int8", "int8": "int8", "auto": "f16"}
-_METHODS = {"none": "none", "draft-mtp": "mtp", "ngram-simple": "ngram", "ngram-mod": "ngram", "ngram-cache": "ngram"}
+# llama.cpp's ways to draft, by our drafters; "" for one of a model that another option names.
+_METHODS = {
+    **dict.fromkeys(("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"), "ngram"),
+    **dict.fromkeys(("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark"), ""),
+    "draft-mtp": "mtp",
+    "none": "none",
+}
+_KIND, _MODEL, _TOKENS, _CONFIDENCE = "KIND", "MODEL", "MODEL@N", "MODEL@:P"
 _BY_ITSELF = "the chat template says it"
 
 
@@ -60,16 +69,31 @@ SPELLINGS = (
     Spelling(LLAMA, ("-no-cnv", "--no-conversation"), "--raw", value=False),
     Spelling(LLAMA, ("-jf", "--json-schema-file"), "--json-schema"),
     Spelling(LLAMA, ("--grammar-file",), "--grammar"),
-    Spelling(LLAMA, ("-md", "--model-draft", "--spec-draft-model"), "--draft"),
-    Spelling(LLAMA, ("--draft-max", "--draft-n", "--spec-draft-n-max"), why="write it behind a drafter, as --draft ngram@8"),
-    Spelling(LLAMA, ("--spec-type",), "--draft", read=_METHODS.get),
+    Spelling(LLAMA, ("--spec-type",), "--draft", part=_KIND),
+    Spelling(LLAMA, ("-md", "--model-draft", "--spec-draft-model"), "--draft", part=_MODEL),
+    Spelling(LLAMA, ("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"), "--draft", part=_MODEL),
+    Spelling(LLAMA, ("--draft-max", "--draft-n", "--spec-draft-n-max"), "--draft", part=_TOKENS),
+    Spelling(LLAMA, ("--draft-p-min", "--spec-draft-p-min"), "--draft", part=_CONFIDENCE),
+    _left_out(LLAMA, "--draft-min", "--draft-n-min", "--spec-draft-n-min", why="drafts of any length are verified"),
+    _left_out(
+        LLAMA,
+        "-ngld",
+        "--gpu-layers-draft",
+        "--spec-draft-ngl",
+        why="drafts run where the target does; torch:cuda:MODEL names a GPU",
+    ),
+    _left_out(LLAMA, "-td", "--threads-draft", "--spec-draft-threads", why="drafts use the same threads"),
     Spelling(LLAMA, ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"), "--kv-format", read=_KV.get),
     Spelling(LLAMA, ("--api-key",), why="a key on the command line is seen by others: set CPUSPEC_API_KEY, or give --api-key-file"),
     Spelling(LLAMA, ("-j",), why="write the schema to a file, and give --json-schema FILE"),
     Spelling(LLAMA, ("--chat-template", "--chat-template-file"), why="the model's own template is used; --raw goes without one"),
     Spelling(LLAMA, ("--lora-scaled",), "--lora", read=lambda value: "=".join(value.rsplit(":", 1))),
     _flag(LLAMA, "--lora-init-without-apply", why="--lora-modules NAME=FILE is for requests that name it"),
-    Spelling(LLAMA, ("-mm", "--mmproj", "--image"), why="models read text only"),
+    Spelling(
+        LLAMA,
+        ("-mm", "--mmproj", "--image"),
+        why="models read text only; say in words what the picture shows, or use llama-mtmd-cli",
+    ),
     Spelling(LLAMA, ("--embedding", "--embeddings"), value=False, why="the server embeds by itself; --pooling chooses how"),
     _left_out(LLAMA, "-ngl", "--gpu-layers", "--n-gpu-layers", why="everything runs on the CPU; --backend torch uses a GPU"),
     _left_out(LLAMA, "-fa", "--flash-attn", why="attention is always computed in blocks"),
@@ -127,10 +151,12 @@ def translated(args: Sequence[str], command: Any, tell: Callable[[str], object])
         own["PROMPT"] = named["prompt"]
     found: list[str] = []
     behind: list[str] = []  # arguments, which options may stand before
+    drafts: dict[str, str] = {}  # parts of one --draft
     rest = iter(args)
     for arg in rest:
         name, is_joined, value = arg.partition("=")
         if arg == "--":
+            found = [*_draft(drafts), *found]
             return [*found, *behind, arg, *rest] if not behind else [*found, "--", *behind, *rest]
         if name in own:
             found.append(arg)
@@ -141,8 +167,31 @@ def translated(args: Sequence[str], command: Any, tell: Callable[[str], object])
             found.append(arg)
         else:
             given = [value] if is_joined else (_next(rest) if one.value else [])
-            found += _replaced(one, name, given, own, tell, behind)
-    return [*found, *(["--", *behind] if any(text.startswith("-") for text in behind) else behind)]
+            if one.part and one.ours in own and given:
+                drafts[one.part] = given[0]
+            else:
+                found += _replaced(one, name, given, own, tell, behind)
+    return [*_draft(drafts), *found, *(["--", *behind] if any(text.startswith("-") for text in behind) else behind)]
+
+
+def _draft(parts: Mapping[str, str]) -> list[str]:
+    """The option that llama.cpp's options of drafts make, if there are any. Of several ways to draft, auto chooses."""
+    if not parts:
+        return []
+    model, levels = parts.get(_MODEL, ""), []
+    for kind in parts.get(_KIND, "draft-simple" if model else "").split(","):
+        if (level := _METHODS.get(kind)) is None:
+            wanted = f"one of {', '.join(_METHODS)}" if kind else "a drafter beside it, as --draft ngram@8:0.4"
+            raise typer.BadParameter(f"llama.cpp's options of drafts name {kind or 'no drafter'}; wanted {wanted}")
+        if level == "none":
+            return ["--draft", level]
+        if not level and not model:
+            raise typer.BadParameter(f"--spec-type {kind} drafts with a model; name it with --spec-draft-model")
+        levels += [] if level == "ngram" and "ngram" in levels else [level if level == "ngram" else model or level]
+    confidence = parts.get(_CONFIDENCE, "")
+    cap = parts.get(_TOKENS, "") + (f":{confidence}" if confidence.strip("0.") else "")
+    capped = [f"{level}@{cap}" if cap and (level != "ngram" or len(levels) == 1) else level for level in levels]
+    return ["--draft", ",".join(["auto"] * (len(levels) > 1) + capped)]
 
 
 def _replaced(

@@ -201,7 +201,7 @@ def export(
         ),
     ] = None,
     has_tokenizer: Annotated[
-        bool, flag("--tokenizer/--no-tokenizer", "Without the tokenizer the file is smaller, and for cpuspec alone.")
+        bool, flag("--tokenizer/--no-tokenizer", "Write the tokenizer, too; without it the file is smaller, and for cpuspec alone.")
     ] = True,
 ) -> None:
     """Write a head as a GGUF file, for llama-server (--spec-draft-model) and for cpuspec: EAGLE-3, DFlash, DSpark, or a layer for

@@ -14,6 +14,7 @@ from cpuspec.checkpoints.heads.head import HeadNorm
 from cpuspec.config import POOLINGS
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.model.batch import F32, ForwardBatch
+from cpuspec.sampling import F64
 
 
 class EmbeddingJob:
@@ -90,16 +91,18 @@ class EmbeddingJob:
                 left.append((prompt, slot, end))
         self._reading = left + self._reading
 
-    def embeddings(self) -> F32:
-        """[n, dimensions] of length one, when the job is done; zeros where a state is zero.
-
-        Raises BackendError for states that are not finite.
-        """
-        assert self.is_done, "embeddings are there when every text has been read"
-        states = self._states[:, : self._dimensions]
-        lengths = np.linalg.norm(states, axis=1, keepdims=True)
-        if bad := int((~np.isfinite(lengths)).sum()):
+    def states(self) -> F64:
+        """[n, dimensions], pooled, when the job is done. Raises BackendError for states that are not finite."""
+        assert self.is_done, "states are there when every text has been read"
+        states: F64 = self._states[:, : self._dimensions]
+        if bad := int((~np.isfinite(states)).any(axis=1).sum()):
             raise BackendError(f"the states of {bad} of {len(states)} texts are NaN or infinite; the model's weights are broken")
+        return states
+
+    def embeddings(self) -> F32:
+        """The states at length one; zeros where a state is zero. Raises as `states` does."""
+        states = self.states()
+        lengths = np.linalg.norm(states, axis=1, keepdims=True)
         return (states / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
     def _pool(self, prompt: int, start: int, states: F32) -> None:

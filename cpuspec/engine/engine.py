@@ -34,8 +34,9 @@ class Output:
     token_texts: what each token added to the text. Text that may begin a stop string, and half a character, come with a later
     token. token_sources: the level that drafted each token, "" for the target's own. cycles: of each round the verifications that
     it took, the target's last. num_read_tokens: where `Request.shows_progress`, in outputs without tokens: those of the prompt that
-    have been read, the cached ones included. error: why a request ended with "error": a fault of
-    its settings, its rows or its drafts, while others go on.
+    have been read, the cached ones included. stop_reason: the stop string, or the id among
+    `SamplingParams.stop_token_ids`, that ended it; None for the model's own end. error: why a request ended with "error": a fault
+    of its settings, its rows or its drafts, while others go on.
     """
 
     request_id: int
@@ -43,6 +44,7 @@ class Output:
     token_ids: list[int]
     logprobs: list[TokenLogprobs]  # one for each token if asked for
     finish_reason: str | None = None  # "stop", "length", "error", "aborted"
+    stop_reason: str | int | None = None
     stats: RequestStats | None = None
     num_cached_tokens: int = 0  # prompt tokens whose keys and values were there already; the same in each output of a request
     token_texts: list[str] = field(default_factory=list)
@@ -272,7 +274,7 @@ class Engine:
                 reason = "stop"
                 break
             texts[num_taken - 1] = request.text.push(token)
-            if request.text.stopped:
+            if request.text.found is not None:
                 reason = "stop"
                 break
             if seq.answer_constraint:
@@ -288,14 +290,17 @@ class Engine:
         num_top = seq.params.logprobs
         chosen = [] if num_top is None else [logprobs(done.logits(i), new[i], num_top) for i in range(num_taken)]
         request.meter.record_step(num_taken, reads, done.cycles)
-        if reason and not request.text.stopped:
+        if reason and request.text.found is None:
             texts[num_taken - 1] += request.text.finish()
-            reason = "stop" if request.text.stopped else reason
+            reason = "stop" if request.text.found is not None else reason
         output = Output(seq.id, "".join(texts[:num_taken]), new[:num_taken], chosen)
         output.num_cached_tokens, output.token_texts = request.meter.num_cached_tokens, texts[:num_taken]
         output.token_sources, output.cycles = done.token_sources[:num_taken], [done.cycles]
         if reason is None:
             return output
+        output.stop_reason = request.text.found
+        if reason == "stop" and output.stop_reason is None and (last := new[num_taken - 1]) in seq.params.stop_token_ids:
+            output.stop_reason = last if seq.params.ignore_eos or last not in self._tokenizer.eos_ids else None
         seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
         return self._end(request, output, reason, error)
 

@@ -5,8 +5,8 @@ import weakref
 from collections import abc
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, overload
@@ -35,6 +35,7 @@ from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, che
 from cpuspec.engine.embedding import EmbeddingJob
 from cpuspec.engine.engine import Engine, Output, RequestedAnswer
 from cpuspec.engine.lora import LoadedAdapters, Lora, check_adapts
+from cpuspec.engine.ranking import RankingJob, ranking_weight
 from cpuspec.engine.scoring import ScoringJob
 from cpuspec.engine.shared import Receiver, SharedEngine
 from cpuspec.environment import default_prefix_cache_bytes
@@ -44,6 +45,7 @@ from cpuspec.metrics import LevelCounters, LevelMemory, LevelReads, PrefixStats,
 from cpuspec.model.batch import F32
 from cpuspec.platform import SYSTEM
 from cpuspec.sampling import TokenLogprobs
+from cpuspec.sequence import salt_of
 from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.guarded import GuardedProposer
@@ -67,13 +69,16 @@ _Settings = TypeVar("_Settings", EngineConfig, SamplingParams)
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt.
+    """The answer to one prompt. Its names are those of vLLM's RequestOutput, and of the CompletionOutput in `outputs`.
 
     text: all that the model wrote, its reasoning and tool calls included; the server's protocols split these (`server/parsing`).
     token_ids include the token that ended it, text does not.
     finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end), or "error": then `error` says
-    why this answer ended, while others went on.
-    logprobs: one for each token if asked for, else empty. index: its number among the `n` answers to the prompt.
+    why this answer ended, while others went on. stop_reason: as `Output.stop_reason`.
+    logprobs: one for each token if asked for, else empty. index: its number among the `n` answers to the prompt, which the first
+    one has as `outputs`, itself included.
+    prompt: its text; None where it was given as token ids. prompt_logprobs: one for each token of the prompt if asked for, else
+    None; the first is None, as nothing stands before it.
     """
 
     text: str
@@ -83,6 +88,21 @@ class Completion:
     stats: RequestStats
     index: int = 0
     error: str | None = None
+    stop_reason: str | int | None = None
+    prompt: str | None = None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    others: tuple["Completion", ...] = ()
+
+    @property
+    def outputs(self) -> list["Completion"]:
+        """All answers to the prompt."""
+        return [self, *self.others]
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over its tokens; None where log-probabilities were not asked for."""
+        return sum(one.logprob for one in self.logprobs) if self.logprobs else None
 
 
 class Job(Protocol):
@@ -122,12 +142,14 @@ class LLM:
             or "auto". No answer depends on it.
         backend: its name, with settings of its own if need be, as "torch:cuda,dtype=bf16".
         threads: None = every usable core.
-        settings, changes: an EngineConfig, and fields that replace its own, as in `LLM(model, context_length=4096)`.
+        settings, changes: an EngineConfig, and fields that replace its own, as in `LLM(model, context_length=4096)`;
+            speculative_config is vLLM's name of spec.
 
         Raises CpuspecError for settings, models and drafts that cannot be; where possible before weights are loaded.
         """
         if threads is not None:
             changes["threads"] = threads
+        spec = changes.pop("speculative_config", spec)
         backend, settings = read_backend(backend, _changed(settings or EngineConfig(), changes, "setting"))
         if isinstance(model, Checkpoint):
             spec = _read_spec(spec)
@@ -197,6 +219,8 @@ class LLM:
         self.context_length = context.capacity
         self.max_sequences = settings.max_sequences
         self.pooling = checkpoint.pooling if checkpoint else ""  # as `Checkpoint.pooling`
+        self.ranker = checkpoint.ranker if checkpoint else None  # as `Checkpoint.ranker`
+        self._ranking_weight = cache(partial(ranking_weight, checkpoint, tokenizer))
         self.remarks = checkpoint.remarks if checkpoint else ()  # as `Checkpoint.remarks`
         self.quantization = checkpoint.quantization if checkpoint else ""  # as `Checkpoint.quantization`
         self.num_parameters = sum(prod(one.shape) for one in checkpoint.tensors.values()) if checkpoint else 0
@@ -246,7 +270,7 @@ class LLM:
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: Params = None, *, lora_request: Loras = None, **settings: Any
     ) -> list[Completion]:
-        """Continue raw prompts, texts or token ids; always a list, in the prompts' order, with the `n` answers to one together.
+        """Continue raw prompts, texts or token ids; always a list, one for each prompt, with its `n` answers as `outputs`.
 
         params: for all prompts, or one each; None is greedy. settings: fields of `SamplingParams` that replace those of params,
         as in `generate("a", max_tokens=8)`. lora_request: adapters, for all prompts or one each (`cpuspec.engine.lora.Lora`): a
@@ -256,7 +280,7 @@ class LLM:
         listed = _listed(prompts)
         each = _read_params(params, settings, len(listed))
         ids = [self._prompt_ids(prompt, one.parse_special) for prompt, one in zip(listed, each, strict=True)]
-        return self._complete(ids, each, self._adapter_sets(lora_request, len(listed)))
+        return self._complete(ids, each, self._adapter_sets(lora_request, len(listed)), [_text_of(prompt) for prompt in listed])
 
     @overload
     def chat(
@@ -301,7 +325,7 @@ class LLM:
         """Answer a conversation (a list of messages, each with role and content) through the model's chat template.
 
         A text is the message of a user; a content may be a list of parts with texts. Returns a Completion, or a list of them for a
-        list of conversations or for `n` above 1. params, settings: as in `generate`. tools: functions in OpenAI's form, given to
+        list of conversations. params, settings: as in `generate`. tools: functions in OpenAI's form, given to
         the template; a call is part of the answer's text, as the model writes it. chat_template_kwargs: variables of the template,
         as {"enable_thinking": False}. continue_final_message: the answer goes on with the last message's text.
         lora_request: as in `generate`.
@@ -312,8 +336,7 @@ class LLM:
             messages = [{"role": "user", "content": messages}]
         if _is_conversation(messages):
             prompt = self._prompt_ids(messages, variables=variables, **how)
-            answers = self._complete([prompt], _read_params(params, settings, 1), self._adapter_sets(lora_request, 1))
-            return answers if len(answers) > 1 else answers[0]
+            return self._complete([prompt], _read_params(params, settings, 1), self._adapter_sets(lora_request, 1))[0]
         if not isinstance(messages, list | tuple) or not all(map(_is_conversation, messages)):
             raise ConfigError(
                 f"messages are a text, a list of messages such as {{'role': 'user', 'content': 'hello'}}, or a list of such lists; "
@@ -335,16 +358,19 @@ class LLM:
     ) -> Generator[Output]:
         """Yield one output a step; the last one carries finish_reason and stats.
 
-        The request starts with the first `next`. Closing the generator, or leaving its loop, frees its slot; its figures are then
-        in `aborted_stats`. A stream is for one thread at a time, and gives one answer. params, settings: as in `generate`. shown:
-        special tokens whose names are part of the text. chat_template_kwargs: as in `chat`. Raises CpuspecError behind the last
-        output of a request whose grammar leads nowhere.
+        Prompt and params are checked at once; the request starts with the first `next`. Closing the generator, or leaving its
+        loop, frees its slot; its figures are then in `aborted_stats`. A stream is for one thread at a time, and gives one answer.
+        params, settings: as in `generate`. shown: special tokens whose names are part of the text. chat_template_kwargs: as in
+        `chat`. Raises CpuspecError behind the last output of a request whose grammar leads nowhere.
         """
         (one,) = _read_params(params, settings, 1)
         if one.n != 1:
             raise ConfigError(f"a stream gives one answer, and n is {one.n}; begin a stream for each, or call generate")
+        if one.prompt_logprobs is not None:
+            raise ConfigError("a stream tells nothing of its prompt; leave out prompt_logprobs, or call generate or score")
         self._shared.aborted_stats = None
         ids, adapters = self._prompt_ids(prompt, one.parse_special, chat_template_kwargs), self.adapter_set(lora_request)
+        self.check(ids, one)
         return self._stream(ids, one, shown, adapters)
 
     def embed(
@@ -361,6 +387,12 @@ class LLM:
         Raises ConfigError for prompts that cannot be run.
         """
         job = self.scoring_job(prompts, num_top, self.adapter_set(lora_request))
+        self._run(job)
+        return job.scores()
+
+    def rank(self, query: str, documents: Seq[str]) -> list[float]:
+        """How well each document answers the query; `ranking_job` says how."""
+        job = self.ranking_job([(query, one) for one in documents])
         self._run(job)
         return job.scores()
 
@@ -396,10 +428,35 @@ class LLM:
         used = self.adapters.default if adapters is None else adapters
         return EmbeddingJob(self._backend, self._final_norm, ids, pooling, dimensions, self.max_sequences, used)
 
-    def scoring_job(self, prompts: Prompt | Seq[Prompt], num_top: int = 0, adapters: AdapterSet | None = None) -> ScoringJob:
-        """The work of `score`, as `embedding_job` is that of `embed`."""
+    def ranking_job(
+        self, pairs: Seq[tuple[str, str]], pooling: str | None = None, adapters: AdapterSet | None = None
+    ) -> RankingJob:
+        """The work of `rank` for pairs of a query and a document, as `embedding_job` is that of `embed`.
+
+        A model that ranks, as Qwen3-Reranker, gives the probability that the document answers the query; one that makes
+        embeddings, the cosine of the two (pooling: as in `embedding_job`). Raises ConfigError for other models, and for pairs
+        that cannot be run.
+        """
+        if self.ranker is None:
+            texts = {text: number for number, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+            ids = [self.tokenizer.encode(text) for text in texts]
+            numbers = [(texts[query], texts[document]) for query, document in pairs]
+            return RankingJob(self.embedding_job(ids, pooling, None, adapters), ids, numbers, None)
+        form = self.ranker.prompt
+        ids = [self.tokenizer.encode_filled(form, {"query": query, "document": document}) for query, document in pairs]
+        numbers = [(number, number) for number in range(len(pairs))]
+        return RankingJob(self.embedding_job(ids, "last", None, adapters), ids, numbers, self._ranking_weight())
+
+    def scoring_job(
+        self, prompts: Prompt | Seq[Prompt], num_top: int = 0, adapters: AdapterSet | None = None, cache_salt: str | None = None
+    ) -> ScoringJob:
+        """The work of `score`, as `embedding_job` is that of `embed`.
+
+        cache_salt: of requests whose prefixes the texts become, so that answers to them read no text again; None for no request's.
+        """
         used = self.adapters.default if adapters is None else adapters
-        return ScoringJob(self._backend, self._checked_ids(prompts), num_top, used)
+        keep = None if cache_salt is None else partial(self._context.hold_rows, salt=salt_of(cache_salt, used))
+        return ScoringJob(self._backend, self._checked_ids(prompts), num_top, used, keep)
 
     def _checked_ids(self, prompts: Prompt | Seq[Prompt], parse_special: bool = True) -> list[list[int]]:
         ids = [self._prompt_ids(prompt, parse_special) for prompt in _listed(prompts)]
@@ -587,11 +644,19 @@ class LLM:
             raise ConfigError(f"got {len(each)} lora_requests for {num_prompts} prompts; give one for all, or one each")
         return [self.adapter_set(one) for one in each]
 
-    def _complete(self, prompts: list[list[int]], params: list[SamplingParams], sets: list[AdapterSet]) -> list[Completion]:
+    def _complete(
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        sets: list[AdapterSet],
+        texts: Seq[str | None] | None = None,
+    ) -> list[Completion]:
+        """texts: of the prompts; None to make them of the ids, as for conversations."""
         request_ids: list[int] = []
+        for prompt, one in zip(prompts, params, strict=True):
+            self.check(prompt, one)
+        scores = self._prompt_scores(prompts, params, sets)
         try:
-            for prompt, one in zip(prompts, params, strict=True):
-                self.check(prompt, one)
             for prompt, one, adapters in zip(prompts, params, sets, strict=True):
                 each = [RequestedAnswer(prompt, answer, adapters=adapters) for answer in answer_params(one)]
                 request_ids += map(self._shared.submit, each)
@@ -602,11 +667,28 @@ class LLM:
         errors = [parts[-1].error for parts in outputs]
         if errors and errors[0] is not None and None not in errors:
             raise errors[0]
-        indices = [index for one in params for index in range(one.n)]
-        return [_completion(parts, index) for parts, index in zip(outputs, indices, strict=True)]
+        found, left = [], iter(outputs)
+        for number, (ids, one) in enumerate(zip(prompts, params, strict=True)):
+            text = self.tokenizer.decode(ids, skip_special=False) if texts is None else texts[number]
+            first, *others = [
+                replace(_completion(next(left), index), prompt=text, prompt_token_ids=ids, prompt_logprobs=scores[number])
+                for index in range(one.n)
+            ]
+            found.append(replace(first, others=tuple(others)))
+        return found
+
+    def _prompt_scores(
+        self, prompts: list[list[int]], params: list[SamplingParams], sets: list[AdapterSet]
+    ) -> list[list[TokenLogprobs | None] | None]:
+        """`Completion.prompt_logprobs` of each prompt."""
+        found: list[list[TokenLogprobs | None] | None] = [None] * len(prompts)
+        for number, (prompt, one, adapters) in enumerate(zip(prompts, params, sets, strict=True)):
+            if one.prompt_logprobs is not None:
+                self._run(job := self.scoring_job([prompt], one.prompt_logprobs, adapters, one.cache_salt))
+                found[number] = [None, *job.scores()[0]]
+        return found
 
     def _stream(self, prompt: list[int], params: SamplingParams, shown: abc.Set[int], adapters: AdapterSet) -> Generator[Output]:
-        self.check(prompt, params)
         request_id = self._shared.submit(RequestedAnswer(prompt, params, shown, adapters=adapters))
         try:
             for output in self._shared.outputs(request_id):
@@ -643,6 +725,12 @@ def _listed(prompts: Prompt | Seq[Prompt]) -> list[Any]:
     return [prompts] if isinstance(prompts, str | Mapping) or _is_ids(prompts) else list(prompts)
 
 
+def _text_of(prompt: Any) -> str | None:
+    """The text of a prompt as it was given, if it was one."""
+    given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return given if isinstance(given, str) else None
+
+
 def _as_text(message: Message) -> dict[str, Any]:
     """A message whose content is one text: of a list of parts, as OpenAI's protocol has it, their texts on lines of their own."""
     content = message.get("content")
@@ -673,7 +761,7 @@ def _read_params(params: Params, settings: dict[str, Any], num_prompts: int) -> 
 def _changed(settings: _Settings, changes: dict[str, Any], kind: str) -> _Settings:
     """The settings with other values in some fields. Raises ConfigError for a field that they do not have."""
     known = [field.name for field in fields(settings)]
-    if unknown := next((name for name in changes if name not in known), None):
+    if unknown := next((name for name in changes if name not in settings.__dataclass_fields__), None):
         raise ConfigError(f"there is no {kind} {unknown!r}; wanted one of {', '.join(known)}")
     return replace(settings, **changes) if changes else settings
 
@@ -698,6 +786,7 @@ def _completion(parts: list[Output], index: int) -> Completion:
         logprobs=[one for part in parts for one in part.logprobs],
         stats=last.stats,
         index=index,
+        stop_reason=last.stop_reason,
         error=None if last.error is None else str(last.error),
     )
 

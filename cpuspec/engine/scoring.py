@@ -1,13 +1,14 @@
 """How likely texts are: the logits of their tokens, and log-probabilities of a request's prompt."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from cpuspec.backends import Backend
 from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.model.batch import F32, ForwardBatch
+from cpuspec.model.cache import KVCache
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import shared_prefix
 
@@ -20,14 +21,14 @@ class Scorer:
     def __init__(self, backend: Backend, capacity: int, adapters: AdapterSet = ()) -> None:
         """capacity: tokens of the longest text."""
         self._backend, self._adapters = backend, adapters
-        self._cache = backend.new_cache(1, capacity)
+        self.cache = backend.new_cache(1, capacity)  # with the last text, all or its first tokens
         self._held: list[int] = []  # tokens whose keys and values the cache holds
 
     def logits(self, tokens: Sequence[int], first: int = 0, chunk: int | None = None) -> Iterator[F32]:
         """Logits [rows, V] of a text from its row `first` on, up to `chunk` rows at a time."""
         chunk = chunk or self._backend.max_rows
         shared = min(shared_prefix(self._held, list(tokens)), first)
-        begin = self._cache.truncate(0, shared)
+        begin = self.cache.truncate(0, shared)
         self._held = list(tokens[:begin])
         for start in range(begin, len(tokens), chunk):
             rows = np.asarray(tokens[start : start + chunk], np.int32)
@@ -40,7 +41,7 @@ class Scorer:
                     logit_rows=None if start >= first else np.arange(first - start, len(rows), dtype=np.int32),
                     adapters=(self._adapters,),
                 ),
-                self._cache,
+                self.cache,
             ).logits
             self._held += rows.tolist()
             if len(logits):
@@ -53,9 +54,19 @@ class ScoringJob:
     Texts that begin alike share their rows. A row's bits do not depend on its company, so no text changes another's scores.
     """
 
-    def __init__(self, backend: Backend, prompts: Sequence[list[int]], num_top: int = 0, adapters: AdapterSet = ()) -> None:
-        """prompts: token ids, none empty. num_top: likeliest tokens to report in each place."""
-        self._prompts, self._num_top = prompts, num_top
+    def __init__(
+        self,
+        backend: Backend,
+        prompts: Sequence[list[int]],
+        num_top: int = 0,
+        adapters: AdapterSet = (),
+        keep: Callable[[KVCache, list[int]], object] | None = None,
+    ) -> None:
+        """prompts: token ids, none empty. num_top: likeliest tokens to report in each place.
+
+        keep: called with each text's tokens but the last when they are read, and with the cache whose only slot holds them.
+        """
+        self._prompts, self._num_top, self._keep = prompts, num_top, keep
         self._scores: list[list[TokenLogprobs]] = [[] for _ in prompts]
         self._scorer = Scorer(backend, max(map(len, prompts), default=1), adapters)
         self._max_rows = min(_ROWS, backend.max_rows)
@@ -74,6 +85,8 @@ class ScoringJob:
         end = min(len(tokens) - 1, len(found) + min(max_rows or _ROWS, self._max_rows))
         for rows in self._scorer.logits(tokens[:end], len(found)):
             found += [logprobs(row, tokens[len(found) + 1 + at], self._num_top) for at, row in enumerate(rows)]
+        if self._keep and end == len(tokens) - 1:
+            self._keep(self._scorer.cache, tokens[:end])
         self._leave_read()
 
     def scores(self) -> list[list[TokenLogprobs]]:

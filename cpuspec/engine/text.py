@@ -22,7 +22,7 @@ class StopText:
     """
 
     def __init__(self, decoder: Decoder, stop: tuple[str, ...], least: int = 0, shows_stop: bool = False) -> None:
-        self.stopped = False
+        self.found: str | None = None  # the stop string that ended the text
         self._shows_stop = shows_stop
         self._num_free = least
         self._decoder = decoder
@@ -30,7 +30,7 @@ class StopText:
         self._pending = ""
 
     def push(self, token: int) -> str:
-        """Text that became safe to show with this token; sets `stopped` where a stop string is complete."""
+        """Text that became safe to show with this token; sets `found` where a stop string is complete."""
         piece = self._decoder.push(token)
         self._num_free -= 1
         return self._release(piece) if self._stop and self._num_free < 0 else piece
@@ -45,9 +45,9 @@ class StopText:
         text = self._pending + piece
         found = [(index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
         if found:
-            self.stopped, self._pending = True, ""
-            index, stop = min(found)
-            return text[: index + len(stop) * self._shows_stop]
+            self._pending = ""
+            index, self.found = min(found)
+            return text[: index + len(self.found) * self._shows_stop]
         held = max((overlap(text, stop) for stop in self._stop), default=0)
         self._pending = text[len(text) - held :]
         return text[: len(text) - held]

@@ -16,7 +16,7 @@ from cpuspec.checkpoints.canonical import GGUF, Names, file_names, file_shape, j
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.gemma import gguf_entries as gemma_entries
-from cpuspec.checkpoints.gguf import GGUF_POOLINGS, GGUF_SAMPLING_KEYS, GGUF_SCORES, ROPE_TENSORS, config_of
+from cpuspec.checkpoints.gguf import GGUF_POOLINGS, GGUF_SAMPLING_KEYS, GGUF_SCORES, RANK, RANKS, ROPE_TENSORS, config_of
 from cpuspec.checkpoints.gguf_file import Value, read_gguf
 from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.checkpoints.gguf_writer import TensorInfo, entry, write_gguf
@@ -155,6 +155,10 @@ def write_model(
             told |= prediction.entries_without(checkpoint)
     else:
         others = rope_factors(config)
+        if checkpoint.ranker and checkpoint.ranker.weight:
+            others[RANKS] = checkpoint.ranker.weight
+            told |= {f"{family.gguf_architecture or family.architecture}.pooling_type": RANK}
+            told |= {"tokenizer.chat_template.rerank": checkpoint.ranker.prompt}
         if predicting:
             architecture = family.gguf_architecture or family.architecture
             told |= prediction.entries_with(shape_entries(checkpoint, architecture), architecture)

@@ -12,8 +12,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from cpuspec.engine.engine import RequestedAnswer
+from cpuspec.engine.llm import Job
 from cpuspec.errors import CpuspecError
-from cpuspec.server.errors import EngineFailedError, as_request_error
+from cpuspec.server.errors import GONE, ClientGoneError, EngineFailedError, as_request_error
 from cpuspec.server.figures import log_figures
 from cpuspec.server.gate import context_of
 from cpuspec.server.model import Answers, ServedModel
@@ -144,6 +145,23 @@ class _LivelySender:
                 await self.send({"type": "http.response.body", "body": self._sign_of_life().encode(), "more_body": True})
 
 
+async def respond_with_job(request: Request, model: ServedModel, job: Job, reply: Callable[[], Any]) -> Response:
+    """Run a job between the engine's steps, and send the JSON that `reply` makes when it is done."""
+    await finish(request, model, job)
+    return json_response(reply())
+
+
+async def finish(request: Request, model: ServedModel, job: Job) -> None:
+    """Run a job between the engine's steps. Raises ClientGoneError if the client leaves before its end, and as `run_job` does."""
+
+    async def computed() -> Response:
+        await model.run_job(job)
+        return Response()
+
+    if (await unless_gone(request, computed(), model.begin_job())).status_code == GONE:
+        raise ClientGoneError("the client has left")
+
+
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Response], close: Callable[[], object]) -> Response:
     """Return what the work returns. If the client disconnects before that, cancel the work. `close` is called in any case."""
 
@@ -156,7 +174,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Response], clo
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        return Response(status_code=499)  # nginx's code for this
+        return Response(status_code=GONE)
     finally:
         close()
         for one in (task, gone):

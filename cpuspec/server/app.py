@@ -21,7 +21,7 @@ from cpuspec import __version__
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.platform import SYSTEM
-from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, page, responses
+from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, page, ranking, responses
 from cpuspec.server.connections import close_silent
 from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError, as_request_error
 from cpuspec.server.fields import REFUSED
@@ -40,7 +40,7 @@ def make_app(server: Server) -> FastAPI:
     app = FastAPI(
         title="cpuspec", version=__version__, docs_url=None, redoc_url=None
     )  # their pages would load scripts from elsewhere
-    for module in (native, completions, messages, responses, llama_server, ollama, embeddings, page):
+    for module in (native, completions, messages, responses, llama_server, ollama, embeddings, ranking, page):
         app.include_router(module.router)
     guard(app, server)
     return app

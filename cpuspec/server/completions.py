@@ -5,10 +5,11 @@ import math
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from cpuspec.config import SamplingParams
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import answer_params
 from cpuspec.sampling import TokenLogprobs
-from cpuspec.server.answering import respond, unless_gone
+from cpuspec.server.answering import finish, respond
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
@@ -27,6 +28,8 @@ from cpuspec.server.schema import (
 from cpuspec.server.structured import loose_format, loosened_note
 
 router = APIRouter(route_class=BodyRoute)
+
+_OPENAI_TOKENS = 16  # of a plain completion that names no number
 
 
 @router.post("/v1/chat/completions")
@@ -72,24 +75,11 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue one prompt or several, or fill the gap between a prompt and a suffix."""
     context = context_of(request)
     model = await model_of(request, body.model, body.lora_scales)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise RequestError("best_of is not supported; leave it out, and choose among n answers", "best_of")
-    if body.suffix and not (isinstance(body.prompt, str) and not body.echo):
-        raise RequestError("suffix goes with one prompt, a text, and without echo", "suffix")
-    limit = 16 if body.max_tokens is None else body.max_tokens  # OpenAI's default
-    keeps_to, lost = loose_format(grammar_of(body))
-    context.notes |= loosened_note(lost)
-    params = completion_params(model, body, keeps_to, max(limit, 1))
-    if body.suffix:
-        assert isinstance(body.prompt, str), "checked above"
-        check_number(model, params.n)
-        prompts = [await model.in_worker(model.fill_prompt, body.prompt, body.suffix)]
-        params = model.fill.params(params) if model.fill else params
-    else:
-        check_number(model, params.n * len(_each_prompt(body.prompt)))
-        prompts = await model.in_worker(_prompts, model, body)
+    prompts, params = await _asked(model, body, context.notes)
     wanted = [RequestedAnswer(prompt, one) for prompt in prompts for one in answer_params(params)]
-    echoes = [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts)
+    scores: list[list[TokenLogprobs]] = []
+    if body.echo and body.logprobs is not None:
+        scores = await _scores(request, model, prompts, params, is_answered=body.max_tokens != 0)
     head = {
         "id": f"cmpl-{context.id}",
         "object": "text_completion",
@@ -97,26 +87,46 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         "model": shown_name(request, model),
     }
     usages = Usages(body.stream_options, [len(one.prompt) for one in wanted])
+    echoes = [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts)
     has_logprobs = body.logprobs is not None
-    scores: list[list[TokenLogprobs]] = []
-    if body.echo and has_logprobs:
-        for prompt in prompts:
-            model.check_prompt(prompt)
-        job = model.llm.scoring_job(prompts, params.logprobs or 0, context.adapters)
-
-        async def scored() -> Response:
-            await model.run_job(job)
-            return Response()
-
-        reply = await unless_gone(request, scored(), model.begin_job())
-        if reply.status_code != 200:
-            return reply
-        # Nothing stands before a prompt's first token.
-        scores = [[TokenLogprobs(ids[0], math.nan, ()), *found] for ids, found in zip(prompts, job.scores(), strict=True)]
     writer = TextChunks(model.llm.tokenizer, head, usages, echoes, len(wanted), logprobs=has_logprobs, scores=scores)
-    if limit == 0:
+    if body.max_tokens == 0:
         return _without_answers(writer, len(wanted), sum(map(len, prompts)), request.url.path, bool(body.stream))
     return await respond(request, model, wanted, lambda _: writer, body.stream)
+
+
+async def _asked(model: ServedModel, body: CompletionBody, notes: dict[str, str]) -> tuple[list[list[int]], SamplingParams]:
+    """The prompts of a body, and the params of all. notes: gets how the request was changed. Raises RequestError or ConfigError."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError("best_of is not supported; leave it out, and choose among n answers", "best_of")
+    if body.suffix and not (isinstance(body.prompt, str) and not body.echo):
+        raise RequestError("suffix goes with one prompt, a text, and without echo", "suffix")
+    keeps_to, lost = loose_format(grammar_of(body))
+    notes |= loosened_note(lost)
+    limit = _OPENAI_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+    params = completion_params(model, body, keeps_to, limit)
+    check_number(model, params.n * len(_each_prompt(body.prompt)))
+    if not body.suffix:
+        return await model.in_worker(_prompts, model, body), params
+    assert isinstance(body.prompt, str), "checked above"
+    prompt = await model.in_worker(model.fill_prompt, body.prompt, body.suffix)
+    return [prompt], model.fill.params(params) if model.fill else params
+
+
+async def _scores(
+    request: Request, model: ServedModel, prompts: list[list[int]], params: SamplingParams, is_answered: bool
+) -> list[list[TokenLogprobs]]:
+    """For each prompt the scores of its tokens; nothing stands before the first one.
+
+    is_answered: whether answers follow, which then find what was computed here.
+    """
+    for prompt in prompts:
+        model.check_prompt(prompt)
+    context = context_of(request)
+    salt = model.salt(context.client, params.cache_salt) if is_answered else None
+    job = model.llm.scoring_job(prompts, params.logprobs or 0, context.adapters, salt)
+    await finish(request, model, job)
+    return [[TokenLogprobs(ids[0], math.nan, ()), *found] for ids, found in zip(prompts, job.scores(), strict=True)]
 
 
 def _without_answers(writer: TextChunks, num_answers: int, num_prompt_tokens: int, path: str, streams: bool) -> Response:

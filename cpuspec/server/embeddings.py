@@ -1,7 +1,7 @@
 """OpenAI's `/v1/embeddings`, for models that were trained to make them, or a pooling that the operator chose."""
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -9,12 +9,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cpuspec.model.batch import F32
-from cpuspec.server.answering import unless_gone
+from cpuspec.server.answering import respond_with_job
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
-from cpuspec.server.replies import json_response
 from cpuspec.server.schema import Body
 
 router = APIRouter(route_class=BodyRoute)
@@ -72,30 +71,36 @@ async def embed(
     prompts = await model.in_worker(_prompts, model, given)
     if cuts:
         prompts = [prompt[: model.max_prompt_tokens] for prompt in prompts]
+    num_tokens = count_tokens(request, model, prompts)
+    job = model.llm.embedding_job(prompts, pooling, dimensions, context_of(request).adapters)
+    return await respond_with_job(request, model, job, lambda: reply(job.embeddings(), num_tokens))
+
+
+def count_tokens(request: Request, model: ServedModel, prompts: Sequence[Sequence[int]]) -> int:
+    """The number of all tokens of a job's prompts, for its log line, too. Raises RequestError for more than are taken."""
     for prompt in prompts:
         model.check_prompt(prompt)
     num_tokens = sum(map(len, prompts))
     if num_tokens > _MOST_TOKENS:
         raise RequestError(f"the inputs have {num_tokens} tokens together, and at most {_MOST_TOKENS} are taken", "input")
-    job = model.llm.embedding_job(prompts, pooling, dimensions, context_of(request).adapters)
     context_of(request).figures |= {"prompt_tokens": num_tokens}
-
-    async def computed() -> Response:
-        await model.run_job(job)
-        return json_response(reply(job.embeddings(), num_tokens))
-
-    return await unless_gone(request, computed(), model.begin_job())
+    return num_tokens
 
 
 def _prompts(model: ServedModel, given: Inputs) -> list[list[int]]:
     """Token ids of each input. Raises RequestError."""
     texts: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+    check_inputs(model, texts)
+    return [model.llm.tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
+
+
+def check_inputs(model: ServedModel, texts: Sequence[str | list[int]]) -> None:
+    """Raise RequestError for more texts than are taken, an empty one, or one that cannot fit."""
     if not 1 <= len(texts) <= _MOST_INPUTS:
         raise RequestError(f"input has {len(texts)} texts, and 1 to {_MOST_INPUTS} are taken", "input")
     if not all(texts):
         raise RequestError("input has an empty text; leave it out", "input")
     model.check_text(max(len(text) for text in texts))
-    return [model.llm.tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
 
 
 def _encoded(row: F32, encoding: str) -> list[float] | str:

@@ -75,6 +75,15 @@ class BodyTooLargeError(RequestError):
     kind = "request_too_large"
 
 
+GONE = 499  # nginx's status for a client that has left
+
+
+class ClientGoneError(RequestError):
+    """The client has left, and nobody reads this."""
+
+    status = GONE
+
+
 class BusyError(RequestError):
     """The queue is full."""
 

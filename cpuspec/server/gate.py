@@ -31,7 +31,18 @@ OPEN_PATHS = ("/livez", "/health", "/ready", *page.FILES)
 NONCE = "cpuspec.nonce"
 # Response headers that tell how a request was changed: their prefix, and their names behind it.
 NOTE, NOTES = "x-cpuspec-", ("ignored-fields", "left-out", "loosened")
-_OF_V1 = ("/chat/completions", "/completions", "/embeddings", "/messages", "/messages/count_tokens", "/models", "/responses")
+_OF_V1 = (
+    "/chat/completions",
+    "/completions",
+    "/embeddings",
+    "/messages",
+    "/messages/count_tokens",
+    "/models",
+    "/responses",
+    "/rerank",
+    "/reranking",
+    "/score",
+)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::[0-9]+)?")
 

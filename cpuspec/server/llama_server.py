@@ -114,12 +114,13 @@ class _TextWriter(Writer):
 
     def end(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
         """The figures of the answer."""
-        reason = self._last.finish_reason if self._last else None
+        reason, stop = (self._last.finish_reason, self._last.stop_reason) if self._last else (None, None)
         yield {
             "content": "",
             "model": self._model,
             "stop": True,
-            "stop_type": "eos" if reason == "stop" else "limit",
+            "stop_type": "limit" if reason != "stop" else "word" if isinstance(stop, str) else "eos",
+            "stopping_word": stop if isinstance(stop, str) else "",
             "tokens_predicted": self._num_new,
             "tokens_evaluated": self._num_prompt_tokens,
             "truncated": False,

@@ -77,7 +77,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         "stop_sequence": None,
     }
     wanted = prompt.wanted(params)
-    return await respond(request, model, wanted, lambda answers: _MessageWriter(prompt, head, stops, answers.new_id), body.stream)
+    return await respond(request, model, wanted, lambda answers: _MessageWriter(prompt, head, answers.new_id), body.stream)
 
 
 @router.post("/v1/messages/count_tokens")
@@ -184,16 +184,12 @@ def _usage(stats: RequestStats) -> dict[str, Any]:
     }
 
 
-def _ending(prompt: ChatPrompt, last: Output, token_ids: Sequence[int], stops: Sequence[str], has_calls: bool) -> dict[str, Any]:
+def _ending(last: Output, has_calls: bool) -> dict[str, Any]:
     """Why the answer ended, and with which stop sequence."""
     if last.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
-    tokenizer = prompt.model.llm.tokenizer
-    if stops and token_ids and token_ids[-1] not in tokenizer.eos_ids:
-        text = tokenizer.decode(token_ids)
-        found = min((stop for stop in stops if stop in text), key=text.find, default=None)
-        if found is not None:
-            return {"stop_reason": "stop_sequence", "stop_sequence": found}
+    if isinstance(last.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
     return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
 
 
@@ -216,10 +212,9 @@ _DELTAS = {
 class _MessageWriter(Writer):
     """Writes a message. One content block is open at a time, and each piece belongs to one."""
 
-    def __init__(self, prompt: ChatPrompt, head: dict[str, Any], stops: Sequence[str], new_id: Callable[[], str]) -> None:
-        self._prompt, self._head, self._stops, self._new_id = prompt, head, stops, new_id
+    def __init__(self, prompt: ChatPrompt, head: dict[str, Any], new_id: Callable[[], str]) -> None:
+        self._prompt, self._head, self._new_id = prompt, head, new_id
         self._parser = prompt.parser()
-        self._token_ids: list[int] = []
         self._number = -1
         self._open: tuple[str, int] | None = None  # kind of its pieces, and call
         self._last: Output | None = None
@@ -232,7 +227,6 @@ class _MessageWriter(Writer):
 
     def show(self, index: int, output: Output) -> Iterator[dict[str, Any]]:
         """The events of an output."""
-        self._token_ids += output.token_ids
         self._last = output
         pieces, self._waiting = [*self._waiting, *self._parser.push(output.text)], []
         if output.finish_reason is not None:
@@ -250,7 +244,7 @@ class _MessageWriter(Writer):
         """The end of the last block, why the answer ended, and its usage."""
         yield from self._close()
         assert self._last is not None, "an answer has outputs"
-        ending = _ending(self._prompt, self._last, self._token_ids, self._stops, self._parser.num_calls > 0)
+        ending = _ending(self._last, self._parser.num_calls > 0)
         yield {"type": "message_delta", "delta": ending, "usage": _usage(stats[0])}
         yield {"type": "message_stop"}
 

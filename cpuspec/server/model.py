@@ -379,7 +379,7 @@ def _by_token(output: Output) -> list[Output]:
             cycles=[] if number else output.cycles,
         )
         is_last = number == len(output.token_ids) - 1
-        parts.append(part if is_last else replace(part, finish_reason=None, stats=None, error=None))
+        parts.append(part if is_last else replace(part, finish_reason=None, stop_reason=None, stats=None, error=None))
     return parts or [output]
 
 

@@ -127,8 +127,13 @@ def _model_row(server: Server, name: str) -> dict[str, Any]:
     if found is None:
         return row | {"status": {"value": "unloaded"}}
     llm = found.llm
-    meta = {"n_ctx": llm.context_length, "n_vocab": llm.config.vocab_size, "architecture": llm.config.architecture}
-    return row | {"status": {"value": "loaded"}, "max_model_len": llm.context_length, "meta": meta}
+    config, length = llm.config, llm.context_length
+    meta = {
+        **{"n_ctx": length, "n_ctx_train": config.context_length, "n_vocab": config.vocab_size, "n_embd": config.hidden_size},
+        **{"n_params": llm.num_parameters, "architecture": config.architecture},
+    }
+    # The context's length as vLLM's clients read it, and as OpenRouter's.
+    return row | {"status": {"value": "loaded"}, "max_model_len": length, "context_length": length, "meta": meta}
 
 
 @router.post("/tokenize")

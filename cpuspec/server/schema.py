@@ -70,7 +70,7 @@ _MOST_LOGPROBS = 20
 
 # The scalar fields of SamplingParams, which requests spell alike; those of _OWN_SPELLING, and all others, they spell differently.
 _SCALARS = {one.name: one for one in fields(SamplingParams) if one.type in (int, float, bool, int | None)}
-_OWN_SPELLING = ("logprobs", "max_draft_tokens", "free_reasoning", "max_tokens", "n", "parse_special")
+_OWN_SPELLING = ("logprobs", "prompt_logprobs", "max_draft_tokens", "free_reasoning", "max_tokens", "n", "parse_special")
 _FIELDS: dict[str, Any] = {
     name: (Optional[one.type], Field(None, description=one.metadata["help"]))  # noqa: UP045 - the type is a value here
     for name, one in _SCALARS.items()

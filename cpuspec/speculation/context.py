@@ -28,10 +28,10 @@ from cpuspec.errors import CacheError, ConfigError
 from cpuspec.formats.tensor import U8
 from cpuspec.metrics import PrefixStats, Spent, now_s
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
-from cpuspec.model.cache import KEPT_ROWS
+from cpuspec.model.cache import KEPT_ROWS, KVCache
 from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.prefix_files import PrefixPart
+from cpuspec.speculation.prefix_files import ROOT, PrefixPart
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.prefixes import PrefixStore
 
@@ -279,6 +279,17 @@ class Context:
         length = self._wanted_store().hold(part, self._clock, salt)
         self._tidy()
         return length
+
+    def hold_rows(self, cache: KVCache, tokens: list[int], salt: str = "") -> None:
+        """Hold tokens that another cache of this backend has in its first slot, for later sequences of a salt.
+
+        Nothing is held where no prefixes are kept, of recurrent states, and where tokens of prompts have another arithmetic.
+        """
+        if not self._store or not self.cache.blocks or self.cache.states or self._separates:
+            return
+        size = self.cache.blocks.size
+        blocks = [cache.read_block(0, at // size, min(size, len(tokens) - at)) for at in range(0, len(tokens), size)]
+        self.hold_prefix(PrefixPart(ROOT, tokens, blocks), salt)
 
     def forget_prefixes(self) -> None:
         """Forget what finished sequences have left, on the disk, too, as soon as the directory's queue is empty."""

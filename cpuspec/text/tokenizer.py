@@ -249,11 +249,15 @@ class Tokenizer:
             without = self._find_control(rendered(lambda content: content.translate(table)))
             if [token for _, _, token in found] != [token for _, _, token in without]:
                 raise TokenizerError("the chat template makes control tokens out of a message's text; use --raw for such messages")
-        if mark not in text:
-            return self._encode_parsed(text, found)
-        marks_before = [0, *itertools.accumulate(map(mark.__eq__, text))]
-        healed = [(start - marks_before[start], end - marks_before[end], token) for start, end, token in found]
-        return self._encode_parsed(text.replace(mark, ""), healed)
+        return self._encode_healed(text, found, mark)
+
+    def encode_filled(self, form: str, texts: Mapping[str, str]) -> list[int]:
+        """Token ids of a form whose places, as {query}, are filled by texts: control tokens are those of the form alone."""
+        mark = _unused_character([form, *texts.values()])
+        pieces = re.split(f"{{({'|'.join(map(re.escape, texts))})}}", form)
+        filled = [self._break_control(texts[one], mark) if at % 2 else one for at, one in enumerate(pieces)]
+        text = "".join(filled)
+        return [*self._parts.prefix, *self._encode_healed(text, self._find_control(text), mark), *self._parts.suffix]
 
     @property
     def can_switch_thinking(self) -> bool:
@@ -323,6 +327,14 @@ class Tokenizer:
             raise TokenizerError(f"the text is not Unicode: lone surrogate {surrogate[0]!r}; decode its bytes as UTF-8 first")
         with library_errors("this text cannot be encoded"):
             return core(text)
+
+    def _encode_healed(self, text: str, control: list[tuple[int, int, int]], mark: str) -> list[int]:
+        """Ids of a text with these control tokens, without the marks of `_break_control`."""
+        if mark not in text:
+            return self._encode_parsed(text, control)
+        marks_before = [0, *itertools.accumulate(map(mark.__eq__, text))]
+        healed = [(start - marks_before[start], end - marks_before[end], token) for start, end, token in control]
+        return self._encode_parsed(text.replace(mark, ""), healed)
 
     def _break_control(self, content: str, mark: str) -> str:
         pieces = []

@@ -113,7 +113,7 @@ def schema_of(**keywords: Any) -> dict[str, Any]:
 def test_several_answers_and_logprobs(llm: LLM) -> None:
     asked = {"prompt": "a", "n": 3, "seed": 5, "temperature": 1.0, "logprobs": 2, "ignore_eos": True}
     (found,) = answers(llm, asked)
-    wanted = llm.generate("a", n=3, seed=5, temperature=1.0, max_tokens=8, ignore_eos=True)
+    wanted = llm.generate("a", n=3, seed=5, temperature=1.0, max_tokens=8, ignore_eos=True)[0].outputs
     assert [choice["text"] for choice in body(found)["choices"]] == [one.text for one in wanted]
     assert [len(choice["logprobs"]["tokens"]) for choice in body(found)["choices"]] == [8, 8, 8]
     assert body(found)["usage"]["completion_tokens"] == 24

@@ -308,14 +308,14 @@ def test_n_answers_to_a_prompt_come_together_each_with_the_seed_of_its_own() -> 
     llm = toy_llm()
     sampled = SamplingParams(max_tokens=9, temperature=1.0, seed=5, n=3, ignore_eos=True)
     answers = llm.generate(["ab", "c"], [sampled, PARAMS])
-    assert [one.index for one in answers] == [0, 1, 2, 0]
+    assert [[one.index for one in answer.outputs] for answer in answers] == [[0, 1, 2], [0]]
     alone = [llm.generate("ab", sampled, n=1, seed=5 + i)[0].token_ids for i in range(3)]
-    assert [one.token_ids for one in answers[:3]] == alone
+    assert [one.token_ids for one in answers[0].outputs] == alone
     assert len(set(map(tuple, alone))) > 1
-    assert answers[3].token_ids == llm.generate("c", PARAMS)[0].token_ids
+    assert answers[1].token_ids == llm.generate("c", PARAMS)[0].token_ids
     chosen = llm.chat("ab", sampled)
-    assert isinstance(chosen, list)
-    assert len(chosen) == 3
+    assert chosen.text == chosen.outputs[0].text
+    assert len(chosen.outputs) == 3
     with pytest.raises(ConfigError, match="a stream gives one answer, and n is 3"):
         llm.stream("ab", sampled)
 

@@ -116,8 +116,8 @@ def test_an_answer_is_that_of_a_model_without_a_prefix_store(opened: Open, tmp_p
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_of_one_prompt_read_it_once(opened: Open, family: str) -> None:
     params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=0, temperature=1.0, seed=5, n=4)
-    expected = opened(family, prefix_cache_gb=0).generate([FIRST], params)
-    answers = opened(family, prefix_cache_gb=1.0).generate([FIRST], params)
+    expected = opened(family, prefix_cache_gb=0).generate([FIRST], params)[0].outputs
+    answers = opened(family, prefix_cache_gb=1.0).generate([FIRST], params)[0].outputs
     assert shown(answers) == shown(expected)
     assert cached(answers)[0] == 0
     assert min(cached(answers)[1:]) > len(FIRST) - 32  # fewer tokens are not waited for

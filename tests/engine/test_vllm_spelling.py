@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cpuspec import LLM, AsyncLLM, SamplingParams
+from cpuspec.cli.app import whole_command
 from cpuspec.errors import ConfigError
 from tests.server.running import templated_model
 from tools.make_tiny_model import make_tiny_gguf
@@ -42,6 +43,97 @@ def test_minus_one_is_off() -> None:
     for wrong in ({"top_k": -2}, {"seed": -2}, {"seed": True}):
         with pytest.raises(ConfigError):
             SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_answer_has_the_names_of_a_request_output(llm: LLM) -> None:
+    ids = llm.tokenizer.encode_prompt("the cat sat")
+    sampled = SamplingParams(n=2, temperature=1.0, seed=3, logprobs=1, prompt_logprobs=2, **LONG)
+    prompts: list[Any] = ["the cat sat", {"prompt_token_ids": ids}]
+    answers = llm.generate(prompts, [sampled, SamplingParams(max_tokens=3)])
+    assert [one.prompt for one in answers] == ["the cat sat", None]
+    assert [one.prompt_token_ids for one in answers] == [ids, ids]
+    assert [len(one.outputs) for one in answers] == [2, 1]
+    first, second = answers[0].outputs
+    assert (first.index, second.index) == (0, 1)
+    assert first.text != second.text
+    assert second.cumulative_logprob == sum(one.logprob for one in second.logprobs)
+    assert answers[0].prompt_logprobs == [None, *llm.score([ids], 2)[0]]
+    assert answers[1].prompt_logprobs is None
+    assert answers[1].outputs[0].cumulative_logprob is None
+    talk = llm.chat("the cat", max_tokens=3)
+    assert talk.prompt == llm.tokenizer.decode(talk.prompt_token_ids, skip_special=False)
+    assert talk.prompt_token_ids == llm.tokenizer.encode_chat([{"role": "user", "content": "the cat"}])
+    with pytest.raises(ConfigError, match="prompt_logprobs"):
+        llm.stream("the cat", prompt_logprobs=0)
+
+
+def test_a_prompt_that_is_scored_and_answered_is_read_once(llm: LLM) -> None:
+    prompt = [(7 * i + i * i) % 380 for i in range(400)]
+    usual = llm.generate([prompt], max_tokens=3, cache_salt="other")[0]
+    rows: list[int] = []
+    whole = llm._backend.forward
+
+    def forward(batch: Any, cache: Any) -> Any:
+        rows.append(len(batch.lists.tokens))
+        return whole(batch, cache)
+
+    llm._backend.forward = forward  # type: ignore[method-assign]
+    try:
+        answer = llm.generate([prompt], max_tokens=3, prompt_logprobs=1)[0]
+    finally:
+        llm._backend.forward = whole  # type: ignore[method-assign]
+    assert len(prompt) <= sum(rows) < len(prompt) + 40
+    assert answer.token_ids == usual.token_ids
+    assert answer.prompt_logprobs == [None, *llm.score([prompt], 1)[0]]
+
+
+@pytest.mark.parametrize("num_drafted", [None, 0])
+def test_the_reason_of_a_stop_is_told(llm: LLM, num_drafted: int | None) -> None:
+    params: dict[str, Any] = {"max_draft_tokens": num_drafted, **LONG}
+    usual = llm.generate("the cat", **params)[0]
+    assert (usual.finish_reason, usual.stop_reason) == ("length", None)
+    stop, token = usual.text[5:8], usual.token_ids[4]
+    at_text, at_id = llm.generate(
+        ["the cat"] * 2, [SamplingParams(**params, stop=["~", stop]), SamplingParams(**params, stop_token_ids=[token])]
+    )
+    assert (at_text.finish_reason, at_text.stop_reason) == ("stop", stop)
+    assert (at_id.finish_reason, at_id.stop_reason) == ("stop", token)
+    assert at_id.token_ids == usual.token_ids[: usual.token_ids.index(token) + 1]
+    end = min(llm.tokenizer.eos_ids)
+    ended = llm.generate("the cat", logit_bias={end: 100.0}, stop_token_ids=[end])[0]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", None), "the model's own end is no stop that was asked for"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_answer_has_its_least_tokens(llm: LLM, way: dict[str, Any]) -> None:
+    end = min(llm.tokenizer.eos_ids)
+    params: dict[str, Any] = {"logit_bias": {end: 100.0}, "max_tokens": 9, **way}
+    assert [len(llm.generate("the cat", min_tokens=least, **params)[0].token_ids) for least in (0, 5)] == [1, 6]
+    usual = llm.generate("the cat", **LONG, **way)[0]
+    stop = usual.text[:1]
+    cut, later = (llm.generate("the cat", stop=stop, min_tokens=least, **LONG, **way)[0].token_ids for least in (0, 7))
+    assert len(cut) < 7 <= len(later)
+
+
+def test_code_that_changes_logits_is_refused_with_what_to_use(llm: LLM) -> None:
+    assert SamplingParams(logits_processors=None) == SamplingParams(logits_processors=[]) == SamplingParams()  # type: ignore[arg-type]
+    for call in (SamplingParams, lambda **given: llm.generate("a", **given)):
+        with pytest.raises(ConfigError, match=r"logits_processors must be left out.*logit_bias"):
+            call(logits_processors=[lambda ids, logits: logits])
+
+
+def test_a_stream_is_checked_before_its_first_output(llm: LLM) -> None:
+    for wrong in ({"logit_bias": {10**6: 1.0}}, {"regex": "("}, {"draft": "smollm2-135m-instruct"}):
+        with pytest.raises(ConfigError):
+            llm.stream("the cat", **wrong)
+    with pytest.raises(ConfigError, match="prompt token ids"):
+        llm.stream([10**6])
+
+
+def test_an_answer_has_one_longest_length_by_default(llm: LLM) -> None:
+    for command in ("generate", "chat", "batch"):
+        (option,) = [one for one in whole_command(command).params if one.name == "max_tokens"]
+        assert option.default == SamplingParams().max_tokens
 
 
 def test_parts_and_tools_and_continued_messages_reach_the_template(llm: LLM) -> None:

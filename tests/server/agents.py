@@ -194,6 +194,24 @@ CHAT_AGENTS: dict[str, dict[str, Any]] = {
         "prompt_cache_key": "thread-1",
     },
     "continue": {"max_tokens": 4096, "temperature": 0.2, "stop": ["</end>"], "presence_penalty": None, "frequency_penalty": None},
+    "aider": {
+        "temperature": 0,
+        "extra_body": {"reasoning": {"effort": "low"}},
+        "thinking": {"type": "enabled", "budget_tokens": 2048},
+    },
+    "open webui": {
+        **{
+            "top_k": 40,
+            "min_p": 0.0,
+            "repeat_penalty": 1.1,
+            "max_tokens": 500,
+            "seed": 3,
+            "stop": ["</end>"],
+            "logit_bias": {"5": -1},
+        },
+        **{"function_calling": "native", "reasoning_effort": "low", "chat_id": "c-1", "session_id": "s-1"},
+        "user": {"name": "me", "id": "u-1", "role": "user"},
+    },
     "langchain": {"n": 1, "temperature": 0.7, "logprobs": False, "user": "me", "seed": 7, "store": False, "metadata": {"run": "1"}},
 }
 

@@ -162,7 +162,12 @@ def test_agents_find_the_server_and_its_models(running: Running) -> None:
     for path in ("/", "/health", "/ready", "/livez"):  # Claude Code looks first whether somebody answers
         reply = running.head(path)
         assert (reply.status_code, reply.content) == (200, b"")
-    assert running.get("/v1/models").json()["models"][0]["slug"] == "tiny"  # as Codex reads them
+    listed = running.get("/v1/models").json()
+    assert listed["models"][0]["slug"] == "tiny"  # as Codex reads them
+    (row,) = listed["data"]
+    assert row["max_model_len"] == row["context_length"] == row["meta"]["n_ctx"] == running.model.llm.context_length
+    assert row["meta"]["n_ctx_train"] == running.model.llm.config.context_length
+    assert row["meta"]["n_params"] == running.model.llm.num_parameters > 0
     theirs = running.anthropic
     assert [one.id for one in theirs.models.list(limit=1000)] == ["tiny"]
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, responses, schema
+from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, ranking, responses, schema
 from cpuspec.server.bodies import Body
 from cpuspec.server.fields import NEUTRAL, SAME_NAMES, TRANSLATED, UNLIMITED, read
 from tests.server.running import Running, events, load, serving
@@ -23,6 +23,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": CHAT,
     "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
     "/v1/embeddings": {"input": "the cat"},
+    "/v1/rerank": {"query": "the cat", "documents": ["a dog", "the mat"]},
+    "/v1/score": {"text_1": "the cat", "text_2": ["a dog", "the mat"]},
     "/tokenize": {"content": "the cat"},
     "/detokenize": {"tokens": [5, 6]},
     "/apply-template": {"messages": CHAT["messages"]},
@@ -133,7 +135,7 @@ def test_a_path_without_v1_or_with_two_is_the_same(running: Running, endpoint: s
 
 
 def _bodies() -> list[type[Body]]:
-    modules = (completions, embeddings, llama_server, messages, native, ollama, responses, schema)
+    modules = (completions, embeddings, llama_server, messages, native, ollama, ranking, responses, schema)
     found = {one for module in modules for one in vars(module).values() if inspect.isclass(one) and issubclass(one, Body)}
     return sorted(found, key=lambda one: one.__name__)
 

@@ -200,3 +200,12 @@ def test_llama_servers_completion_is_the_offline_answer(running: Running, llm: L
         likely = [one for line in lines for one in line["completion_probabilities"]] if not streams else []
         assert [one["logprob"] for one in likely] == [one.logprob for one in wanted.logprobs if not streams]
         assert (lines[-1]["stop"], lines[-1]["tokens_predicted"], lines[-1]["tokens_evaluated"]) == (True, 9, len(ids))
+
+
+def test_the_word_that_stops_a_completion_is_told(running: Running) -> None:
+    body = {"prompt": "the cat", "n_predict": 20, "temperature": 0, "ignore_eos": True}
+    whole = running.post("/completion", json=body).json()
+    assert (whole["stop_type"], whole["stopping_word"]) == ("limit", "")
+    stop = whole["content"][4:7]
+    cut = running.post("/completion", json={**body, "stop": ["~~", stop]}).json()
+    assert (cut["stop_type"], cut["stopping_word"]) == ("word", stop)

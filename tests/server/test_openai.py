@@ -45,7 +45,7 @@ def test_streams_add_up_to_the_whole_answers(client: openai.OpenAI, llm: LLM, n:
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
-    assert texts == [one.text for one in (wanted if isinstance(wanted, list) else [wanted])]
+    assert texts == [one.text for one in wanted.outputs]
     assert reasons == ["length"] * n
     assert usage.completion_tokens == 15 * n  # type: ignore[union-attr]
 

@@ -15,15 +15,14 @@ from tests.server.running import PATIENCE_S, Running, load, serving, tiny_model
 
 SCHEMA = schemathesis.openapi.from_dict(make_app(Server("tiny", ServerConfig())).openapi())
 OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
-_EMBEDDINGS = {"POST /v1/embeddings", "POST /api/embed", "POST /api/embeddings"}  # say 501: no model makes them
-LABELS = sorted(OPERATIONS.keys() - _EMBEDDINGS)
-CASES = [(label, mode) for label in LABELS for mode in GenerationMode if mode.is_positive or label.startswith("POST ")]
+CASES = [(label, mode) for label in sorted(OPERATIONS) for mode in GenerationMode if mode.is_positive or label.startswith("POST ")]
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     path, saved = tiny_model(tmp_path_factory.mktemp("model")), tmp_path_factory.mktemp("slots")
-    with serving(lambda: load(path, context_length=512), slot_save_path=str(saved), max_new_tokens=4) as found:
+    options: dict[str, Any] = {"slot_save_path": str(saved), "max_new_tokens": 4, "pooling": "mean"}
+    with serving(lambda: load(path, context_length=512), **options) as found:
         yield found
 
 

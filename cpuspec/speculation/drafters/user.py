@@ -42,7 +42,7 @@ class UserProposer(Proposer):
         self._num_tokens = level.num_tokens
         self._failed = False
         self.name = level.drafter
-        proposer = self._call("making it", _find(level.drafter))
+        proposer = self._call("making it", imported(level.drafter))
         if not callable(getattr(proposer, "propose", None)):
             raise ConfigError(f"{level.drafter} has no method propose; a proposer has one, and may have begin, accept and end")
         name, layers = getattr(proposer, "name", None), getattr(proposer, "hidden_layers", ())
@@ -111,8 +111,8 @@ def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
     return True
 
 
-def _find(drafter: str) -> Callable[[], Any]:
-    """The class at an import path. Raises ConfigError where there is none, or its module cannot be imported."""
+def imported(drafter: str) -> Callable[..., Any]:
+    """The class or the function at an import path. Raises ConfigError where there is none, or its module cannot be imported."""
     found = _IMPORT_PATH.fullmatch(drafter)
     assert found is not None, "an import path has a module and a name"
     home, name = found["home"], found["name"]
@@ -133,5 +133,6 @@ def _find(drafter: str) -> Callable[[], Any]:
     except BaseException as error:
         raise ConfigError(f"{home} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, name, None)):
-        raise ConfigError(f"{home} has no class {name}")
-    return getattr(module, name)
+        raise ConfigError(f"{home} has no class or function {name}")
+    found_there: Callable[..., Any] = getattr(module, name)
+    return found_there
