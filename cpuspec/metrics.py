@@ -198,11 +198,11 @@ Reads = Sequence[tuple[int, int]]  # of each model its forwards, and the bytes o
 class RequestMeter:
     """Collects the counts and times of a request for `RequestStats` while it runs. Its clock starts when it is made."""
 
-    def __init__(self, num_prompt_tokens: int, kv_bytes: Sequence[int]) -> None:
-        """kv_bytes: of one token's keys and values, of the target, then of each draft model."""
+    def __init__(self, num_prompt_tokens: int, kv_bytes: Sequence[int], state_bytes: Sequence[int] | int = 0) -> None:
+        """kv_bytes: of one token's keys and values, of the target, then of each draft model. state_bytes: of recurrent states."""
         self.num_cached_tokens = 0
         self._num_prompt_tokens = num_prompt_tokens
-        self._kv_bytes = kv_bytes
+        self._kv_bytes, self._state_bytes = kv_bytes, state_bytes
         self._first_reads: Reads = ()  # before the first step
         self._steps: list[tuple[float, int, Reads, _Cycles]] = []  # when each ended, and the arguments of `record_step`
         self._arrival_s = perf_counter()
@@ -238,8 +238,8 @@ class RequestMeter:
         of_steps = np.diff(np.array(so_far, np.int64).reshape(-1, num_models, 2), axis=0)
         num_forwards, weight_bytes = of_steps[:, :, 0], of_steps[:, :, 1]  # [steps, models]
         lengths = self._num_prompt_tokens + np.cumsum(counts)  # after each step
-        kv_bytes = num_forwards * np.outer(lengths, self._kv_bytes)
-        read_bytes = (weight_bytes + kv_bytes)[1:].sum()  # the first step is the prompt's
+        of_sequence = num_forwards * (np.outer(lengths, self._kv_bytes) + self._state_bytes)
+        read_bytes = (weight_bytes + of_sequence)[1:].sum()  # the first step is the prompt's
         num_decoded = int(counts[1:].sum())
         decode_s = float(times[-1] - times[0]) if num_decoded else None
         gaps = np.diff(times)

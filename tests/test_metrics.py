@@ -41,7 +41,8 @@ def test_counters_and_shares_follow_their_definitions(cycles: list[tuple[int, in
 def test_latencies_and_rates_are_of_the_steps_times(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 12.0, 13.0, 13.5])  # arrival, then three steps
     monkeypatch.setattr(metrics, "perf_counter", lambda: next(times))
-    meter = RequestMeter(7, [10**6, 0])  # a target, a mixture whose forwards read more or less, and a draft model
+    # A target with states, a mixture whose forwards read more or less, and a draft model.
+    meter = RequestMeter(7, [10**6, 0], [5 * 10**6, 0])
     meter.begin(((10, 5 * 10**9), (20, 10**9)))
     steps = ((1, ((13, 9 * 10**9), (20, 10**9))), (3, ((14, 10**10), (22, 2 * 10**9))), (2, ((15, 12 * 10**9), (22, 2 * 10**9))))
     for num_new_tokens, reads in steps:
@@ -51,7 +52,7 @@ def test_latencies_and_rates_are_of_the_steps_times(monkeypatch: pytest.MonkeyPa
     assert (stats.ttft_s, stats.decode_s, stats.tpot_s) == (2.0, 1.5, 1.5 / 5)
     assert stats.tokens_per_s == pytest.approx(5 / 1.5)
     # The first step is the prompt's; the second leaves 7 + 4 tokens and takes two drafting forwards, the third 7 + 6 and none.
-    assert stats.gb_per_s == pytest.approx((1 + 0.011 + 1 + 2 + 0.013) / 1.5)
+    assert stats.gb_per_s == pytest.approx((1 + 0.011 + 0.005 + 1 + 2 + 0.013 + 0.005) / 1.5)
     assert stats.weight_bytes == 8 * 10**9
     assert stats.itl_s == {f"p{q}": np.percentile([1.0, 0, 0, 0.5, 0], q) for q in (50, 95, 99)}
     assert stats.step_s == {f"p{q}": np.percentile([1.0, 0.5], q) for q in (50, 95, 99)}

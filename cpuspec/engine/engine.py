@@ -128,7 +128,8 @@ class Engine:
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         decoder = self._tokenizer.stream(params.skip_special_tokens, wanted.shown, prompt[-1])
         text = StopText(decoder, params.stop, params.min_tokens, params.include_stop_str_in_output)
-        meter = RequestMeter(len(seq.tokens), [one.cache.bytes_per_token for one in self._contexts])
+        caches = [one.cache for one in self._contexts]
+        meter = RequestMeter(len(seq.tokens), [one.bytes_per_token for one in caches], [one.state_bytes for one in caches])
         # The context's end limits drafts anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
         max_length = min(self._context.capacity, len(seq.tokens) + params.max_tokens)

@@ -55,10 +55,13 @@ def of_frequent_tokens(head: Head, number: int | None, tokenizer: Tokenizer) -> 
     if head.stages or head.token_ids is not None or (head.block and head.block.markov) or output is None:
         return head
     if number is None:
-        others = sum(t.num_bytes for name, t in head.model.tensors.items() if name not in ("embed", "output") and len(t.shape) == 2)
-        number = (
-            _FREQUENT if head.method in ("mtp", "assistant") and vocab_size >= 2 * _FREQUENT and output.num_bytes > others else 0
-        )
+        of_mixture, others = head.model.config.experts, 0.0  # bytes that a row reads besides the output matrix
+        for name, tensor in head.model.tensors.items():
+            if name not in ("embed", "output") and len(tensor.shape) > 1:
+                share = of_mixture.used / of_mixture.count if of_mixture and ".expert_" in name else 1
+                others += share * tensor.num_bytes
+        is_large = vocab_size >= 2 * _FREQUENT and output.num_bytes > others
+        number = _FREQUENT if head.method in ("mtp", "assistant") and is_large else 0
     if not 0 < number < vocab_size:
         return head
     ids = np.array(sorted({*range(number), *(end for end in tokenizer.eos_ids if end < vocab_size)}), np.int64)

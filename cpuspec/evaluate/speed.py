@@ -251,8 +251,9 @@ class _Stage:
         return _Sample(elapsed_s, num_bytes, after.since(before) if after and before else None)
 
     def kv_bytes(self, work: Workload) -> int:
-        """Keys and values up to and including its own last row's, which each forward of the workload reads once."""
-        return sum(sum(held) + sum(fed) for held, fed in _steps(work)) * self._cache.bytes_per_token
+        """Keys and values up to and including its own last row's, and states, which each forward of the workload reads once."""
+        tokens = sum(sum(held) + sum(fed) for held, fed in _steps(work))
+        return tokens * self._cache.bytes_per_token + sum(len(held) for held, _ in _steps(work)) * self._cache.state_bytes
 
     def _batches(self, work: Workload, slots: list[int]) -> list[ForwardBatch]:
         batches = []

@@ -111,6 +111,11 @@ class KVCache:
         return self._storage[slot]
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of a slot's recurrent states, which a forward reads."""
+        return self.states.num_bytes if self.states else 0
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of keys, values and states that were written so far; forgotten ones count as well."""
         return sum(map(self.slot_bytes, range(self.num_slots)))
