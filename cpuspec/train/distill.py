@@ -6,7 +6,7 @@ a row for one token more. Most of the deeper rows are left out of a step, as PAR
 kept one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -113,21 +113,23 @@ class DistillTraining:
         labels, known = self._labels(samples, layouts)
         if not known.any():
             return None
-        return functional.cross_entropy(self.logits(samples, layouts, known), self._on_device(labels[known]))
+        logits = self.logits(samples, layouts, self.weights.served(), known)
+        return functional.cross_entropy(logits, self._on_device(labels[known]))
 
     @torch.no_grad()
     def measure(self, samples: Iterable[Sample]) -> Acceptance:
         """The acceptance of drafts behind tokens of the answers. Where all tokens before were right, true ones are the drafted."""
-        return Acceptance.sum(map(self._measured, samples))
+        served = self.weights.served()
+        return Acceptance.sum(self._measured(sample, served) for sample in samples)
 
-    def _measured(self, sample: Sample) -> Acceptance:
+    def _measured(self, sample: Sample, served: Mapping[str, Tensor]) -> Acceptance:
         count, steps = len(sample.token_ids), np.arange(self._loss.tokens)
         behind = np.flatnonzero(sample.answer[1:-1] & sample.answer[2:]) + 1
         starts = behind[np.linspace(0, len(behind) - 1, min(len(behind), _MEASURED_STARTS)).astype(int)]
         own = np.arange(count)
         deep = steps[1:] if self._loss.masks else steps[:0]
         layout = Layout(np.concatenate([own, np.tile(starts, len(deep))]), np.concatenate([0 * own, np.repeat(deep, len(starts))]))
-        best = self.logits([sample], [layout]).argmax(-1).cpu().numpy()
+        best = self.logits([sample], [layout], served).argmax(-1).cpu().numpy()
         at = starts[:, None] + steps
         labels = sample.token_ids[np.minimum(at + 1, count - 1)]
         known = (at + 1 < count) & sample.answer[np.minimum(at + 1, count - 1)]
@@ -148,18 +150,24 @@ class DistillTraining:
             depths.append(np.full(len(kept), depth))
         return Layout(np.concatenate(starts), np.concatenate(depths))
 
-    def logits(self, samples: Sequence[Sample], layouts: Sequence[Layout], asked: NDArray[np.bool_] | None = None) -> Tensor:
-        """Of all rows of all samples, [R, V], or of those that are asked for."""
+    def logits(
+        self,
+        samples: Sequence[Sample],
+        layouts: Sequence[Layout],
+        served: Mapping[str, Tensor],
+        asked: NDArray[np.bool_] | None = None,
+    ) -> Tensor:
+        """Of all rows of all samples, [R, V], or of those that are asked for. served: what `ModelWeights.served` gives."""
         weights = self.weights
         tokens = [
             np.where(layout.depth == 0, one.token_ids[layout.start], weights.mask_id or 0)
             for one, layout in zip(samples, layouts, strict=True)
         ]
-        embedded = functional.embedding(self._on_device(np.concatenate(tokens).astype(np.int64)), weights.trained["embed"])
+        embedded = functional.embedding(self._on_device(np.concatenate(tokens).astype(np.int64)), served["embed"])
         places = np.concatenate([layout.start + layout.depth for layout in layouts])
         wanted = None if asked is None else self._on_device(asked)
         attention, config = _Attention(layouts, weights.device), weights.model.config
-        return decode(config, Rows(config, weights.all, places, attention, embedded, asked=wanted))
+        return decode(config, Rows(config, served, places, attention, embedded, asked=wanted))
 
     def _labels(self, samples: Sequence[Sample], layouts: Sequence[Layout]) -> tuple[I64, NDArray[np.bool_]]:
         """The token behind each row, and whether it is one of an answer."""

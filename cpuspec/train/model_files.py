@@ -15,6 +15,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.files import write_file
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.quantize.gguf_output import write_model
+from cpuspec.quantize.mixes import file_type
 from cpuspec.train.layout import hf_tensors
 from cpuspec.train.rows import not_computed
 
@@ -22,12 +23,12 @@ GGUF_NAME = "model.gguf"
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 _MADE = ("config.json", "model.safetensors.index.json")
-_FORMATS = {torch.float32: ("f32", 0), torch.float16: ("f16", 1), torch.bfloat16: ("bf16", 32)}  # and llama.cpp's file types
 
 
 class ModelWeights:
     """The tensors of a model in f32 on a device, by canonical name; all are trained, the embedding too.
 
+    formats: of the matrices of a GGUF file, which keeps them: a draft is as fast as its bytes are few. None for a directory.
     mask_id: the token that stands for tokens to come, None for none. Raises ConfigError for a model that cannot be trained, and for
     a mask in a GGUF file, which has no field for it.
     """
@@ -41,21 +42,35 @@ class ModelWeights:
         self.trained: dict[str, Tensor] = {
             name: torch.from_numpy(tensor.dequantize()).to(device).requires_grad_() for name, tensor in model.tensors.items()
         }
-        self.all = {**self.trained, "output": self.trained["embed" if model.config.tied_embeddings else "output"]}
+        is_file = not isinstance(model.vocabulary, HfTokenizerFiles)
+        self.formats = {name: one.format for name, one in model.tensors.items() if is_file and len(one.shape) == 2}
+
+    def served(self) -> dict[str, Tensor]:
+        """The numbers that the engine will compute with, and the output matrix: matrices rounded to their formats.
+
+        Gradients pass through rounding as if it were not there (arXiv 1308.3432). Without it, most of what training changes would
+        be less than half of a format's step, and would be lost when the file is written.
+        """
+        served = dict(self.trained)
+        for name, format in self.formats.items():
+            values = self.trained[name]
+            rounded = torch.from_numpy(QuantTensor.encode(format, values.detach().cpu().numpy()).dequantize()).to(self.device)
+            served[name] = values + (rounded - values).detach()
+        return {**served, "output": served["embed" if self.model.config.tied_embeddings else "output"]}
 
     def save(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write the model: the directory, or a GGUF file in it, whose vectors are in f32. Raises OSError."""
+        """Write the model: the directory, in `dtype`, or a GGUF file in it, in its own formats. Raises OSError."""
         model = self.model
         directory.mkdir(parents=True, exist_ok=True)
         if isinstance(model.vocabulary, HfTokenizerFiles):
             self._save_directory(directory, dtype)
             return
-        name, file_type = _FORMATS[dtype]
         tensors = {
-            ours: QuantTensor.encode(get_format(name if values.dim() == 2 else "f32"), values.detach().cpu().numpy())
-            for ours, values in self.trained.items()
+            name: QuantTensor.encode(self.formats.get(name, get_format("f32")), values.detach().cpu().numpy())
+            for name, values in self.trained.items()
         }
-        write_model(directory / GGUF_NAME, model, tensors, file_type, {})
+        shapes = {name: one.shape for name, one in model.tensors.items()}
+        write_model(directory / GGUF_NAME, model, tensors, file_type(self.formats, shapes), {})
 
     def _save_directory(self, directory: Path, dtype: torch.dtype) -> None:
         model = self.model

@@ -201,6 +201,7 @@ def test_costs_are_measured_once_and_nonsense_is_measured_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nonsense: str
 ) -> None:
     monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs_module, "_time", lambda backend, cache, depth, rows, one_token: (0.01 + 0.001 * rows, 0))
     backend = make_backend("numpy", open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", "qwen2")), EngineConfig(max_rows=16))
     first = find_costs(backend)
     assert first.measured_rows == [1, 2, 3, 4, 6, 8, 9, 12, 16]
@@ -212,6 +213,10 @@ def test_costs_are_measured_once_and_nonsense_is_measured_anew(
     monkeypatch.setattr(costs_module, "measure_costs", lambda backend: calls.append(backend) or FLAT)
     assert find_costs(backend).seconds == FLAT.seconds
     assert calls == [backend]
+    for slower, num_measured in ((1, 1), (20, 2)):  # as of a busy machine
+        kept.write_text(json.dumps(first.as_dict() | {"seconds": [slower * s for s in first.seconds]}))
+        find_costs(backend)
+        assert len(calls) == num_measured
 
 
 @pytest.mark.parametrize("confidence", [0.3, 0.7, 0.95])
@@ -525,6 +530,7 @@ def test_drafts_cost_no_load_more_than_three_hundredths(
 
 def test_what_was_learned_is_kept_for_the_next_process_where_it_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs_module, "_time", lambda backend, cache, depth, rows, one_token: (0.01 + 0.001 * rows, 0))
     backend = make_backend("numpy", open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", "qwen2")), EngineConfig(max_rows=16))
     costs = find_costs(backend)
     [kept] = tmp_path.glob("costs/*")

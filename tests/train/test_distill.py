@@ -91,7 +91,7 @@ def test_a_model_learns_answers_and_is_written_as_it_came(
 def test_a_served_model_computes_the_rows_of_masks_that_it_was_trained_with(model: Checkpoint, texts: Texts) -> None:
     training, sample, at = DistillTraining(ModelWeights(model, 319, CPU), MASKED), texts[0], 9
     layout = training.layout(len(sample.token_ids), np.random.default_rng(0))
-    logits = training.logits([sample], [layout]).detach().numpy()
+    logits = training.logits([sample], [layout], training.weights.served()).detach().numpy()
     at = int(layout.start[layout.depth == 2][0])  # a chain whose masks are all kept
     backend, fed = make_backend("numpy", model, SETTINGS), [*sample.token_ids[: at + 1].tolist(), 319, 319]
     served = backend.forward(ForwardBatch(fed, list(range(len(fed))), [0], [0, len(fed)]), backend.new_cache(1, 64)).logits
@@ -111,9 +111,18 @@ def test_deeper_rows_are_fewer_and_stand_behind_kept_ones(model: Checkpoint) -> 
 
 def test_a_gguf_model_stays_one_and_has_no_mask(texts: Texts, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     target = tiny(tmp_path_factory, weight_format="q4_0", **SMALL)
-    train_model(target, texts, tmp_path / "out", job(DistillLoss(3), epochs=1), nothing, nothing)
+    log = train_model(target, texts, tmp_path / "out", job(DistillLoss(3)), nothing, nothing)
+    assert log[-1].mean_length > log[0].mean_length + 0.5, "rounded to 4 bits, too, it learns"
     path = tmp_path / "out" / GGUF_NAME
-    assert open_checkpoint(path).config == target.config
+    written, weights = open_checkpoint(path), ModelWeights(target, None, CPU)
+    assert written.config == target.config
+    state = torch.load(tmp_path / "out" / "training" / "state.pt", weights_only=True)["trained"]
+    weights.trained = {name: values.requires_grad_() for name, values in state.items()}
+    for name, values in weights.served().items():
+        if log[-1].mean_length == max(line.mean_length for line in log) and name in written.tensors:
+            assert np.abs(written.tensors[name].dequantize() - values.detach().numpy()).max() < 1e-6, "what was trained is served"
+    assert all(written.tensors[name].format == one.format for name, one in target.tensors.items())
+    assert not torch.equal(weights.served()["layers.0.q"], state["layers.0.q"])
     prompt = [FIRST + WORDS, FIRST, FIRST + 1]
     with LLM(target, "none", settings=SETTINGS) as plain, LLM(target, str(path), settings=SETTINGS) as drafting:
         assert plain.generate([prompt])[0].token_ids == drafting.generate([prompt])[0].token_ids

@@ -23,6 +23,7 @@ MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24)  # the numbers of rows that ar
 LEARNING = 0.1  # weight of the latest draft in the seconds that drafting takes
 _DEPTH = 32  # tokens of context under the measured forwards
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
+_LOOKS, _UNDERCUT = 3, 0.5  # forwards at a start, and the share of kept seconds under which they are measured again
 _SETTLED = 0.03  # a round that finds nothing quicker by more than this share ends the measurement
 
 # A slow round is first of all a slow machine, which slows all numbers of rows alike and changes no choice. So a share of a round's
@@ -159,15 +160,24 @@ def _between(rows: list[int], number: int) -> tuple[int, int, float]:
 
 
 def find_costs(backend: Backend) -> Costs:
-    """The costs of a loaded model: kept ones of this machine and model, else measured (seconds for 1 GB of weights) and kept."""
+    """The costs of a loaded model: kept ones of this machine and model, else measured (seconds for 1 GB of weights) and kept.
+
+    Kept ones that three forwards undercut by half are measured again.
+    """
     path = _path(backend)
     costs = _read(path)
-    if costs:
+    if costs and not _is_undercut(costs, backend):
         return costs
     costs = measure_costs(backend)
     costs.path = path
     _write(path, costs)
     return costs
+
+
+def _is_undercut(costs: Costs, backend: Backend) -> bool:
+    """Whether a forward takes far less than was kept, of a busy machine: a model that seems slow would never be asked again."""
+    cache = backend.new_cache(1, 1)
+    return min(_time(backend, cache, 0, 1, False)[0] for _ in range(_LOOKS)) < _UNDERCUT * costs.forward_s(1)
 
 
 def _write(path: Path, costs: Costs) -> None:
