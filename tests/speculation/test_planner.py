@@ -214,7 +214,7 @@ def test_costs_are_measured_once_and_nonsense_is_measured_anew(
     assert find_costs(backend).seconds == FLAT.seconds
     assert calls == [backend]
     for slower, num_measured in ((1, 1), (20, 2)):  # as of a busy machine
-        kept.write_text(json.dumps(first.as_dict() | {"seconds": [slower * s for s in first.seconds]}))
+        kept.write_text(json.dumps(first.as_dict() | {"seconds": [slower * s for s in first.as_dict()["seconds"]]}))
         find_costs(backend)
         assert len(calls) == num_measured
 
