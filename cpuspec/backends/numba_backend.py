@@ -747,7 +747,7 @@ class _Writer:
             kernel, together = attention_bf16.attend_kernel, MAX_QUERIES
         address = kernel(kv_format, mixer.window is not None, mixer.softcap > 0)
         if mixer.latent:
-            address, together = latent.attend_kernel(kv_format), attention.QUERIES
+            address, together = latent.attend_kernel(kv_format, mixer.latent.turned), attention.QUERIES
         attend = {
             "heads": mixer.heads, "kv_heads": mixer.kv_heads, "key_dims": mixer.dims, "value_dims": value_dims,
             **self._kv_places.of(layer)._asdict(), "plan": self._plans.number(layer),

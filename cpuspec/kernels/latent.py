@@ -50,12 +50,16 @@ def _copy(source, size, to):
 
 
 @cache
-def attend_kernel(format_name: str) -> int:
-    """Address of what `attention.attend_kernel` has. Values are the keys: both have as many numbers."""
-    return machine_code.address(f"attend-latent-{format_name}", 8, lambda: _attend(format_name, *row_shape(format_name)))
+def attend_kernel(format_name: str, turned: int) -> int:
+    """Address of what `attention.attend_kernel` has. Values are the keys: both have as many numbers.
+
+    turned: `Latent.turned`, numbers that are no values. Their results are 0 where the format has no groups of numbers.
+    """
+    name = f"attend-latent-{format_name}-{turned}"
+    return machine_code.address(name, 8, lambda: _attend(format_name, turned, *row_shape(format_name)))
 
 
-def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int) -> Callable[..., None]:
+def _attend(name: str, turned: int, size: int, header: int, unit: int, unit_bytes: int) -> Callable[..., None]:
     def attend(count, head, key_dims, value_dims, first, straight, path, scratch):
         walk = walk_at(scratch)
         stored, row_bytes = num_units(unit, value_dims) * unit, num_units(unit, key_dims) * unit_bytes
@@ -94,15 +98,15 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int) -> Ca
         step, rest = (count + turns - 1) // turns, gathered if tree else chunk
         for number in range(0, count, step):
             some, own = min(step, count - number), scores + number * SCORES_STRIDE
-            _weigh(name, some, scratch + 8 * number, own, chunk, rest, row_bytes, key_dims, together, first)
+            _weigh(name, turned, some, scratch + 8 * number, own, chunk, rest, row_bytes, key_dims, together, first)
 
     return attend
 
 
 @emitted
 def _weigh(
-    o: Ops, name: str, count: Value, walk: Value, weights: Value, keys: Value, rest: Value, row_bytes: Value, dims: Value,
-    blocks: Value, first: Value,
+    o: Ops, name: str, turned: Value, count: Value, walk: Value, weights: Value, keys: Value, rest: Value, row_bytes: Value,
+    dims: Value, blocks: Value, first: Value,
 ) -> None:  # fmt: skip
     """The sums of weight * key of `count` queries to their partials: over `blocks` blocks of 16 keys, and over further ones at
     `rest` as far as each query sees them.
@@ -152,7 +156,9 @@ def _weigh(
                 for part in key_parts(coding, at, group, dims):
                     add_dims(*part, at)
         else:
-            add_dims(o.number(0), o.number(0), dims, 0, o.number(0))
+            with o.loop(o.number(2)) as half:  # rotated numbers, which are no values, and then half of the vector
+                first_dim = dims // 2 * half + turned // 2
+                add_dims(first_dim * (LANES * coding.size), first_dim, (dims - turned) // 2, 0, o.number(0))
 
     o.switch(count, {number: functools.partial(body, number) for number in range(1, _QUERIES + 1)})
 

@@ -16,12 +16,13 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError
-from tests.backends.models import GEMMA4, MIXTURES, RECURRENT
+from tests.backends.models import GEMMA4, LATENT, MIXTURES, RECURRENT
 from tools.make_tiny_model import make_tiny_gguf
 
 SETTINGS = EngineConfig(context_length=128, max_rows=64, keep_packed=False, prefix_cache_gb=0, head_format="file")
-PREDICTS = ("qwen35", "qwen35moe", "qwen3next")
+PREDICTS = ("qwen35", "qwen35moe", "qwen3next", "deepseek2")
 MODELS = {**RECURRENT, **GEMMA4, "gemma4-moe": {**MIXTURES["gemma4-moe"], "num_layers": 4}}
+MODELS |= {name: {**LATENT[name], "num_layers": 3} for name in ("deepseek2", "deepseek_v2", "mistral4")}
 
 # Who drafts, threads, sequences at once, and other settings.
 WAYS = [
@@ -31,6 +32,7 @@ WAYS = [
     ("ngram", 2, 9, {"prefix_cache_gb": 1}),
 ]  # fmt: skip
 OWN_WAYS = [(f"mtp@{number}", number % 3 + 1, 10 - number, {}) for number in range(1, 7)] + [("ngram@2+mtp@2", 2, 4, {})]
+TREE_WAYS = [("suffix:tree", 2, 5, {"prompt_rows": 3}), ("ngram:tree@7", 1, 3, {})]  # of targets that read more than one path
 
 
 def _prompts(count: int) -> list[list[int]]:
@@ -51,7 +53,8 @@ def check_ways(checkpoint: Checkpoint, num_prompts: int, predicts: bool) -> int:
         wanted = [answer.token_ids for answer in llm.generate(prompts, params)]
     assert len({tuple(answer) for answer in wanted}) > num_prompts // 2
     compared = 0
-    for draft, threads, sequences, others in [*WAYS, *(OWN_WAYS if predicts else [])]:
+    recurs = checkpoint.config.is_recurrent
+    for draft, threads, sequences, others in [*WAYS, *(OWN_WAYS if predicts else []), *([] if recurs else TREE_WAYS)]:
         settings, step = replace(SETTINGS, threads=threads, max_sequences=sequences, **others), 1  # type: ignore[arg-type]
         if "skip" in draft and checkpoint.config.layer_owners:
             continue  # the layers that would be left out are read by others
@@ -69,7 +72,7 @@ def check_ways(checkpoint: Checkpoint, num_prompts: int, predicts: bool) -> int:
                 for _ in range(2):
                     assert [answer.token_ids for answer in llm.generate(prompts, params)] == wanted, f"{start}, {gigabytes} GB"
                     compared += len(wanted)
-    if not checkpoint.config.is_recurrent:
+    if not recurs:
         return compared
     with pytest.raises(ConfigError, match="tree"):
         LLM(checkpoint, "suffix:tree", settings=SETTINGS)
