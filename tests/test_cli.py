@@ -200,7 +200,7 @@ def test_json_is_one_object_with_everything(model: str) -> None:
     shown = answer_of("-m", model, "--draft", "ngram", "--logprobs", "2", "--threads", "1", "--max-tokens", "5")
     assert set(shown) == {
         *("model", "backend", "threads", "draft", "text", "token_ids", "finish_reason", "logprobs", "stats", "memory"),
-        *("verify_exact", "plan", "reads", "revision", "sampling_params"),
+        *("verify_exact", "plan", "reads", "rounds", "revision", "sampling_params"),
     }
     assert (shown["model"], shown["backend"], shown["threads"], shown["draft"]) == (model, "numpy", 1, "ngram")
     assert shown["finish_reason"] == "length"
