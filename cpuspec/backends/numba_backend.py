@@ -41,6 +41,7 @@ from cpuspec.formats.kv import get_kv_format, hadamard_size
 from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, paged_bytes, reserved_bytes, unpack
 from cpuspec.kernels import (
     adapters,
+    argmax,
     attention,
     attention_bf16,
     attention_plan,
@@ -160,8 +161,8 @@ class NumbaBackend:
         self._places = np.empty(self.max_rows, layout.PLACE)
         self._logits = np.empty((1, self._num_logits), np.float32)
         self._unheld = getrefcount(self._logits)
-        self._peaks = np.empty(products.BLOCK_ROWS * sharing.PIECES * self.threads, np.float32)
-        self._picked = (c_int32 * products.BLOCK_ROWS)()  # of which a part is a list
+        self._peaks = np.empty(argmax.MOST_ROWS * sharing.PIECES * self.threads, np.float32)
+        self._picked = (c_int32 * argmax.MOST_ROWS)()  # of which a part is a list
         self._paths = np.empty(0, np.int64)
         self._routing = _Routing(c.experts, self.max_rows) if c.experts else None
         centres = key_centres(c, kv_format, tensors)
@@ -299,7 +300,7 @@ class NumbaBackend:
             self._recurrent.commit()
         cache.advance(batch)
         output.weight_bytes = adapter_bytes + self._matrices.read_bytes(num_logits, int(entered.state["expert_bytes"]))
-        if num_logits <= products.BLOCK_ROWS:
+        if num_logits <= argmax.MOST_ROWS:
             output.best = self._picked[:num_logits]
         return output
 
@@ -431,7 +432,7 @@ class NumbaBackend:
 
     def _room_for_logits(self, num_rows: int) -> F32:
         """Rows of logits to write into: those of the last forward again, once no caller holds them or a part of them."""
-        if num_rows > products.BLOCK_ROWS:
+        if num_rows > argmax.MOST_ROWS:
             return np.empty((num_rows, self._num_logits), np.float32)
         if len(self._logits) != num_rows or getrefcount(self._logits) != self._unheld:
             self._logits = np.empty((num_rows, self._num_logits), np.float32)

@@ -1,10 +1,12 @@
-"""The largest logit of each of a few rows, found by the threads that compute the logits: `peak` of a piece, `pick` of all."""
+"""The largest logit of each row of a batch, found by the threads that compute the logits: `peak` of a piece, `pick` of all."""
 
 import numpy as np
 
 from cpuspec.kernels import simd
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.sharing import PIECES, piece, share
+
+MOST_ROWS = 64  # whose largest logits are looked for, as those of a batch; of more, as of a text that is read, most ask for none
 
 _LOWEST = np.float32(-np.inf)
 

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from cpuspec.formats.packing import aligned_bytes
 from cpuspec.kernels import layout, simd
+from cpuspec.kernels.argmax import MOST_ROWS
 from cpuspec.kernels.attention_plan import place_rows, plan_attention
 from cpuspec.kernels.layout import call_at, int64s_at
 from cpuspec.kernels.options import compiled
-from cpuspec.kernels.products import BLOCK_ROWS
 
 _Array = NDArray[Any]
 
@@ -35,7 +35,7 @@ def enter(state, numbers):
     """Write into the state what `Program.enter` noted at address `numbers`, and plan its attention."""
     call = call_at(numbers)
     state.num_rows, state.num_logit_rows, state.num_sequences = call.num_rows, call.num_logit_rows, call.num_sequences
-    state.num_picked = call.num_logit_rows if call.num_logit_rows <= BLOCK_ROWS else 0
+    state.num_picked = call.num_logit_rows if call.num_logit_rows <= MOST_ROWS else 0
     state.stops_early, state.stop.asked, state.stopped = call.stops_early, 0, 0
     state.num_chunks, state.logits, state.expert_bytes = call.num_chunks, _data(call.logits), 0
     state.kept = int64s_at(_data(call.kept) if call.kept != 0 else 0)
