@@ -7,7 +7,7 @@ import pytest
 from cpuspec.checkpoints.download import find_model, resolve_model
 from cpuspec.checkpoints.hub import HubModel, read_hub_name, revision_of
 from cpuspec.checkpoints.local_models import local_models
-from cpuspec.errors import CheckpointError, ConfigError, CpuspecError
+from cpuspec.errors import ConfigError, CpuspecError
 from tests.processes import make_pipe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -218,5 +218,5 @@ def test_an_adapter_of_ollamas_is_named_beside_its_model(home: Path) -> None:
     models = home / ".ollama" / "models"
     put_ollama(models, "registry.ollama.ai/library/adapted/x", manifest=json.dumps({"layers": layers}))
     blobs = models / "blobs"
-    with pytest.raises(CheckpointError, match=f"{blobs}/sha256-{kinds['model']} --lora {blobs}/sha256-{kinds['adapter']}"):
+    with pytest.raises(ConfigError, match=f"{blobs}/sha256-{kinds['model']} --lora {blobs}/sha256-{kinds['adapter']}"):
         find_model("ollama:adapted:x")
