@@ -18,8 +18,8 @@ from record import Rounds, record, save, say, spread
 
 from cpuspec import LLM
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.config import EngineConfig
 from cpuspec.engine.llm import Completion
+from cpuspec.settings import EngineConfig
 
 DELAY, LONG_OVER = "first token of the short prompt, plain steps later than alone", "first token of the long prompt over alone"
 

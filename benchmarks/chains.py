@@ -47,7 +47,6 @@ from record import Rounds, record, save, say
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.cli.answer import rounds_table
-from cpuspec.config import SamplingParams, SpecConfig
 from cpuspec.engine.assemble import check_spec
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.environment import usable_cores
@@ -57,6 +56,7 @@ from cpuspec.evaluate.statistics import geometric_mean, mean_ratio
 from cpuspec.formats import get_format
 from cpuspec.metrics import LevelCounters
 from cpuspec.quantize.cast import dequantized
+from cpuspec.settings import SamplingParams, SpecConfig
 from cpuspec.text import make_tokenizer
 
 _NO_REPEATS, _MORE_THAN_ANY_LOGIT = "no repeats", 1e4

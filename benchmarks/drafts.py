@@ -21,12 +21,12 @@ from record import Rounds, record, save, spread
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.assemble import OWN_WEIGHTS
 from cpuspec.engine.llm import LLM
 from cpuspec.evaluate.quality import logits_of
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
+from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.text import Tokenizer, make_tokenizer
 
 DEPTH = 256  # tokens of context when forwards are timed

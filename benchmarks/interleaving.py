@@ -20,8 +20,8 @@ from cpuspec import SamplingParams
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.config import EngineConfig
 from cpuspec.engine.engine import Engine
+from cpuspec.settings import EngineConfig
 from cpuspec.speculation import Context, NullProposer
 from cpuspec.text import make_tokenizer
 

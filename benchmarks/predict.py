@@ -17,9 +17,9 @@ from record import Rounds, record, save
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.config import EngineConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CpuspecError
+from cpuspec.settings import EngineConfig
 from cpuspec.speculation.planner.choose import MAX_TOKENS, Option, best_length
 from cpuspec.speculation.planner.costs import Costs, measure_costs
 

@@ -16,8 +16,8 @@ from record import Rounds, record, save, say, spread
 
 from cpuspec import LLM
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.config import EngineConfig
 from cpuspec.engine.llm import Completion, Message
+from cpuspec.settings import EngineConfig
 
 FRESH, CACHED, RESTARTED = "fresh", "prefix cache", "prefix cache after a restart"
 TTFT, OVER = "time to first token, s", "time to first token over a fresh one"

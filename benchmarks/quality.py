@@ -18,8 +18,8 @@ from rich.progress import Progress
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.config import EngineConfig
 from cpuspec.evaluate.quality import compare_backends
+from cpuspec.settings import EngineConfig
 from cpuspec.text import make_tokenizer
 
 

@@ -21,10 +21,10 @@ from unittest.mock import patch
 
 import typer
 
-from cpuspec.config import LevelSpec, SamplingParams
 from cpuspec.engine.llm import LLM
 from cpuspec.evaluate.prompts import prompt_ids, read_prompts
 from cpuspec.sequence import Sequence
+from cpuspec.settings import LevelSpec, SamplingParams
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.suffix import SuffixProposer, make_suffix
 from cpuspec.speculation.planner.costs import Costs, find_costs

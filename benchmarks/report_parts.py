@@ -11,9 +11,9 @@ from typing import Any
 import report_plots as plots
 from peers_report import OWN, who
 
-from cpuspec.config import SpecConfig
 from cpuspec.evaluate.parity import Parity, Recording, compare_sides
 from cpuspec.evaluate.statistics import mean_ratio
+from cpuspec.settings import SpecConfig
 
 Result = Mapping[str, Any]
 PLAIN, AUTO = "none", "auto"

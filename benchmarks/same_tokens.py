@@ -32,7 +32,6 @@ from record import Rounds, record, save, say
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.config import EngineConfig
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.quality import F64, last_rows
 from cpuspec.evaluate.speed import Plan, measure_speed
@@ -43,6 +42,7 @@ from cpuspec.model.cache import KVCache
 from cpuspec.quantize.job import Job, quantize
 from cpuspec.quantize.mixes import TYPES
 from cpuspec.sampling import argmax, log_softmax
+from cpuspec.settings import EngineConfig
 from cpuspec.text import make_tokenizer
 
 PROMPTS = (

@@ -32,11 +32,11 @@ from serving import own_arm, serving
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.config import EngineConfig
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import read_prompts
 from cpuspec.load.client import Client, ServerError
 from cpuspec.load.run import first_model
+from cpuspec.settings import EngineConfig
 
 CHAT, TOKENS, TEXT, IDS, TOOLS, MESSAGES, RESPONSES, LONG = (
     *("chat", "chat, streamed by token", "text, streamed", "token ids", "chat with tools, streamed by token"),

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cpuspec.config import EngineConfig, LevelSpec, ModelConfig, SamplingParams, SpecConfig
+    from cpuspec.config import ModelConfig
     from cpuspec.engine.async_llm import AsyncLLM
     from cpuspec.engine.engine import Output
     from cpuspec.engine.llm import LLM, Completion
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         FormatError,
         TokenizerError,
     )
+    from cpuspec.settings import EngineConfig, LevelSpec, SamplingParams, SpecConfig
     from cpuspec.speculation.draft import Draft
     from cpuspec.speculation.proposer import Proposer
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.config import SamplingParams
 from cpuspec.errors import BackendError, ConfigError
+from cpuspec.settings import SamplingParams
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cpuspec.checkpoints.adapters import AdapterSet, set_identity
-from cpuspec.config import SamplingParams
 from cpuspec.errors import CpuspecError
 from cpuspec.sampling import Draws, Legal, Noise, Row, TokenHistory
+from cpuspec.settings import SamplingParams
 
 
 class Constraint(Protocol):

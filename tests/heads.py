@@ -13,8 +13,9 @@ from safetensors.numpy import load_file, save_file
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.heads import Head, find_reader
-from cpuspec.config import EngineConfig, ModelConfig
+from cpuspec.config import ModelConfig
 from cpuspec.model.batch import ForwardBatch
+from cpuspec.settings import EngineConfig
 
 F64 = NDArray[np.float64]
 

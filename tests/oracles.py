@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from cpuspec.config import ModelConfig, SamplingParams
+from cpuspec.config import ModelConfig
 from cpuspec.model.batch import ForwardBatch, ForwardOutput, ForwardStoppedError
 from cpuspec.model.cache import BlockAccess, KVCache, StateAccess
 from cpuspec.sampling import Noise, Row, TokenHistory, dense, distribution
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation.draft import Draft
 
 

@@ -34,7 +34,6 @@ from cpuspec.cli.answer import StreamedAnswer, figures, stream_answer
 from cpuspec.cli.app import COMMANDS, whole_command
 from cpuspec.cli.chat import _COMMANDS, Chat, converse
 from cpuspec.cli.console import deliver_again, emit_generated, note, print_table, size
-from cpuspec.config import EngineConfig, SamplingDefaults
 from cpuspec.engine.assemble import LOOKUPS, MODELS
 from cpuspec.engine.engine import Output
 from cpuspec.errors import ConfigError
@@ -43,6 +42,7 @@ from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampl
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels import machine_code
 from cpuspec.platform import SYSTEM, Core, Memory, Node, Topology
+from cpuspec.settings import EngineConfig, SamplingDefaults
 from tests.backends.models import missing
 from tests.block_heads import make_block_head
 from tests.command import SMALL, ok, refused, report_of, run, small_model

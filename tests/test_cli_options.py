@@ -15,7 +15,7 @@ import typer
 import cpuspec
 from cpuspec.cli.app import COMMANDS as NAMES
 from cpuspec.cli.app import load, whole_command
-from cpuspec.config import EngineConfig, SamplingParams, ServerConfig
+from cpuspec.settings import EngineConfig, SamplingParams, ServerConfig
 
 # Options whose texts have a grammar: a text, and what the command gets.
 _VALUES: dict[str, tuple[str, Any]] = {
@@ -205,7 +205,7 @@ def test_every_setting_is_read_somewhere() -> None:
     package = Path(cpuspec.__file__).parent
     read: set[str] = set()
     for file in package.rglob("*.py"):
-        if file.parent.name != "cli" and file.name != "config.py":
+        if file.parent.name != "cli" and file.name != "settings.py":
             tree = ast.walk(ast.parse(file.read_text("utf-8")))
             read |= {one.attr for one in tree if isinstance(one, ast.Attribute)}
     assert {one.name for settings in SETTINGS for one in fields(settings)} - read == set()

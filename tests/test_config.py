@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.config import EngineConfig, LevelSpec, SamplingParams
 from cpuspec.errors import ConfigError
+from cpuspec.settings import EngineConfig, LevelSpec, SamplingParams
 
 FULL = SamplingParams(temperature=0.5, logit_bias={3: -1.5, 7: float("-inf")}, stop=("a", "b"), stop_token_ids=(4,), seed=9)
 

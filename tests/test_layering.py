@@ -17,6 +17,7 @@ LAYERS = (
     ("errors",),
     ("platform",),
     ("config", "environment", "files"),
+    ("settings",),
     ("layers",),
     ("formats",),
     ("checkpoints",),

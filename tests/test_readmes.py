@@ -10,8 +10,8 @@ import pytest
 import cpuspec
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.cli.app import whole_command
-from cpuspec.config import SpecConfig
 from cpuspec.engine.assemble import check_spec
+from cpuspec.settings import SpecConfig
 from tools.make_families_table import ROWS, with_table
 
 ROOT = Path(cpuspec.__file__).parents[1]

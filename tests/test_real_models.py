@@ -15,10 +15,10 @@ from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import fetch
 from cpuspec.checkpoints.recipes import Recipe, load_recipes
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
 from cpuspec.evaluate.quality import compare_backends
 from cpuspec.formats.packing import pack, unpack
+from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.text import make_tokenizer
 
 pytestmark = pytest.mark.real_model

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpuspec.config import SamplingParams
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.statistics import chi_square
 from cpuspec.sampling import Noise, SparseRow, TokenHistory, argmax, dense, distribution, logprobs, processed
+from cpuspec.settings import SamplingParams
 
 EMPTY = TokenHistory([])
 

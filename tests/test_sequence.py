@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuspec.config import SamplingParams
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 PENALISED = SamplingParams(frequency_penalty=0.5)

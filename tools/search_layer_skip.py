@@ -20,10 +20,10 @@ from rich.progress import Progress
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.config import EngineConfig
 from cpuspec.engine.own_weights import skip_layers
 from cpuspec.evaluate.quality import logits_of
 from cpuspec.model.batch import I32, ForwardBatch
+from cpuspec.settings import EngineConfig
 from cpuspec.text import make_tokenizer
 
 Layers = tuple[int, ...]

@@ -11,7 +11,7 @@ class _Cpuspec:
     def __init__(self, model: Path, threads: int, capacity: int) -> None:
         from cpuspec.backends import make_backend
         from cpuspec.checkpoints import open_checkpoint
-        from cpuspec.config import EngineConfig
+        from cpuspec.settings import EngineConfig
 
         self._backend = make_backend("numba", open_checkpoint(model), EngineConfig(max_sequences=1, threads=threads))
         self._cache = self._backend.new_cache(1, capacity)

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 
 from cpuspec.backends.disk import DiskReads
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, ModelConfig, memory_limit_bytes
+from cpuspec.config import ModelConfig
 from cpuspec.errors import BackendError
 from cpuspec.formats import Format
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.platform import SYSTEM
+from cpuspec.settings import EngineConfig, memory_limit_bytes
 
 BACKENDS = ("numba", "numpy", "torch", "onnxruntime", "openvino")
 

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.config import EngineConfig, ModelConfig
+from cpuspec.config import ModelConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Format
 from cpuspec.formats.kv import rounded
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
+from cpuspec.settings import EngineConfig
 
 # From inputs and the names of outputs to these outputs, which may be overwritten by the next run.
 Run = Callable[[Mapping[str, NDArray[Any]], Sequence[str]], Sequence[F32]]

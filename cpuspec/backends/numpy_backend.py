@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, key_centres, unread, weight_tensors
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, Experts, Mamba2, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, remembered
 from cpuspec.layers import Layer, keeping_layers
@@ -25,6 +25,7 @@ from cpuspec.model.cache import KVCache
 from cpuspec.model.recurrence import LENGTH_EPS, RecurrentState, delta_step, new_state, recurrent_mixers, recurrent_slots
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
+from cpuspec.settings import EngineConfig
 
 Array = NDArray[np.floating]
 

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from cpuspec.backends.onnx_graph import build_graph, external_tensor
 from cpuspec.backends.weights import weight_tensors
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
 from cpuspec.files import replacing
 from cpuspec.formats import Format
 from cpuspec.formats.kv import get_kv_format
+from cpuspec.settings import EngineConfig
 
 if TYPE_CHECKING:
     import onnx

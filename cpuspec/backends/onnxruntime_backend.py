@@ -11,10 +11,10 @@ from cpuspec.backends.graph_backend import GraphBackend
 from cpuspec.backends.onnx_graph import build_graph, external_tensor, read_bytes
 from cpuspec.backends.weights import weight_tensors
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig
 from cpuspec.formats import Format
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.model.batch import F32
+from cpuspec.settings import EngineConfig
 
 
 class OnnxruntimeBackend(GraphBackend):

@@ -20,11 +20,11 @@ from cpuspec.backends.graph_backend import GraphBackend
 from cpuspec.backends.onnx_export import export_onnx
 from cpuspec.backends.onnx_graph import read_bytes
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig
 from cpuspec.environment import cache_dir
 from cpuspec.formats import Format
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.model.batch import F32
+from cpuspec.settings import EngineConfig
 
 # Inputs of a matrix under one scale where activations become int8, as OpenVINO chooses by itself; 0 leaves them f32.
 _QUANTIZATION_GROUPS: Mapping[str, int] = MappingProxyType({"auto": 32, "int8": 32, "f32": 0})

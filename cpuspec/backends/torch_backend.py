@@ -27,7 +27,7 @@ from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, ke
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.adapters import Adapter
 from cpuspec.checkpoints.checkpoint import is_matrix
-from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, EngineConfig, Experts, Mamba2, ModelConfig, Rope
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, Experts, Mamba2, ModelConfig, Rope
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
@@ -38,6 +38,7 @@ from cpuspec.model.cache import KVCache
 from cpuspec.model.recurrence import LENGTH_EPS, delta_step, new_state, recurrent_mixers, recurrent_slots
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
+from cpuspec.settings import EngineConfig
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
 

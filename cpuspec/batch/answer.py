@@ -8,7 +8,6 @@ from typing import Any, cast
 from uuid import uuid4
 
 from cpuspec.batch.lines import CHAT, Line, answer_line, error_line
-from cpuspec.config import SamplingParams, ServerConfig
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM, answer_params
 from cpuspec.errors import ConfigError, CpuspecError, in_one_line
@@ -27,6 +26,7 @@ from cpuspec.server.schema import (
     predicted_ids,
 )
 from cpuspec.server.structured import check_strict
+from cpuspec.settings import SamplingParams, ServerConfig
 
 _MOST_ANSWERS = 128  # to one line, as OpenAI's API allows
 _LINES_AHEAD = 16  # for each sequence that the LLM runs: finished answers may wait for that of an earlier line

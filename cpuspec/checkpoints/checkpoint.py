@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from cpuspec.config import NO_DEFAULTS, HeadConfig, ModelConfig, SamplingDefaults
+from cpuspec.config import HeadConfig, ModelConfig
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
 from cpuspec.layers import layers_of
+from cpuspec.settings import NO_DEFAULTS, SamplingDefaults
 
 
 @dataclass(frozen=True)

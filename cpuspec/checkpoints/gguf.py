@@ -17,10 +17,11 @@ from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.checkpoints.latent import read_gguf as read_latent
 from cpuspec.checkpoints.recurrent import read_gguf
-from cpuspec.config import DeltaNet, Experts, ModelConfig, RopeScaling, SamplingDefaults
+from cpuspec.config import DeltaNet, Experts, ModelConfig, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.nvfp import NVFP4, with_scale
+from cpuspec.settings import SamplingDefaults
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"

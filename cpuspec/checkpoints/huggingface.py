@@ -21,19 +21,10 @@ from cpuspec.checkpoints.latent import read_hf as read_latent
 from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
 from cpuspec.checkpoints.recurrent import dense_size, has_experts, kinds_of, multiplied, num_layers_of, read_hf
 from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
-from cpuspec.config import (
-    NO_DEFAULTS,
-    SAMPLING_FIELDS,
-    SWIGLU_ALPHA,
-    SWIGLU_LIMIT,
-    DeltaNet,
-    Experts,
-    ModelConfig,
-    RopeScaling,
-    SamplingDefaults,
-)
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, Experts, ModelConfig, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
+from cpuspec.settings import NO_DEFAULTS, SAMPLING_FIELDS, SamplingDefaults
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 # Flags that a model may set and this reader does not compute.

@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from cpuspec.checkpoints.hub import HubModel, find_cached, read_hub_name, revision_of
-from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, SamplingDefaults, SpecConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
 from cpuspec.files import read_file
+from cpuspec.settings import NO_DEFAULTS, SAMPLING_FIELDS, SamplingDefaults, SpecConfig
 
 DEFAULT_RECIPE = "smollm2-135m-instruct"
 

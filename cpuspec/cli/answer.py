@@ -9,12 +9,12 @@ from typing import Any, cast
 
 from cpuspec.backends.disk import DiskReads
 from cpuspec.cli.console import accepted, counted, size
-from cpuspec.config import SAMPLING_FIELDS, SamplingDefaults, SamplingParams
 from cpuspec.engine.llm import LLM, Message
 from cpuspec.metrics import RequestStats, RoundPart
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.sequence import shared_prefix
 from cpuspec.server.parsing import Piece, answer_parser, opens_reasoning, shown_tokens
+from cpuspec.settings import SAMPLING_FIELDS, SamplingDefaults, SamplingParams
 
 
 @dataclass

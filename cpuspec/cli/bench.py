@@ -15,9 +15,9 @@ from cpuspec.cli.machine import describe_run
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.options import option
 from cpuspec.cli.progress import busy
-from cpuspec.config import EngineConfig
 from cpuspec.engine.lora import with_adapters
 from cpuspec.evaluate.speed import Plan, RowsSpeed, Speed, SpeedReport, measure_speed
+from cpuspec.settings import EngineConfig
 
 Setting = dict[str, Any]
 

@@ -10,10 +10,10 @@ from cpuspec.cli.console import ERROR, Report, accepted, exit_codes, note, print
 from cpuspec.cli.machine import describe_run, versions
 from cpuspec.cli.opening import open_with_drafts
 from cpuspec.cli.options import option
-from cpuspec.config import EngineConfig
 from cpuspec.evaluate.certify import MIN_SAMPLES, NUM_SAMPLES, PROMPTS, Certificate, file_identity
 from cpuspec.evaluate.certify import certify as certify_drafts
 from cpuspec.evaluate.prompts import read_prompts
+from cpuspec.settings import EngineConfig
 
 
 @exit_codes()

@@ -20,10 +20,10 @@ from cpuspec.cli.console import emit, emit_apart, emit_generated, exit_codes, no
 from cpuspec.cli.opening import load_llm, sampling_defaults, thinking_variables
 from cpuspec.cli.options import read_logit_bias
 from cpuspec.cli.tools import Tool, open_tool
-from cpuspec.config import SAMPLING_FIELDS, SamplingParams
 from cpuspec.engine.llm import LLM, Message
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.files import read_file, write_file
+from cpuspec.settings import SAMPLING_FIELDS, SamplingParams
 
 _PROMPT, _MORE = "> ", ". "
 _BLOCK = '"""'

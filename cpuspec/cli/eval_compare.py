@@ -21,11 +21,11 @@ from cpuspec.cli.eval_tasks import (
 from cpuspec.cli.opening import load_llm, open_with_drafts
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import StepProgress
-from cpuspec.config import SamplingParams
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.prompts import Prompt, read_prompts
 from cpuspec.evaluate.tasks import find_task, read_problems
 from cpuspec.server.parsing import opens_reasoning
+from cpuspec.settings import SamplingParams
 
 
 @exit_codes()

@@ -19,7 +19,6 @@ from cpuspec.cli.models import totals
 from cpuspec.cli.opening import load_llm, open_target, open_with_drafts
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import StepProgress
-from cpuspec.config import SamplingParams
 from cpuspec.engine.assemble import model_and_spec
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError, CpuspecError
@@ -27,6 +26,7 @@ from cpuspec.evaluate.prompts import Prompt
 from cpuspec.evaluate.sandbox import Limits, run_program
 from cpuspec.evaluate.tasks import TASKS, Grade, Problem, Score, Task, find_task, judge, read_problems, score
 from cpuspec.files import write_file
+from cpuspec.settings import SamplingParams
 
 AllowOption = Annotated[
     bool, flag("--allow-code-execution", "Run programs that the model wrote, in a sandbox. Nothing is run without it.")

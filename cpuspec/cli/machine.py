@@ -19,7 +19,6 @@ from cpuspec.cli import options
 from cpuspec.cli.console import Report, counted, exit_codes, print_facts, print_report, size
 from cpuspec.cli.models import known_models
 from cpuspec.cli.progress import busy
-from cpuspec.config import EngineConfig
 from cpuspec.environment import (
     cache_dir,
     commit,
@@ -29,6 +28,7 @@ from cpuspec.environment import (
 )
 from cpuspec.metrics import read_bandwidth
 from cpuspec.platform import SYSTEM
+from cpuspec.settings import EngineConfig
 
 # The features that decide how fast kernels are, of the hundred that a processor has: LLVM's names.
 TELLING_FEATURES = (

@@ -22,7 +22,6 @@ from cpuspec.cli.console import ERROR, Report, emit, emit_json, exit_codes, note
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.options import argument, flag
 from cpuspec.cli.progress import FetchProgress, busy
-from cpuspec.config import EngineConfig
 from cpuspec.engine.assemble import draft_models, model_and_spec
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CheckpointError
@@ -31,6 +30,7 @@ from cpuspec.formats import QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
 from cpuspec.layers import keeping_layers
 from cpuspec.metrics import read_bandwidth
+from cpuspec.settings import EngineConfig
 
 
 @exit_codes()

@@ -11,9 +11,9 @@ from cpuspec.checkpoints.download import find_model, resolve_model
 from cpuspec.cli import options
 from cpuspec.cli.console import note
 from cpuspec.cli.progress import FetchProgress, busy
-from cpuspec.config import SamplingDefaults, SpecConfig
 from cpuspec.engine.assemble import draft_models, model_and_spec
 from cpuspec.errors import ConfigError
+from cpuspec.settings import SamplingDefaults, SpecConfig
 
 if TYPE_CHECKING:
     from cpuspec.engine.llm import LLM

@@ -15,10 +15,10 @@ from typer.core import TyperCommand
 
 from cpuspec.backends import BACKENDS, check_backend
 from cpuspec.checkpoints.recipes import known_names
-from cpuspec.config import EngineConfig, SamplingParams, ServerConfig, SpecConfig, read_backend
 from cpuspec.engine.assemble import LOOKUPS, check_spec
 from cpuspec.errors import BackendError, ConfigError, FormatError
 from cpuspec.formats.kv import get_kv_format
+from cpuspec.settings import EngineConfig, SamplingParams, ServerConfig, SpecConfig, read_backend
 
 Command = Callable[..., None]
 

@@ -18,7 +18,6 @@ from cpuspec.cli.machine import versions
 from cpuspec.cli.opening import open_with_drafts
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import StepProgress, busy
-from cpuspec.config import AUTO, EngineConfig, SpecConfig, read_backend
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.certify import PROMPTS
 from cpuspec.evaluate.parity import (
@@ -39,6 +38,7 @@ from cpuspec.evaluate.parity import (
 from cpuspec.evaluate.parity_file import read_recording, write_recording
 from cpuspec.evaluate.prompts import Prompt, prompt_ids, read_prompts, read_text_ids
 from cpuspec.formats.kv import get_kv_format
+from cpuspec.settings import AUTO, EngineConfig, SpecConfig, read_backend
 from cpuspec.text import make_tokenizer
 
 

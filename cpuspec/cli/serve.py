@@ -19,9 +19,9 @@ from cpuspec.cli.console import exit_codes, note
 from cpuspec.cli.models import size_of
 from cpuspec.cli.opening import open_with_drafts
 from cpuspec.cli.options import argument, option
-from cpuspec.config import ANY_NAME, EngineConfig, ServerConfig, SpecConfig
 from cpuspec.environment import api_key, cache_dir, default_prefix_cache_bytes
 from cpuspec.errors import BackendError
+from cpuspec.settings import ANY_NAME, EngineConfig, ServerConfig, SpecConfig
 
 if TYPE_CHECKING:
     from cpuspec.engine.llm import LLM

@@ -19,12 +19,12 @@ from cpuspec.checkpoints.gguf import checkpoint_of
 from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.checkpoints.heads import Head, HeadFiles, own_mtp, reader_of
 from cpuspec.checkpoints.recipes import ChainRecipe, Recipe, find_named
-from cpuspec.config import AUTO, BACKEND_SETTINGS, EngineConfig, LevelSpec, SpecConfig, read_backend
 from cpuspec.engine.heads import casts_of_head, of_frequent_tokens, open_head
 from cpuspec.engine.own_weights import read_skipped, skip_layers
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import Format, get_format
 from cpuspec.formats.kv import get_kv_format
+from cpuspec.settings import AUTO, BACKEND_SETTINGS, EngineConfig, LevelSpec, SpecConfig, read_backend
 from cpuspec.speculation.chain import DEFAULT_NUM_TOKENS, ChainProposer
 from cpuspec.speculation.combine import Combined, Rule, first_hit, one_after_another
 from cpuspec.speculation.context import Context

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
-from cpuspec.config import SamplingParams
 from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM, Message, Prompt, Seq
+from cpuspec.settings import SamplingParams
 
 
 class AsyncLLM:

@@ -11,10 +11,10 @@ import numpy as np
 from cpuspec.backends import Backend
 from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.checkpoints.heads.head import HeadNorm
-from cpuspec.config import POOLINGS
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.model.batch import F32, ForwardBatch
 from cpuspec.sampling import F64
+from cpuspec.settings import POOLINGS
 
 
 class EmbeddingJob:

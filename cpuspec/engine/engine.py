@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from cpuspec.backends import stop_forward
 from cpuspec.checkpoints.adapters import AdapterSet
-from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.engine.text import StopText
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.metrics import LevelCounters, Reads, RequestMeter, RequestStats, now_s
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Cycle
 from cpuspec.speculation.proposer import Proposer

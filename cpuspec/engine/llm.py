@@ -19,17 +19,7 @@ from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.checkpoints.heads.head import final_norm
 from cpuspec.checkpoints.recipes import recipe_of
-from cpuspec.config import (
-    AUTO,
-    NO_DEFAULTS,
-    POOLINGS,
-    EngineConfig,
-    ModelConfig,
-    SamplingDefaults,
-    SamplingParams,
-    SpecConfig,
-    read_backend,
-)
+from cpuspec.config import ModelConfig
 from cpuspec.engine.account import round_parts
 from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec, within_memory
 from cpuspec.engine.embedding import EmbeddingJob
@@ -46,6 +36,7 @@ from cpuspec.model.batch import F32
 from cpuspec.platform import SYSTEM
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.sequence import salt_of
+from cpuspec.settings import AUTO, NO_DEFAULTS, POOLINGS, EngineConfig, SamplingDefaults, SamplingParams, SpecConfig, read_backend
 from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.guarded import GuardedProposer

@@ -9,10 +9,11 @@ from typing import Any, Protocol, cast
 from cpuspec.backends import Backend, HeadBackend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.adapters import Adapter, AdapterSet, checked_scale, open_adapter, read_scaled
-from cpuspec.config import EngineConfig, ModelConfig
+from cpuspec.config import ModelConfig
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
+from cpuspec.settings import EngineConfig
 
 _MOST = 256  # adapters at once: a client that loads them must not fill the memory by their number
 

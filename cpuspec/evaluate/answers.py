@@ -9,7 +9,6 @@ import numpy as np
 
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
@@ -17,6 +16,7 @@ from cpuspec.evaluate.prompts import Prompt, prompt_ids
 from cpuspec.load.figures import RequestResult
 from cpuspec.metrics import LevelCounters, RequestStats, now_s
 from cpuspec.server.parsing import answer_parser, opens_reasoning, shown_tokens
+from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.text import make_tokenizer
 
 OnAnswer = Callable[[int], None]  # answers that are done

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.evaluate.answers import Cost, answer_all
 from cpuspec.evaluate.sandbox import Limits
 from cpuspec.evaluate.tasks import Problem, Score, Task, judge, score
 from cpuspec.formats import get_format
 from cpuspec.quantize.cast import dequantized
+from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
 
 OnStep = Callable[[str, int, int], None]
 

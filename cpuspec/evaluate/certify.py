@@ -21,7 +21,6 @@ from cpuspec.backends import Backend, make_backend
 from cpuspec.backends.packed import verify_again
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.gguf_parts import part_paths
-from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
@@ -33,6 +32,7 @@ from cpuspec.metrics import RequestStats
 from cpuspec.model.batch import F32
 from cpuspec.sampling import Noise, TokenHistory, dense, distribution
 from cpuspec.sequence import shared_prefix
+from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.text import make_tokenizer
 
 PROMPTS: tuple[Prompt, ...] = (

@@ -14,12 +14,12 @@ import numpy as np
 
 from cpuspec.backends import Backend
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.answers import answer_all, opened
 from cpuspec.evaluate.quality import Scorer
 from cpuspec.sampling import log_softmax
+from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
 
 try:
     from lm_eval import evaluator

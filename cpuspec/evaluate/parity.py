@@ -14,7 +14,6 @@ import numpy as np
 
 from cpuspec.backends import device_of, settings_of
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.answers import opened
@@ -24,6 +23,7 @@ from cpuspec.metrics import LevelCounters
 from cpuspec.model.batch import F32, I32
 from cpuspec.sampling import kl_divergence
 from cpuspec.sequence import shared_prefix
+from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
 
 NUM_TOKENS = 64  # of each answer
 TOP = 64  # ids that a record keeps of each row

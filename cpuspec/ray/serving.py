@@ -27,7 +27,6 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cpuspec.config import EngineConfig, ServerConfig, SpecConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.environment import usable_cores
 from cpuspec.metrics import epoch_s, now_s
@@ -40,6 +39,7 @@ from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import METRICS_TYPE, metrics_text
 from cpuspec.server.replies import json_response
 from cpuspec.server.server import Server
+from cpuspec.settings import EngineConfig, ServerConfig, SpecConfig
 
 _LOG = logging.getLogger("cpuspec.server")
 _ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"

@@ -18,9 +18,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from cpuspec.batch.answer import answer_lines
 from cpuspec.batch.lines import Line
-from cpuspec.config import EngineConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError, in_one_line
+from cpuspec.settings import EngineConfig
 
 _CONNECT_S = 10.0
 _AT_ONCE = 8  # chunks that a worker has: as some end, the others keep it busy

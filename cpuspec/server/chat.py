@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cpuspec.config import SamplingParams
 from cpuspec.engine.changing_lines import without_changing_lines
 from cpuspec.engine.engine import RequestedAnswer
 from cpuspec.engine.llm import answer_params
@@ -23,6 +22,7 @@ from cpuspec.server.parsing.calls import tool_instructions
 from cpuspec.server.schema import Ending
 from cpuspec.server.structured import call_grammar, can_be_tagged, loose_format, loosened_note
 from cpuspec.server.turns import in_turns
+from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name, which templates do not know

@@ -5,7 +5,6 @@ import math
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cpuspec.config import SamplingParams
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import answer_params
 from cpuspec.sampling import TokenLogprobs
@@ -26,6 +25,7 @@ from cpuspec.server.schema import (
     predicted_ids,
 )
 from cpuspec.server.structured import loose_format, loosened_note
+from cpuspec.settings import SamplingParams
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cpuspec.config import SamplingParams
+from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
 
 # The marks before the text, behind it, and before the gap's own text, by model family: Qwen2.5-Coder and CodeGemma; StarCoder 2,

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from cpuspec.config import SamplingParams
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.metrics import RequestStats, now_s
 from cpuspec.server.answering import respond
@@ -23,6 +22,7 @@ from cpuspec.server.model import ServedModel
 from cpuspec.server.schema import Body, SamplingFields, sampling_params
 from cpuspec.server.structured import loose_format, loosened_note
 from cpuspec.server.writer import Writer
+from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
 
 router = APIRouter(route_class=BodyRoute)

@@ -15,7 +15,6 @@ from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
 from zlib import crc32
 
-from cpuspec.config import SamplingParams, ServerConfig
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM, Job
 from cpuspec.errors import CpuspecError
@@ -26,6 +25,7 @@ from cpuspec.server.fill import fill_tokens
 from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import ToolFormat, shown_tokens, tool_format
 from cpuspec.server.runner import Runner, contained
+from cpuspec.settings import SamplingParams, ServerConfig
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

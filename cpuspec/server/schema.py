@@ -10,12 +10,12 @@ from typing import Any, Literal, Optional, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from cpuspec.config import SamplingParams, SpecConfig
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.fields import Declared
 from cpuspec.server.model import ServedModel
 from cpuspec.server.structured import ANY_OBJECT, answer_format
+from cpuspec.settings import SamplingParams, SpecConfig
 
 
 class Body(BaseModel):

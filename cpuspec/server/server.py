@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from cpuspec.config import ANY_NAME, ServerConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.environment import default_models_bytes
 from cpuspec.errors import CpuspecError
@@ -18,6 +17,7 @@ from cpuspec.server.kept import KeptResponses
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
 from cpuspec.server.runner import in_own_thread
+from cpuspec.settings import ANY_NAME, ServerConfig
 
 
 class Loader(NamedTuple):

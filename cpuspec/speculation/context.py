@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 
 from cpuspec.backends import Backend, has_prompt_arithmetic
 from cpuspec.checkpoints.adapters import AdapterSet
-from cpuspec.config import EngineConfig
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.formats.tensor import U8
 from cpuspec.metrics import PrefixStats, Spent, now_s
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
 from cpuspec.model.cache import KEPT_ROWS, KVCache
 from cpuspec.sequence import Sequence, shared_prefix
+from cpuspec.settings import EngineConfig
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.prefix_files import ROOT, PrefixPart
 from cpuspec.speculation.prefix_queue import PrefixQueue

@@ -16,11 +16,11 @@ import numpy as np
 
 from cpuspec.backends import HeadBackend
 from cpuspec.checkpoints.heads import Head
-from cpuspec.config import EngineConfig
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.metrics import PrefixStats, Spent, now_s
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
 from cpuspec.sequence import Sequence, shared_prefix
+from cpuspec.settings import EngineConfig
 from cpuspec.speculation.context import PromptChunk, shortest_first
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.prefixes import PrefixStore

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from cpuspec.config import SamplingParams
 from cpuspec.errors import ConfigError, CpuspecError, in_one_line
 from cpuspec.formats.tensor import U8
 from cpuspec.platform import SYSTEM
 from cpuspec.sampling import Legal
 from cpuspec.sequence import Constraint, shared_prefix
+from cpuspec.settings import SamplingParams
 from cpuspec.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

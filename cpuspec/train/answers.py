@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 from cpuspec.batch.lines import MAX_LINE_BYTES
 from cpuspec.checkpoints.fields import Fields, read_json_object
-from cpuspec.config import SamplingParams
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CheckpointError, ConfigError, CpuspecError
@@ -24,6 +23,7 @@ from cpuspec.evaluate.prompts import prompt_ids
 from cpuspec.files import read_file, write_file
 from cpuspec.metrics import now_s
 from cpuspec.platform import SYSTEM
+from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
 from cpuspec.train.overlap import Exclusion, Known, words_of
 from cpuspec.train.prompts import (

@@ -11,12 +11,13 @@ from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
-from cpuspec.config import DeltaNet, EngineConfig, Latent, Mamba2, RopeScaling
+from cpuspec.config import DeltaNet, Latent, Mamba2, RopeScaling
 from cpuspec.errors import BackendError
 from cpuspec.formats import Format, QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
 from cpuspec.quantize.cast import cast, casts
+from cpuspec.settings import EngineConfig
 from tools.make_tiny_model import make_tiny_gguf
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 45).tolist()

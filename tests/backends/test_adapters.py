@@ -10,12 +10,12 @@ import pytest
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.adapters import Adapter, AdapterSet, open_adapter
-from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
 from cpuspec.quantize.job import Job, quantize
+from cpuspec.settings import EngineConfig
 from tests.backends.models import DEPTHS, PARENTS, PATHS, RECURRENT, TOKENS, TREE, every_backend
 from tests.checkpoints.test_adapters import write_peft
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf

@@ -10,10 +10,11 @@ from cpuspec.backends import Backend, make_backend
 from cpuspec.backends.numpy_backend import Forward, NumpyBackend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import tensor_shapes
-from cpuspec.config import EngineConfig, Experts
+from cpuspec.config import Experts
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.transformer import decode
+from cpuspec.settings import EngineConfig
 from tests.backends.models import MIXTURES, TOKENS, computed, every_backend, forward, in_chunks, in_gguf, reference, tiny
 
 ROUTERS: dict[str, dict[str, object]] = {

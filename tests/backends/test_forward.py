@@ -12,7 +12,7 @@ import pytest
 from cpuspec.backends import BACKENDS, OWN_SETTINGS, Backend, make_backend, packed, stop_forward
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, RopeScaling
+from cpuspec.config import RopeScaling
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.formats import FORMATS, QuantTensor, packing
 from cpuspec.kernels.kv_rows import CHUNK
@@ -20,6 +20,7 @@ from cpuspec.model.batch import ForwardBatch, ForwardStoppedError, Lists
 from cpuspec.model.cache import KVCache
 from cpuspec.platform import SYSTEM
 from cpuspec.sampling import argmax
+from cpuspec.settings import EngineConfig
 from tests.backends.models import (
     DEPTHS,
     GEMMA4,

@@ -14,11 +14,12 @@ from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.backends.onnx_export import export_onnx
 from cpuspec.backends.onnx_graph import KV_FORMATS
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, Rope, SamplingParams
+from cpuspec.config import Rope
 from cpuspec.errors import BackendError
 from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.rope import rope_table
 from cpuspec.sequence import Sequence
+from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.proposer import NullProposer, Proposer

@@ -9,12 +9,13 @@ import pytest
 from cpuspec.backends import Backend, make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, HeadConfig, SamplingParams
+from cpuspec.config import HeadConfig
 from cpuspec.engine.engine import Engine
 from cpuspec.errors import BackendError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import F32, ForwardBatch
 from cpuspec.sequence import Sequence
+from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation import Context, Draft, NullProposer, Proposer, Verdict
 from cpuspec.text import make_tokenizer
 from tests.backends.models import every_backend, tiny

@@ -11,11 +11,11 @@ import pytest
 from cpuspec.backends import Backend, make_backend
 from cpuspec.backends.weights import key_centres
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig
 from cpuspec.errors import FormatError
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels.kv_rows import CHUNK
+from cpuspec.settings import EngineConfig
 from tests.backends.models import DEPTHS, PARENTS, PATHS, TREE, computed, every_backend, forward, in_chunks, reference, tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 300, CHUNK + 44).tolist()

@@ -9,9 +9,10 @@ from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import read_gguf
 from cpuspec.checkpoints.gguf_writer import TensorInfo, entry, write_gguf
-from cpuspec.config import EngineConfig, Latent
+from cpuspec.config import Latent
 from cpuspec.errors import BackendError, CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor, get_format
+from cpuspec.settings import EngineConfig
 from tests.backends.models import DEPTHS, LATENT, PARENTS, PATHS, TREE, computed, every_backend, forward, reference, tiny
 from tools.make_tiny_model import make_tiny_gguf
 

@@ -8,9 +8,10 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints.checkpoint import tensor_shapes
-from cpuspec.config import EngineConfig, ModelConfig, RopeScaling
+from cpuspec.config import ModelConfig, RopeScaling
 from cpuspec.errors import BackendError
 from cpuspec.formats import QuantTensor, get_format
+from cpuspec.settings import EngineConfig
 from tests.backends.models import computed, every_backend, forward, in_chunks, reference
 from tools.make_tiny_model import random_weights, tiny_config
 

@@ -14,9 +14,9 @@ import pytest
 
 from cpuspec.backends import make_backend, numa
 from cpuspec.backends.numa import copy_of_processor, interleave_pages, new_pages_on, nodes_to_use
-from cpuspec.config import EngineConfig
 from cpuspec.formats.packing import aligned_bytes, paged_bytes
 from cpuspec.platform import SYSTEM, Node, System, Topology
+from cpuspec.settings import EngineConfig
 from tests.backends.models import forward, tiny
 
 ONE = Topology((), (Node(0, (0, 1), None),), None)

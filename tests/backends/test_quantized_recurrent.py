@@ -12,9 +12,9 @@ import pytest
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.checkpoint import is_matrix
-from cpuspec.config import EngineConfig
 from cpuspec.evaluate.quality import compare_rows
 from cpuspec.formats import QuantTensor, get_format
+from cpuspec.settings import EngineConfig
 from tests.backends.models import RECURRENT, computed, in_chunks
 from tools.make_tiny_model import random_weights, tiny_config, write_gguf, write_huggingface
 

@@ -10,10 +10,11 @@ import pytest
 
 from cpuspec.backends import Backend, make_backend, stop_forward
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import DeltaNet, EngineConfig
+from cpuspec.config import DeltaNet
 from cpuspec.errors import BackendError
 from cpuspec.model.batch import ForwardBatch, ForwardStoppedError
 from cpuspec.model.cache import KEPT_ROWS
+from cpuspec.settings import EngineConfig
 from tests.backends.models import RECURRENT, every_backend, forward, tiny
 from tests.backends.test_packed import resident_bytes
 

@@ -8,10 +8,10 @@ import pytest
 from cpuspec import metrics
 from cpuspec.backends import make_backend, weights
 from cpuspec.backends.weights import check_room
-from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
 from cpuspec.metrics import read_bandwidth
 from cpuspec.platform import SYSTEM, Memory
+from cpuspec.settings import EngineConfig
 from tests.backends.models import tiny
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cpuspec.backends import BACKENDS, OWN_SETTINGS, check_backend, settings_on
-from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
+from cpuspec.settings import EngineConfig
 
 OTHERWISE = {"device": "cuda", "dtype": "bf16", "weights": "codes", "activations": "f32", "prompt_arithmetic": "bf16"}
 OTHERWISE["memory"] = "8GB"

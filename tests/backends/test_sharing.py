@@ -8,10 +8,10 @@ import pytest
 
 from cpuspec.backends import BACKENDS, make_backend
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
 from cpuspec.formats import get_format
 from cpuspec.quantize.cast import casts
+from cpuspec.settings import EngineConfig
 from tests.backends.models import cast_checkpoint, every_backend, forward, tiny
 
 SHARING = [name for name in BACKENDS if name not in ("onnxruntime", "openvino")]  # they rearrange weights for themselves

@@ -14,11 +14,11 @@ from cpuspec.backends.stored import packed_bytes, slot_bytes
 from cpuspec.backends.weights import weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli.bench import describe_bench, show_markdown
-from cpuspec.config import EngineConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.speed import Plan, measure_speed
 from cpuspec.model.batch import ForwardBatch, ForwardStoppedError
+from cpuspec.settings import EngineConfig
 from tests.backends.models import TOKENS, every_backend, forward, in_chunks, tiny
 
 SIZES = {"num_layers": 3, "num_experts": 12, "num_used": 3, "expert_size": 256}

@@ -18,11 +18,11 @@ from cpuspec.backends.torch_cache import KV_LAYOUTS, Storage
 from cpuspec.backends.torch_graphs import Outputs, Recorder
 from cpuspec.backends.torch_weights import Codes
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import DTYPES, WEIGHTS, EngineConfig
 from cpuspec.errors import BackendError, CacheError, ConfigError
 from cpuspec.formats import FORMATS, QuantTensor, get_format
 from cpuspec.formats.kv import KV_FORMATS, rounded
 from cpuspec.sampling import argmax
+from cpuspec.settings import DTYPES, WEIGHTS, EngineConfig
 from tests.backends.models import DEPTHS, PARENTS, TOKENS, TREE, forward, in_chunks, reference, tiny
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES
-from cpuspec.config import DeltaNet, EngineConfig, RopeScaling
+from cpuspec.config import DeltaNet, RopeScaling
+from cpuspec.settings import EngineConfig
 from tests.backends.models import GEMMA4, MIXTURES, RECURRENT, forward
 from tools.make_tiny_model import make_tiny_hf, write_huggingface
 

@@ -12,9 +12,9 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.config import EngineConfig, SpecConfig
 from cpuspec.evaluate.parity import ModelIdentity, Question, open_side, record
 from cpuspec.evaluate.parity_file import write_recording
+from cpuspec.settings import EngineConfig, SpecConfig
 from tests.backends.models import SMALL
 from tools.make_readme_tables import RESULTS
 from tools.make_tiny_model import make_tiny_gguf

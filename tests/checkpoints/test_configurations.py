@@ -12,8 +12,9 @@ from safetensors.numpy import load_file, save_file
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.heads.mtp import own_mtp
-from cpuspec.config import EngineConfig, RopeScaling
+from cpuspec.config import RopeScaling
 from cpuspec.errors import CheckpointError
+from cpuspec.settings import EngineConfig
 from tests.backends.models import forward, in_gguf
 from tools.make_tiny_model import make_tiny_hf, random_weights, tiny_config, write_gguf, write_huggingface
 

@@ -10,12 +10,13 @@ from safetensors.numpy import load_file, save_file
 from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.config import EngineConfig, RopeScaling
+from cpuspec.config import RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.quantize.gguf_output import gguf_name
 from cpuspec.quantize.imatrix import collect
 from cpuspec.quantize.job import Job, quantize
 from cpuspec.quantize.weights import Weights
+from cpuspec.settings import EngineConfig
 from tests.backends.models import every_backend, forward
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 

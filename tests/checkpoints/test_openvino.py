@@ -9,8 +9,8 @@ import pytest
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.openvino import MODEL, WEIGHTS
-from cpuspec.config import EngineConfig
 from cpuspec.errors import CheckpointError
+from cpuspec.settings import EngineConfig
 from tests.backends.models import forward
 from tests.model_files import few_bytes
 from tools.make_tiny_model import make_tiny_hf

@@ -13,9 +13,9 @@ from cpuspec import LLM, SamplingParams
 from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.config import EngineConfig
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor, get_format
+from cpuspec.settings import EngineConfig
 from tests.backends.models import every_backend, forward
 from tests.checkpoints import quantizers
 from tests.checkpoints.quantizers import Quantize, opened, write

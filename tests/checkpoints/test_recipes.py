@@ -21,12 +21,12 @@ from cpuspec.checkpoints.recipes import (
     read_recipe,
     recipe_of,
 )
-from cpuspec.config import LevelSpec, SpecConfig
 from cpuspec.engine.assemble import check_spec, draft_models, model_and_spec
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
 from cpuspec.files import why_unwritable
 from cpuspec.platform import SYSTEM
+from cpuspec.settings import LevelSpec, SpecConfig
 from tests.processes import make_pipe
 
 GOOD = f"""

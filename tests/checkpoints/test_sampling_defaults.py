@@ -12,8 +12,8 @@ import pytest
 from cpuspec import LLM, SamplingParams
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.recipes import find_recipe, read_recipe
-from cpuspec.config import SAMPLING_FIELDS, SamplingDefaults
 from cpuspec.errors import ConfigError
+from cpuspec.settings import SAMPLING_FIELDS, SamplingDefaults
 from tests.checkpoints.conftest import TINIEST
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpuspec.config import SamplingParams
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.engine.lora import LoadedAdapters, LoRARequest
 from cpuspec.errors import BackendError, CacheError, CheckpointError, ConfigError
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 from tests.checkpoints.test_adapters import write_peft
 from tests.engine.conftest import SMALL
 from tools.make_tiny_model import make_tiny_hf

@@ -10,10 +10,10 @@ import pytest
 from cpuspec.backends import BACKENDS
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.gguf_file import GgufFile, read_gguf
-from cpuspec.config import EngineConfig, LevelSpec, SamplingParams, SpecConfig
 from cpuspec.engine.assemble import LOOKUPS, OWN_WEIGHTS, Target, build, check_spec, draft_models, open_spec
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.settings import EngineConfig, LevelSpec, SamplingParams, SpecConfig
 from cpuspec.speculation.chain import DEFAULT_NUM_TOKENS, ChainProposer
 from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.combine import Combined

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError
+from cpuspec.settings import EngineConfig
 from tools.make_tiny_model import make_tiny_gguf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}

@@ -13,9 +13,9 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.heads.head import HeadNorm
 from cpuspec.checkpoints.safetensors import read_safetensors
-from cpuspec.config import POOLINGS
 from cpuspec.engine.embedding import EmbeddingJob
 from cpuspec.errors import BackendError, CheckpointError, ConfigError
+from cpuspec.settings import POOLINGS
 from cpuspec.text import make_tokenizer
 from tests.backends.models import every_backend
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf, write_safetensors

@@ -8,13 +8,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from cpuspec.config import SamplingParams, SpecConfig
 from cpuspec.engine.assemble import LOOKUPS
 from cpuspec.engine.engine import Engine, Output, RequestedAnswer
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.statistics import chi_square
 from cpuspec.sampling import argmax
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams, SpecConfig
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.combine import Combined, first_hit, one_after_another
 from cpuspec.speculation.context import Context

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
+from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft

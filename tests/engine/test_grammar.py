@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cpuspec.backends import has_prompt_arithmetic
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.text import GrammarConstraint
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 

@@ -5,8 +5,8 @@ import pytest
 
 from cpuspec.backends import BACKENDS
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
+from cpuspec.settings import EngineConfig, SamplingParams
 from tests.backends.models import every_backend, tiny
 
 LONG = np.random.default_rng(1).integers(0, 300, 90).tolist()

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.assemble import LOOKUPS
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
 from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -11,9 +11,10 @@ from cpuspec.backends import make_backend
 from cpuspec.backends.onnx_export import export_onnx
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.cli.answer import explanation
-from cpuspec.config import EngineConfig, ModelConfig, RopeScaling
+from cpuspec.config import ModelConfig, RopeScaling
 from cpuspec.environment import cache_dir
 from cpuspec.errors import BackendError
+from cpuspec.settings import EngineConfig
 from tests.backends.models import MIXTURES, every_backend, in_gguf
 from tests.block_heads import make_block_head
 from tests.heads import RandomHead, make_eagle1, make_eagle3

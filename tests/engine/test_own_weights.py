@@ -7,11 +7,11 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig
 from cpuspec.engine.own_weights import read_skipped, skip_layers, spread
 from cpuspec.errors import ConfigError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.quantize.cast import cast, casts
+from cpuspec.settings import EngineConfig
 from tests.backends.models import every_backend, forward, tiny
 from tests.backends.test_sharing import SHARING
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.config import SamplingParams
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.errors import CacheError, ConfigError
+from cpuspec.settings import SamplingParams
 from tests.backends.models import every_backend
 
 PARAMS = {

@@ -11,11 +11,11 @@ import pytest
 
 from cpuspec.backends import Backend, has_prompt_arithmetic, make_backend
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.kernels import isa
 from cpuspec.model.batch import ForwardBatch
+from cpuspec.settings import EngineConfig, SamplingParams
 from tests.engine.conftest import SMALL
 from tools.make_tiny_model import make_tiny_gguf
 

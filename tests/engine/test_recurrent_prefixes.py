@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.config import SamplingParams
 from cpuspec.engine.llm import LLM, Completion
+from cpuspec.settings import SamplingParams
 from tests.backends.models import RECURRENT, every_backend
 from tools.make_tiny_model import make_tiny_gguf
 

@@ -5,10 +5,10 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from cpuspec.config import SamplingParams
 from cpuspec.engine.engine import Engine, RequestedAnswer
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation import Context, NullProposer
 from tests.oracles import ToyBackend, ToyTokenizer
 

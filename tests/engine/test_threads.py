@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import BackendError, ConfigError, CpuspecError
+from cpuspec.settings import EngineConfig, SamplingParams
 from tests.backends.models import tiny
 from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
 

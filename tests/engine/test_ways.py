@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError
+from cpuspec.settings import EngineConfig, SamplingParams
 from tests.backends.models import GEMMA4, LATENT, MIXTURES, RECURRENT
 from tools.make_tiny_model import make_tiny_gguf
 

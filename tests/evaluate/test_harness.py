@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.config import EngineConfig, SpecConfig
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.quality import Scorer, logits_of
 from cpuspec.sampling import log_softmax
+from cpuspec.settings import EngineConfig, SpecConfig
 from tools.make_tiny_model import make_tiny_gguf
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install 'cpuspec[eval]'")

@@ -13,7 +13,6 @@ from typer import BadParameter
 
 from cpuspec.backends import BACKENDS
 from cpuspec.cli.parity import read_side
-from cpuspec.config import EngineConfig, SpecConfig
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate import parity_file, quality
 from cpuspec.evaluate.parity import (
@@ -28,6 +27,7 @@ from cpuspec.evaluate.parity import (
     row_difference,
 )
 from cpuspec.evaluate.parity_file import read_recording, write_recording
+from cpuspec.settings import EngineConfig, SpecConfig
 from tests.backends.models import SMALL, tiny
 from tests.model_files import few_bytes
 

@@ -9,7 +9,6 @@ import pytest
 from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.logits_file import LogitsFile, writing
 from cpuspec.evaluate.perplexity import (
@@ -21,6 +20,7 @@ from cpuspec.evaluate.perplexity import (
 )
 from cpuspec.evaluate.quality import compare_backends, logits_of
 from cpuspec.sampling import log_softmax
+from cpuspec.settings import EngineConfig
 from cpuspec.text import make_tokenizer
 from tests.backends.models import SMALL, tiny
 from tools.make_tiny_model import make_tiny_gguf

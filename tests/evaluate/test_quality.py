@@ -5,9 +5,9 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
-from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.quality import compare_backends, logits_of
+from cpuspec.settings import EngineConfig
 from tests.backends.models import tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 30).tolist()

@@ -9,12 +9,13 @@ import pytest
 
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, ShortConv, SpecConfig
+from cpuspec.config import ShortConv
 from cpuspec.evaluate.certify import certify
 from cpuspec.evaluate.replays import Replays, check_replays
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.model.recurrence import RecurrentState
+from cpuspec.settings import EngineConfig, SpecConfig
 from tests.backends.models import RECURRENT, tiny
 
 # Of each mixer, and of a state beside attention.

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from cpuspec.backends import Backend, make_backend
-from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate import speed
 from cpuspec.evaluate.speed import FORWARDS_PER_ROUND, Plan, measure_speed
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
+from cpuspec.settings import EngineConfig
 from tests.backends.models import tiny
 
 PLAN = Plan(prompt_tokens=20, new_tokens=3, depths=(0, 12), rows=(1, 4), rows_depth=5, repetitions=2)

@@ -13,8 +13,8 @@ import numpy as np
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.heads import find_reader, own_mtp
-from cpuspec.config import EngineConfig
 from cpuspec.model.batch import ForwardBatch
+from cpuspec.settings import EngineConfig
 from tests import block_heads, heads
 from tests.fuzz.drive import check, mutate_bytes, mutate_json
 from tests.fuzz.gguf_fields import structural_fields

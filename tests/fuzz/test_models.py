@@ -13,7 +13,7 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
 from cpuspec.checkpoints.openvino import MODEL, WEIGHTS
-from cpuspec.config import EngineConfig
+from cpuspec.settings import EngineConfig
 from tests.backends.models import SMALL, forward
 from tests.checkpoints.quantizers import write
 from tests.checkpoints.test_openvino import KINDS, _write

@@ -7,11 +7,11 @@ import pytest
 from numba import njit
 
 from cpuspec.backends import make_backend
-from cpuspec.config import EngineConfig
 from cpuspec.kernels import layout
 from cpuspec.kernels.attention_plan import plan_attention
 from cpuspec.kernels.kv_rows import CHUNK
 from cpuspec.kernels.pointers import pointer_to
+from cpuspec.settings import EngineConfig
 from tests.backends.models import forward, tiny
 
 _state_at = pointer_to(layout.STATE)

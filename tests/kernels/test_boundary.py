@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from cpuspec.backends import make_backend
-from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError, CacheError, FormatError
 from cpuspec.formats import FORMATS
 from cpuspec.kernels import fit
 from cpuspec.kernels.embed import _DECODERS
 from cpuspec.kernels.encode import recode
+from cpuspec.settings import EngineConfig
 from tests.backends.models import forward, tiny
 
 

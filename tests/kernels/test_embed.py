@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from cpuspec.backends import make_backend
-from cpuspec.config import EngineConfig
 from cpuspec.formats import FORMATS, Format
 from cpuspec.kernels import embed
+from cpuspec.settings import EngineConfig
 from tests.backends.models import forward, tiny
 
 HALVES = np.array([0, 0x8000, 1, 0x8001, 0x03FF, 0x0400, 0x3C00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00], np.uint16)  # f16, to nan

@@ -16,10 +16,10 @@ from llvmlite import binding
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.config import EngineConfig
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels import isa
 from cpuspec.platform import SYSTEM
+from cpuspec.settings import EngineConfig
 from tests.backends.models import forward
 from tools.make_tiny_model import make_tiny_gguf
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from cpuspec.backends import make_backend
-from cpuspec.config import EngineConfig
 from cpuspec.kernels import layout, team
 from cpuspec.kernels.layout import SLEEPING
 from cpuspec.kernels.waiting import CAN_SLEEP, sleep_while, wake
+from cpuspec.settings import EngineConfig
 from tests.backends.models import forward, tiny
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -12,11 +12,11 @@ import pytest
 from cpuspec.backends import BACKENDS, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.mapped import place_in_file
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.errors import CacheError
 from cpuspec.formats import Format, get_format
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.sequence import Sequence
+from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from tests.backends.models import RECURRENT, every_backend, forward, tiny

@@ -11,7 +11,6 @@ import pytest
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import read_gguf
-from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.quality import compare_backends
 from cpuspec.formats import FORMATS, QuantTensor, get_format
@@ -19,6 +18,7 @@ from cpuspec.quantize import budget, calibration, sensitivity
 from cpuspec.quantize.job import Job, quantize
 from cpuspec.quantize.store import Workspace
 from cpuspec.quantize.weights import Weights
+from cpuspec.settings import EngineConfig
 from tools.make_tiny_model import make_tiny_gguf
 
 ENGINE = EngineConfig(kv_format="f32")

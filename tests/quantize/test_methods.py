@@ -9,7 +9,6 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError, FormatError
 from cpuspec.evaluate.quality import compare_backends, logits_of
 from cpuspec.formats import QuantTensor, get_format
@@ -18,6 +17,7 @@ from cpuspec.quantize.job import Job, quantize
 from cpuspec.quantize.rounding import encode
 from cpuspec.quantize.scaling import awq, smoothquant
 from cpuspec.quantize.weights import Weights
+from cpuspec.settings import EngineConfig
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 ENGINE = EngineConfig(kv_format="f32")

@@ -18,7 +18,7 @@ from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.gguf_file import read_gguf
 from cpuspec.checkpoints.gguf_writer import entry
 from cpuspec.checkpoints.heads import own_mtp
-from cpuspec.config import EngineConfig, ModelConfig, Rope, RopeScaling
+from cpuspec.config import ModelConfig, Rope, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError, FormatError
 from cpuspec.evaluate.quality import Quality, compare_backends
 from cpuspec.formats import FORMATS, get_format
@@ -31,6 +31,7 @@ from cpuspec.quantize.mixes import TYPES, choose
 from cpuspec.quantize.rounding import encode
 from cpuspec.quantize.store import Workspace
 from cpuspec.quantize.weights import Weights
+from cpuspec.settings import EngineConfig
 from cpuspec.text import make_tokenizer
 from tests.backends.models import MIXTURES, RECURRENT, in_gguf
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf

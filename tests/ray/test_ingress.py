@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from cpuspec.config import ServerConfig
 from cpuspec.server.gate import NONCE
+from cpuspec.settings import ServerConfig
 from tests.ray.conftest import WHY
 from tests.server.asgi import Application, application, parts, said
 from tests.server.running import tiny_model

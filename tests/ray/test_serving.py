@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from cpuspec import LLM
-from cpuspec.config import EngineConfig, ServerConfig
+from cpuspec.settings import EngineConfig, ServerConfig
 from tests.ray.conftest import WHY
 from tests.server.running import PATIENCE_S
 

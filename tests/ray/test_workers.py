@@ -10,8 +10,8 @@ import pytest
 from cpuspec import LLM
 from cpuspec.batch.answer import answer_lines
 from cpuspec.batch.run import BatchSummary, run_batch
-from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.settings import EngineConfig
 from tests import command
 from tests.ray.conftest import WHY
 

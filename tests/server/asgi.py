@@ -10,12 +10,12 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from cpuspec.config import ServerConfig
 from cpuspec.server.app import make_app
 from cpuspec.server.gate import NONCE
 from cpuspec.server.model import ServedModel
 from cpuspec.server.replies import STAMP
 from cpuspec.server.server import Server
+from cpuspec.settings import ServerConfig
 from tests.server.running import load
 
 # What depends on how an answer was computed.

@@ -17,11 +17,11 @@ import openai
 import pytest
 
 from cpuspec import LLM
-from cpuspec.config import EngineConfig, ServerConfig
 from cpuspec.engine.engine import Output
 from cpuspec.server.app import listen, serve
 from cpuspec.server.model import Answers, ServedModel
 from cpuspec.server.server import Loader, Server
+from cpuspec.settings import EngineConfig, ServerConfig
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}

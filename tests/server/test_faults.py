@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from cpuspec.config import ServerConfig
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.server import answering, connections, gate
 from cpuspec.server.app import listen, serve
 from cpuspec.server.errors import EngineFailedError
 from cpuspec.server.model import Answers
 from cpuspec.server.server import Server
+from cpuspec.settings import ServerConfig
 from tests.processes import interrupt, started, wait_for
 from tests.server.asgi import Application, application
 from tests.server.running import PATIENCE_S, SMALL, Running, before_forwards, events, load, request_bytes, serving, tiny_model

@@ -6,7 +6,7 @@ import anthropic
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from cpuspec.config import SamplingDefaults
+from cpuspec.settings import SamplingDefaults
 from tests.server.running import Running, templated_model
 from tests.server.test_tools import TEMPLATE
 

@@ -8,9 +8,9 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
-from cpuspec.config import ServerConfig
 from cpuspec.server.app import make_app
 from cpuspec.server.server import Server
+from cpuspec.settings import ServerConfig
 from tests.server.running import PATIENCE_S, Running, load, serving, tiny_model
 
 SCHEMA = schemathesis.openapi.from_dict(make_app(Server("tiny", ServerConfig())).openapi())

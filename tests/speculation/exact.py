@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from cpuspec.config import SamplingParams
 from cpuspec.model.batch import ForwardOutput
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.speculation.round import speculate

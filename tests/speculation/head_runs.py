@@ -7,9 +7,9 @@ import numpy as np
 
 from cpuspec import LLM
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.sequence import Sequence
+from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.heads import HeadProposer
 

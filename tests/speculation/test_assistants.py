@@ -13,11 +13,11 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.heads import Head, find_reader, own_mtp
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CheckpointError
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.sequence import Sequence
+from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.drafters.eagle import draft_from_one_place
 from cpuspec.speculation.drafters.head_path import HeadPath
 from cpuspec.speculation.head_context import HeadContext

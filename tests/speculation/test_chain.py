@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.config import SamplingParams
 from cpuspec.sampling import TokenHistory, argmax, confidence, distribution
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.combine import Combined, Rule, first_hit, one_after_another
 from cpuspec.speculation.context import Context

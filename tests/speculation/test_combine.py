@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from cpuspec.config import SamplingParams
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation.combine import Combined, first_hit, one_after_another
 from cpuspec.speculation.draft import Cycle, Draft
 from cpuspec.speculation.proposer import NullProposer

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.config import SamplingParams
 from cpuspec.sampling import Legal
 from cpuspec.sequence import Constraint, Sequence
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation import round as round_module
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.combine import Combined, first_hit, one_after_another

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpuspec.config import SamplingParams
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.sampling import argmax
 from cpuspec.sequence import Sequence, shared_prefix
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation.context import Context, PromptChunk
 from cpuspec.speculation.draft import Draft
 from tests.oracles import ToyBackend

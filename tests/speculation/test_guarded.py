@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
+from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.combine import Combined, first_hit, one_after_another

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.heads import Head, own_mtp
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.sequence import Sequence
+from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.drafters.blocks import _corrected
 from cpuspec.speculation.drafters.masks import MaskProposer

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.config import SamplingParams
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
 from cpuspec.speculation.drafters.head_path import CHILDREN
 from cpuspec.speculation.drafters.heads import HeadProposer

@@ -17,13 +17,13 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import norm_sha256
 from cpuspec.checkpoints.heads import Head, own_mtp
-from cpuspec.config import SamplingParams
 from cpuspec.engine.heads import of_frequent_tokens
 from cpuspec.errors import CheckpointError, ConfigError, DownloadError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.quantize.head_output import write_head as export_head
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation.drafters import head_path
 from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
 from cpuspec.speculation.drafters.heads import HeadProposer, Rule

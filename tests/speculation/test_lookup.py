@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpuspec.config import SamplingParams
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.lookup import (
     END,

@@ -8,10 +8,10 @@ import pytest
 
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
+from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.planner.costs import Costs, find_costs

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpuspec.config import SamplingParams
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation.drafters.lookup import MAX_MATCH, STRENGTH
 from cpuspec.speculation.drafters.ngram import NgramProposer
 from cpuspec.speculation.verify import Verdict

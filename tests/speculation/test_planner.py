@@ -10,8 +10,8 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.sequence import Sequence
+from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.planner import costs as costs_module
 from cpuspec.speculation.planner.costs import Costs, find_costs

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cpuspec.config import SamplingParams
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.formats.tensor import U8
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation import context as context_module
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.config import SamplingParams
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation import context as context_module
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 
-from cpuspec.config import SamplingParams
 from cpuspec.engine.engine import Engine
 from cpuspec.model.batch import ForwardBatch
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.drafters.ngram import NgramProposer

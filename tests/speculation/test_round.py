@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.config import SamplingParams
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.sampling import TokenHistory, argmax, processed
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Cycle, Draft
 from cpuspec.speculation.proposer import NullProposer

@@ -15,10 +15,10 @@ import pytest
 from cpuspec import LLM
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.evaluate.statistics import ChiSquare, chi_square
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.sampling import TokenHistory, dense, distribution
+from cpuspec.settings import EngineConfig, SamplingParams
 from tests.block_heads import make_block_head
 from tests.heads import add_mtp, make_eagle1, make_eagle3
 from tests.speculation.test_masks import pard

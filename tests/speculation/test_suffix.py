@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import strategies as st
 
-from cpuspec.config import SamplingParams, SpecConfig
 from cpuspec.errors import ConfigError
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams, SpecConfig
 from cpuspec.speculation.drafters.lookup import MIN_PROB
 from cpuspec.speculation.drafters.suffix import DEFAULT_NUM_TOKENS, SuffixProposer, make_suffix
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpuspec.config import SamplingParams
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import ForwardOutput
 from cpuspec.sampling import SparseRow, TokenHistory, argmax, confidence, dense, distribution
 from cpuspec.sequence import Sequence
+from cpuspec.settings import SamplingParams
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft

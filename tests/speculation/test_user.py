@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import cpuspec
-from cpuspec.config import LevelSpec, SamplingParams
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.settings import LevelSpec, SamplingParams
 from cpuspec.speculation.drafters.user import UserProposer, is_import_path
 from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.config import SamplingParams
 from cpuspec.errors import ConfigError
+from cpuspec.settings import SamplingParams
 from cpuspec.text import GrammarConstraint, Grammars
 from tests.oracles import PieceTokenizer
 

@@ -19,8 +19,8 @@ import pytest
 from cpuspec.checkpoints.download import find_model
 from cpuspec.checkpoints.recipes import Recipe
 from cpuspec.cli.app import whole_command
-from cpuspec.config import ServerConfig
 from cpuspec.server.gate import OPEN_PATHS
+from cpuspec.settings import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "tools" / "cpuspec.service"

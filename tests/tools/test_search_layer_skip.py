@@ -8,8 +8,8 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig
 from cpuspec.engine.own_weights import skip_layers
+from cpuspec.settings import EngineConfig
 from tests.backends.models import tiny
 from tools.search_layer_skip import least_influential, search, top_tokens
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cpuspec import LLM
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.config import EngineConfig
+from cpuspec.settings import EngineConfig
 from tools.make_tiny_model import make_tiny_gguf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cpuspec import LLM
-from cpuspec.config import SamplingParams
 from cpuspec.errors import ConfigError
 from cpuspec.platform import SYSTEM
+from cpuspec.settings import SamplingParams
 from cpuspec.text import make_tokenizer
 from cpuspec.train.answers import AnswerPlan, AnswersSummary, header_path, make_answers, tokenizer_identity
 from tests.train.models import loaded, tiny

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.config import EngineConfig
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.platform import SYSTEM
+from cpuspec.settings import EngineConfig
 from cpuspec.text import Tokenizer, make_tokenizer
 from cpuspec.train import extract as extracting
 from cpuspec.train.answers import header_path, tokenizer_identity

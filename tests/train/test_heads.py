@@ -11,11 +11,11 @@ from cpuspec import LLM
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.heads import Head, find_reader, own_mtp
-from cpuspec.config import SamplingParams
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.quantize.head_output import write_head
+from cpuspec.settings import SamplingParams
 from cpuspec.train.acceptance import Acceptance
 from cpuspec.train.block import BlockLoss, BlockTraining
 from cpuspec.train.chains import ChainLoss, ChainTraining

@@ -7,8 +7,8 @@ import numpy as np
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.heads.head import final_norm
-from cpuspec.config import EngineConfig
 from cpuspec.model.batch import ForwardBatch
+from cpuspec.settings import EngineConfig
 from cpuspec.train.samples import FINAL, Extraction, Sample, SampleSet, open_samples, shard_path, write_shard
 
 SETTINGS = EngineConfig(threads=1, max_rows=128, kv_format="f32", keep_packed=False)

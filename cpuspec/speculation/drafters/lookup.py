@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cpuspec.config import LevelSpec
 from cpuspec.errors import ConfigError
 from cpuspec.sequence import Sequence, shared_prefix
+from cpuspec.settings import LevelSpec
 from cpuspec.speculation.draft import Draft
 
 MAX_MATCH = 24  # tokens that a match looks back

@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last occurrence of the latest tokens (github.com/apoorvumang/prompt-lookup-decoding)."""
 
-from cpuspec.config import LevelSpec
 from cpuspec.sequence import Sequence
+from cpuspec.settings import LevelSpec
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.lookup import MIN_PROB, NUM_MATCHES, STRENGTH, IndexedText, draft_likely, text_of, wants_tree
 from cpuspec.speculation.proposer import Proposer

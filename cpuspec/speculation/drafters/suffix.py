@@ -1,7 +1,7 @@
 """Suffix decoding drafts the tokens that most often followed the latest ones (arXiv 2411.04975)."""
 
-from cpuspec.config import LevelSpec
 from cpuspec.sequence import Sequence
+from cpuspec.settings import LevelSpec
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.lookup import END, MIN_PROB, NUM_MATCHES, STRENGTH, IndexedText, draft_likely, text_of, wants_tree
 from cpuspec.speculation.proposer import Proposer

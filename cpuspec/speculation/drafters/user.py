@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cpuspec.config import LevelSpec
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
+from cpuspec.settings import LevelSpec
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict
