@@ -66,13 +66,17 @@ def packed_matrices(
     name: the model's, for people who look into the cache. keep: use the disk; without it everything is packed in memory.
     mmap: map the file; without it the file is read into memory.
     """
+    why = ""
     with ThreadPoolExecutor(threads) as pool:
         if keep and sum(tensor.num_bytes for tensor in tensors.values()) >= _SMALLEST_BYTES and packed_limit_bytes():
             file = _PackedFile(name, tensors, pool, mmap)
             check_room(file.num_bytes, from_disk=mmap)
-            with suppress(OSError, ValueError):
+            try:
                 return file.read() or file.write()
-        check_room(sum(num_tiles(tensor.shape) * tile_bytes(tensor.format, tensor.shape[-1]) for tensor in tensors.values()))
+            except (OSError, ValueError) as error:
+                why = str(error)
+        num_bytes = sum(num_tiles(tensor.shape) * tile_bytes(tensor.format, tensor.shape[-1]) for tensor in tensors.values())
+        check_room(num_bytes, why_not_on_disk=why)
         return dict(zip(tensors, pool.map(_pack, tensors.values()), strict=True))
 
 
@@ -393,7 +397,7 @@ def _make_room(directory: Path, num_bytes: int) -> None:
     """Remove the longest unused files until a new one fits into the limit. Raises OSError if the new one must not be written."""
     limit = packed_limit_bytes()
     if num_bytes > limit:
-        raise OSError("packed weights of this size are not kept")
+        raise OSError(f"CPUSPEC_PACKED_GB keeps {limit / 1e9:g} GB of packed weights, and these take {num_bytes / 1e9:.2f} GB")
     files = packed_files()
     kept = sum(size for _, size in files)
     for path, size in files:
@@ -404,4 +408,4 @@ def _make_room(directory: Path, num_bytes: int) -> None:
                 kept -= size
                 _marker(path).unlink(missing_ok=True)
     if shutil.disk_usage(directory).free < 2 * num_bytes:
-        raise OSError("packed weights would fill the disk")
+        raise OSError(f"packed weights of {num_bytes / 1e9:.2f} GB would fill the disk of {directory}")

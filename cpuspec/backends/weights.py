@@ -90,9 +90,9 @@ def key_centres(config: ModelConfig, kv_format: Format, tensors: Mapping[str, We
     }
 
 
-def check_room(num_bytes: int, from_disk: bool = False) -> None:
+def check_room(num_bytes: int, from_disk: bool = False, why_not_on_disk: str = "") -> None:
     """Tell of weights that take more memory than there is, before they are loaded. from_disk: whether they are a mapped file, of
-    which pages can stay on the disk: then a warning must do.
+    which pages can stay on the disk: then a warning must do. why_not_on_disk: what kept them from being one, for the error.
 
     Raises BackendError if they do not fit the memory that this process may use.
     """
@@ -106,6 +106,8 @@ def check_room(num_bytes: int, from_disk: bool = False) -> None:
         there = f"{'this group of processes may use' if memory.limit == usable else 'this machine has'} {usable / 1e9:.2f} GB"
     said = f"the weights take {num_bytes / 1e9:.2f} GB of memory, and {there}"
     remedy = "use a model of fewer bytes, or allow more memory; of a mixture of experts --memory leaves some on the disk"
+    if why_not_on_disk:
+        said += f"; they cannot be read from the disk: {why_not_on_disk}"
     if num_bytes > usable and not from_disk:
         raise BackendError(f"{said}; {remedy}")
     _log.warning(

@@ -41,7 +41,7 @@ _EACH = ("gate", "up", "down")
 
 
 def _renamed(names: Mapping[str, tuple[str, str]], /, **hf_names: str) -> dict[str, tuple[str, str]]:
-    """Names of which some parts have others in Hugging Face files, "" where these join a part with another."""
+    """A copy of `names` with other Hugging Face names for some parts; "" for a part that those files join with another."""
     return {**names, **{part: (names[part][0], hf_name) for part, hf_name in hf_names.items()}}
 
 
@@ -343,7 +343,7 @@ class Family:
     by_window: bool = False
     tells_ropes: bool = False  # whether GGUF files say by `rope.scaling.finetuned` that no layer rotates
     gguf_plain: str = ""  # the family that GGUF files of its models without recurrent layers belong to
-    gguf_mark: str = ""  # a key of GGUF files that others of the same `gguf_architecture` have not, or at 0
+    gguf_mark: str = ""  # a GGUF key that tells this family apart: others of the same `gguf_architecture` lack it, or have 0
     gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
 
 
@@ -1135,7 +1135,7 @@ NOT_COMPUTED: Mapping[str, str] = MappingProxyType(
 
 
 def each_layer(num_layers: int, rule: Callable[[int], bool]) -> tuple[bool, ...]:
-    """`rule` for each layer. A number of layers that ModelConfig refuses makes no endless tuple."""
+    """`rule(i)` for each layer. The tuple is bounded: ModelConfig refuses a larger number of layers later."""
     return tuple(rule(i) for i in range(min(num_layers, 1 << 13)))
 
 

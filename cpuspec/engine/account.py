@@ -1,4 +1,4 @@
-"""What the time of rounds went to, beside what `auto` expected of it."""
+"""Where the time of rounds went, beside what `auto` expected."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ def _all(spent: Spent, what: str) -> tuple[int, float]:
 
 
 def _forwards(name: str, spent: Spent, costs: Costs | None) -> list[RoundPart]:
-    """Of a model by the rows of its forwards; those that read prompts together."""
+    """A model's time by the number of rows of its forwards; forwards that read prompts are one part."""
     parts, prompts = list[RoundPart](), [0, 0.0]
     for rows in sorted(what for what in spent.counts if isinstance(what, int)):
         count, seconds = spent.counts[rows], spent.seconds[rows]

@@ -289,7 +289,7 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
 
 
 def within_memory(opened: OpenedSpec, target: Checkpoint, settings: EngineConfig) -> EngineConfig:
-    """The target's settings: of its limit of memory, the rest that heads with weights of their own leave.
+    """The target's settings. Its limit of memory is reduced by the weights that heads have of their own.
 
     Raises ConfigError where they leave nothing, and BackendError as the backend does.
     """
@@ -464,7 +464,7 @@ def _stacked(levels: Iterable[tuple[bool, list[_Part]]], make: Callable[[_Part, 
 
 
 def _loaded(usual: Proposer, opened: OpenedSpec, vocab_size: int) -> dict[str, Context]:
-    """Models that may draft for the target alone, by name: those between which and the target all have its vocabulary."""
+    """Models that may draft directly for the target, by name: neither they nor a model above them has another vocabulary."""
     models = [one for level in opened.models for one in level if isinstance(one, OpenedModel)]
     same = {
         one.name

@@ -10,7 +10,7 @@ Losses = Mapping[str, Mapping[str, float]]
 
 
 def check(num_bytes: Sizes, budget: int) -> None:
-    """Raises ConfigError if not even the smallest formats fit."""
+    """Raise ConfigError if not even the smallest formats fit."""
     least = sum(min(sizes.values()) for sizes in num_bytes.values())
     if least > budget:
         raise ConfigError(

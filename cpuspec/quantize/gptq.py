@@ -42,7 +42,7 @@ class Factors:
 def factors(hessian: F32, settings: GptqSettings) -> Factors:
     """hessian: mean of x x^T over the inputs, [K, K]; it is overwritten.
 
-    Of a Hessian that no Cholesky factor can be found for, ten times as much is added, until there is one.
+    If the Cholesky factorization fails, ten times as much is added to the diagonal, until it succeeds.
     """
     means = hessian.diagonal().copy()
     order = np.argsort(-means, kind="stable") if settings.act_order else np.arange(len(means))

@@ -234,7 +234,7 @@ def quantize(
 
 
 def _lacking_importance(formats: Mapping[str, Format], of_inputs: Mapping[str, F32], type_name: str) -> list[str]:
-    """Matrices without importance that llama-quantize makes of none without it either."""
+    """Matrices without importance, in formats for which llama-quantize demands it."""
     needy = _NEEDY | ({"q2_k"} if type_name == "q2_k_s" else set())
     return [name for name in formats if formats[name].name in needy and name not in of_inputs and name not in ("embed", "output")]
 

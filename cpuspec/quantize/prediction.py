@@ -84,7 +84,7 @@ def _of_layers(entries: Mapping[str, object], architecture: str) -> dict[str, ND
 
 
 def entries_with(made: Mapping[str, Value], architecture: str) -> dict[str, Value]:
-    """What a file says of its blocks where one for prediction follows, of entries without it."""
+    """The entries about blocks, with one block for prediction added. made: the entries without it."""
     count = made[f"{architecture}.{_COUNT}"]
     assert isinstance(count, int), "a number of layers"
     found: dict[str, Value] = {f"{architecture}.{_COUNT}": count + 1, f"{architecture}.{_PREDICTING}": 1}

@@ -1,4 +1,4 @@
-"""Speculation: propose, score, verify. A new drafting method is one Proposer and one row of `engine.assemble.SOURCES`."""
+"""Speculation: propose, score, verify. To add a drafter: a Proposer, and a row of LOOKUPS or MODELS in `engine.assemble`."""
 
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context

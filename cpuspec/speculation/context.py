@@ -209,7 +209,7 @@ class Context:
         return num_cached
 
     def num_hidden_kept(self, seq: Sequence) -> int:
-        """Of how many of the tokens that `acquire` supplied the next score returns hidden states, too: the last one or none."""
+        """1 if the next score also returns the hidden state of the last token that `acquire` supplied, else 0."""
         return self._assignments[seq.id].num_hidden_kept
 
     def awaits_prefix(self, seq: Sequence) -> bool:
@@ -411,7 +411,7 @@ class Context:
         return self._kept(seq, seq.tokens[:-1])
 
     def _kept(self, seq: Sequence, tokens: list[int]) -> list[int]:
-        """Of tokens that a sequence has, or that its slot holds, those that others may use."""
+        """The part of `tokens` that other sequences may use: only the prompt's, where prompts have another arithmetic."""
         return tokens[: seq.num_prompt_tokens] if self._separates else tokens
 
     def _all_kept(self) -> list[list[int]]:

@@ -199,7 +199,7 @@ class HeadContext:
         return one.slot >= 0 or not self._is_reading(seq)
 
     def unknown(self, seq: Sequence) -> list[int]:
-        """The tokens of a sequence without a hidden state: the last committed one, behind those that a drafter before it chose."""
+        """The tokens without a hidden state: the last committed one, then those that a drafter before this one chose."""
         return seq.tokens[self._followed[seq.id].end :]
 
     def last_states(self, seqs: list[Sequence]) -> list[F32]:

@@ -130,7 +130,7 @@ class PrefixStore:
         return self._cache.lengths[slot]
 
     def is_reading(self, tokens: list[int], salt: str, reader: int, more_than: int) -> bool:
-        """Whether what the tokens begin with, if these are more than so many, is on its way from the disk. Begins to read it.
+        """Begin to read a prefix of more than `more_than` tokens from the disk; returns whether it is still on its way.
 
         reader: the id of the sequence that `load` will be called for, unless `forget` is.
         """

@@ -149,7 +149,7 @@ class DraftModel(Proposer, Protocol):
 
 
 def goes_on(floors: Floors, num_tokens: int, likely: float) -> bool:
-    """Whether a draft goes on behind so many tokens, the product of whose confidences this is."""
+    """Whether a draft goes on behind `num_tokens` tokens. likely: the product of their confidences."""
     return num_tokens >= len(floors) or likely >= floors[num_tokens]
 
 

@@ -27,6 +27,15 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(tmp_path_fac
         make_backend(backend, checkpoint, EngineConfig(threads=1, max_rows=8))
 
 
+def test_a_refusal_says_what_kept_the_weights_from_the_disk(tmp_path_factory, monkeypatch) -> None:
+    checkpoint = tiny(tmp_path_factory)
+    has(monkeypatch, weights, Memory(1 << 34, 1 << 34, 1000))
+    monkeypatch.setattr("cpuspec.backends.packed._SMALLEST_BYTES", 0)
+    monkeypatch.setenv("CPUSPEC_PACKED_GB", "0.000001")
+    with pytest.raises(BackendError, match=r"cannot be read from the disk: CPUSPEC_PACKED_GB keeps 1e-06 GB .*; use a model of"):
+        make_backend("numba", checkpoint, EngineConfig(threads=1, max_rows=8))
+
+
 @pytest.mark.parametrize(
     ("memory", "told", "refused"),
     [

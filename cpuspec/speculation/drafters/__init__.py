@@ -1,1 +1,1 @@
-"""Drafters without a model of their own, and translation between vocabularies. A new drafter is one file."""
+"""The ways to draft: lookups, trained heads, masks, a user's class; and translation between vocabularies. One file each."""

@@ -30,10 +30,10 @@ from cpuspec.speculation.proposer import DraftModel, Proposer
 from cpuspec.speculation.verify import Verdict
 
 _PLAIN_LOOKS = 4  # one of this many forwards without a draft is timed: timing takes 1 % of a short token
-_WORTH = 1.05  # a looked-up draft must promise this over what is there: what seems to gain less loses as often
+_WORTH = 1.05  # a lookup's draft must beat the best option so far by this factor: smaller promises lose as often as they gain
 # Hidden states that wait for a head which may never be asked. At 10 KB a token, as of a 4B, 40 to 80 MB of a sequence.
 _MOST_HIDDEN = 4096
-_MOST_FED = 2  # rows fed for each that is judged, in a forward whose time tells what judged rows take
+_MOST_FED = 2  # fed rows for each verified row at most, else the forward's time says little about verified rows
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Planner(Proposer):
     def _ask(self, model: ModelDrafter, seqs: list[Sequence], limits: list[int], best: list[Option]) -> None:
         """Put the model's options where they are better, asked for sequences to which it promises more, or in which it is tried.
 
-        Where another model's draft pays it is not asked: it is unsure where that one is, and costs 1 to 3 % (benchmarks/LOG.md).
+        Not asked where another model's draft pays: both are unsure at the same tokens; asking costs 1 to 3 % (benchmarks/LOG.md).
         """
         num_seqs, promise = len(seqs), model.promise(self.costs, len(seqs))
         asked = [
