@@ -45,7 +45,7 @@ class UnauthorizedError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """A request whose Host header does not name this server."""
+    """A request that this server was not allowed to take, or whose Host header does not name it."""
 
     status = 403
     kind = "permission_error"

@@ -15,7 +15,7 @@ from cpuspec.errors import CacheError, CheckpointError
 from cpuspec.metrics import now_s
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import chat_prompt
-from cpuspec.server.errors import NotSupportedError, RequestError, UnknownModelError
+from cpuspec.server.errors import ForbiddenError, NotSupportedError, RequestError, UnknownModelError
 from cpuspec.server.figures import token_text
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
@@ -213,7 +213,7 @@ async def rescale_adapters(body: list[LoraScale], request: Request) -> Response:
     """Set these scales, as llama-server does; those of other adapters become 0."""
     found = await model_of(request, request.query_params.get("model"))
     if found.has_keys and server_of(request).config.lora_dir is None:
-        raise NotSupportedError("scales are for all clients, which have keys of their own; start the server with --lora-dir DIR")
+        raise ForbiddenError("scales are for all clients, which have keys of their own; start the server with --lora-dir DIR")
     found.llm.adapters.rescale({one.id: one.scale for one in body})
     return json_response({"success": True})
 
@@ -255,7 +255,7 @@ def _inside(directory: Path, text: str) -> Path:
 def _lora_dir(request: Request) -> Path:
     directory = server_of(request).config.lora_dir
     if directory is None:
-        raise NotSupportedError("this server loads no adapters on request; start it with --lora-dir DIR, or give it --lora-modules")
+        raise ForbiddenError("this server loads no adapters on request; start it with --lora-dir DIR, or give it --lora-modules")
     return Path(directory).resolve()
 
 

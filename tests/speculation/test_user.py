@@ -76,7 +76,7 @@ def toy_stats(spec: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1", "has no class Echo"),
+        ("x = 1", "has no class or function Echo"),
         ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
         ("class Echo", "cannot be imported: SyntaxError"),
         ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),

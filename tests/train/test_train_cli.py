@@ -83,7 +83,7 @@ def test_what_cannot_be_exported_is_wrong_usage(target: Checkpoint, tmp_path: Pa
     head, out, *options = arguments
     done = RUN.invoke(app, ["train", "export", str(target.path), str(tmp_path / head), str(tmp_path / out), *options])
     assert done.exit_code == 2
-    assert told in " ".join(done.stderr.replace("│", " ").split())
+    assert told.replace(" ", "") in "".join(done.stderr.replace("│", " ").split()), "a line may end within a path"
 
 
 def test_a_model_is_distilled_from_a_file_of_answers(target: Checkpoint, tmp_path: Path) -> None:
