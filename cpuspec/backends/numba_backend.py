@@ -116,7 +116,7 @@ class NumbaBackend:
         matrices = {name: t for name, t in tensors.items() if is_matrix(name, t.shape) and name not in ("embed", "layer_embed")}
 
         limit_bytes = memory_limit(engine.memory)
-        # One of all backends whose weights are shared, so that they number the copies alike.
+        # Backends that share weights use one topology, so that they number the copies alike.
         self._topology: Topology = share._topology if share else SYSTEM.topology()
         self.store: ExpertStore | None = None  # of experts that stay on the disk, unless they are another backend's
 

@@ -515,7 +515,7 @@ class ProgramWriter:
         return x
 
     def _router(self, layer: Layer, x: _Rows, norm: str | None) -> Router:
-        """What it takes to guess a layer's experts before its rows are there."""
+        """The parts with which a layer's experts are guessed before its rows are there."""
         experts, matrix = layer.feed and layer.feed.experts, self._matrices[layer.weight("router")]
         assert experts, "the layer has them"
         assert isinstance(matrix, PackedTensor), "a router stays in memory"

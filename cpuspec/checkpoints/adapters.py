@@ -129,7 +129,7 @@ def open_adapter(path: Path, config: ModelConfig, model: str, scale: float = 1.0
 
 
 class AdapterFacts(NamedTuple):
-    """What an adapter's own files say. base: the name of its model, "" where they name none. targets: the modules that it changes.
+    """The facts in an adapter's files. base: the name of its model, "" if they name none. targets: the modules that it changes.
 
     scales: what its products are multiplied with, without the caller's; several where ranks or patterns differ.
     """
@@ -143,7 +143,7 @@ class AdapterFacts(NamedTuple):
 
 
 def adapter_facts(path: Path) -> AdapterFacts | None:
-    """Of an adapter; None for what is no adapter. Raises CheckpointError for a damaged one."""
+    """Read the facts of an adapter; None if `path` is no adapter. Raises CheckpointError for a damaged one."""
     if (path / _CONFIG).is_file():
         base = read_json_object(path / _CONFIG, _MAX_CONFIG_BYTES).get("base_model_name_or_path")
         _, stored, scale = _read_peft(path)

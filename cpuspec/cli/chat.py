@@ -300,7 +300,7 @@ def _document(chat: Chat) -> str:
 
 
 def _num_exchanges(chat: Chat) -> int:
-    """Those that have been answered."""
+    """The number of user's turns that have been answered."""
     return sum(turn["role"] == "user" for turn in chat.turns) - (bool(chat.turns) and chat.turns[-1]["role"] != "assistant")
 
 

@@ -92,7 +92,7 @@ class Completion:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum over its tokens; None where log-probabilities were not asked for."""
+        """The sum of the tokens' log-probabilities; None if they were not asked for."""
         return sum(one.logprob for one in self.logprobs) if self.logprobs else None
 
 
