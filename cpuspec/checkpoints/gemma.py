@@ -29,7 +29,7 @@ def _check_shared(fields: Fields, key: str, slides: Sequence[bool]) -> int:
 
 
 def _own_heads(fields: Fields, slides: Sequence[bool]) -> Fields:
-    """What layers without a window have of their own, by the layers' numbers, as transformers 5.24 writes it."""
+    """The settings that only layers without a window have, by the layers' numbers, as transformers 5.24 writes it."""
     layers = fields.object("per_layer_config")
     whole = [str(i) for i, slid in enumerate(slides) if not slid]
     given = {key: layers.value(key) for key in layers.names()}

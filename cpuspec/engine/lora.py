@@ -51,7 +51,7 @@ class LoadedAdapter:
 
 
 class AdaptedBackend:
-    """A backend that applies adapters to each sequence of a batch that names none."""
+    """A backend that applies adapters to batches that name none, for `bench` and `eval`. Requests bring theirs by `Context`."""
 
     def __init__(self, backend: Backend, adapters: AdapterSet) -> None:
         self._backend, self._adapters = backend, adapters
@@ -86,7 +86,7 @@ class LoadedAdapters:
     """Adapters of a model. Any thread may call it at any time: a request keeps those that it began with."""
 
     def __init__(self, config: ModelConfig, model: str, applied: Iterable[str] = (), named: Iterable[str] = ()) -> None:
-        """applied: FILE[=SCALE] of each that requests use which name none. named: NAME=FILE of others.
+        """applied: FILE[=SCALE] of each that is used by requests that name no adapter. named: NAME=FILE of others.
 
         Raises ConfigError, or CheckpointError for an adapter that is not this model's.
         """
@@ -114,7 +114,7 @@ class LoadedAdapters:
 
     @property
     def default(self) -> AdapterSet:
-        """What a request uses that names no adapters."""
+        """The adapters of a request that names none, each with its scale."""
         return tuple((one.adapter, one.scale) for one in self if one.scale)
 
     def load(self, path: Path, name: str = "", scale: float = 0.0, replaces: bool = False) -> LoadedAdapter:

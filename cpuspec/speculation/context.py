@@ -553,7 +553,7 @@ class Context:
         tokens = seq.tokens[num_held:] + draft.tokens.tolist()
         num_straight = len(tokens) - num_drafted if tree else len(tokens)
         num_prompt = self._num_prompt(seq, num_held)
-        num_unscored, adapters = num_committed - 1 - num_held, seq.adapters if self.applies_adapters else ()
+        num_unscored, adapters = num_committed - 1 - num_held, self._adapters(seq)
         return _Feed(assigned.slot, tokens, num_unscored, num_prompt, num_straight, tree, assigned.snapshots, adapters)
 
     def _read(self, chunk: PromptChunk) -> _Feed:
@@ -563,8 +563,12 @@ class Context:
         tokens = chunk.seq.tokens[num_held:-1][: chunk.num_tokens]
         assert tokens, "a chunk has tokens"
         num_prompt = self._num_prompt(chunk.seq, num_held)
-        adapters = chunk.seq.adapters if self.applies_adapters else ()
+        adapters = self._adapters(chunk.seq)
         return _Feed(assigned.slot, tokens, len(tokens), num_prompt, len(tokens), None, assigned.snapshots, adapters)
+
+    def _adapters(self, seq: Sequence) -> AdapterSet:
+        """`_Feed.adapters` of a sequence."""
+        return seq.adapters if self.applies_adapters else ()
 
     def _num_prompt(self, seq: Sequence, num_held: int) -> int:
         """`_Feed.num_prompt` of a sequence whose slot holds that many tokens."""
