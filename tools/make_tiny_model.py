@@ -127,12 +127,16 @@ SHAPES: Mapping[str, ModelConfig] = {
 }
 
 
-def _gemma4(windows: tuple[int, ...], heads: tuple[int, int], *sizes: Any, **facts: Any) -> ModelConfig:
+def _gemma4(
+    windows: tuple[int, ...], heads: tuple[int, int], sizes: tuple[str, int, int, int, int, int], **facts: Any
+) -> ModelConfig:
     """The numbers that all Gemma 4 have. heads: of keys, in layers with a window and in others; sizes: of `ModelConfig`, from
-    vocab_size to num_heads."""
+    architecture to num_heads."""
+    architecture, vocab_size, hidden_size, intermediate_size, num_layers, num_heads = sizes
     return ModelConfig(
-        *sizes, heads[1], 512, 131072, 1e-6, 1e6, RopeScaling("factors", factors=(1.0,) * 64 + (gemma.STILL,) * 192), qk_norm=True,
-        tied_embeddings=True, norms="both", activation="gelu_tanh", embedding_scale=math.sqrt(sizes[2]), query_scale=1.0,
+        architecture, vocab_size, hidden_size, intermediate_size, num_layers, num_heads,
+        heads[1], 512, 131072, 1e-6, 1e6, RopeScaling("factors", factors=(1.0,) * 64 + (gemma.STILL,) * 192), qk_norm=True,
+        tied_embeddings=True, norms="both", activation="gelu_tanh", embedding_scale=math.sqrt(hidden_size), query_scale=1.0,
         logit_softcap=30.0, layer_windows=windows, layer_ropes=tuple("local" if window else "global" for window in windows),
         layer_head_dims=tuple(256 if window else 512 for window in windows),
         layer_kv_heads=tuple(heads[not window] for window in windows), value_norm=True, scales_layers=True, **facts,
@@ -143,11 +147,11 @@ _E4B_WINDOWS, _A4B_WINDOWS = ((512,) * 5 + (0,)) * 7, ((1024,) * 5 + (0,)) * 5
 LATENT_SHAPES: Mapping[str, ModelConfig] = {
     # The last 18 layers read keys and values of layers 22 and 23.
     "gemma4-e4b": _gemma4(
-        _E4B_WINDOWS, (2, 2), "gemma4", 262144, 2560, 10240, 42, 8, layer_input_size=256,
+        _E4B_WINDOWS, (2, 2), ("gemma4", 262144, 2560, 10240, 42, 8), layer_input_size=256,
         layer_owners=tuple(i if i < 24 else 22 if window else 23 for i, window in enumerate(_E4B_WINDOWS)),
     ),
     "gemma4-26b-a4b": _gemma4(
-        _A4B_WINDOWS, (8, 2), "gemma4-moe", 262144, 2816, 2112, 30, 16, layer_values=tuple(map(bool, _A4B_WINDOWS)),
+        _A4B_WINDOWS, (8, 2), ("gemma4-moe", 262144, 2816, 2112, 30, 16), layer_values=tuple(map(bool, _A4B_WINDOWS)),
         experts=Experts(128, 8, 704, weighed=True, normed_apart=True), shared_size=2112,
     ),
     "deepseek-v2-lite": ModelConfig(
