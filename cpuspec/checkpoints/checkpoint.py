@@ -90,6 +90,7 @@ class Checkpoint:
     pooling: of which states it was trained to make embeddings, one of `POOLINGS`; "" for a model that writes. ranker: of a model
     that was trained to rank texts, None for others.
     remarks: a sentence for each thing in its files that this version passes over, or reads in another way than they say.
+    adapters: files of LoRA adapters that belong to the model, as Ollama keeps them.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
 
@@ -105,6 +106,7 @@ class Checkpoint:
     pooling: str = ""
     remarks: tuple[str, ...] = ()
     ranker: Ranker | None = None
+    adapters: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         if (

@@ -1,14 +1,17 @@
 """Models that other programs keep on this machine: Ollama's, LM Studio's, and those in huggingface_hub's cache. Only reads.
 
 Ollama: manifests/HOST/NAMESPACE/NAME/TAG is JSON whose layer of the media type application/vnd.ollama.image.model names
-blobs/sha256-..., a GGUF file (ollama/ollama, server/manifest.go). LM Studio: OWNER/REPOSITORY/FILE.gguf. What leads out of these
-directories, or is no regular file, counts as missing.
+blobs/sha256-..., a GGUF file (ollama/ollama, server/manifest.go); those of the type application/vnd.ollama.image.adapter are LoRA
+adapters, GGUF files, too (convert/convert.go). LM Studio: OWNER/REPOSITORY/FILE.gguf. What leads out of these directories, or is no
+regular file, counts as missing.
 """
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.hub import cached_models, regular_file, regular_files
@@ -23,6 +26,7 @@ _LM_STUDIO_NAME = re.compile(r"[A-Za-z0-9][^/\\]*/[^/\\]+/[^/\\]+\.gguf", re.IGN
 _HOST, _NAMESPACE = "registry.ollama.ai", "library"  # which names leave out
 _MODEL_LAYER, _ADAPTER_LAYER = "application/vnd.ollama.image.model", "application/vnd.ollama.image.adapter"
 _MAX_MANIFEST_BYTES = 1 << 20
+_DEPTH = 4  # of a manifest below "manifests": host, namespace, name, tag
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ def local_models() -> list[LocalModel]:
 def find_ollama(text: str) -> Path | None:
     """The file of `ollama:[namespace/]name[:tag]`, or of `name:tag` if Ollama has that; None if `text` is neither.
 
+    Of a model with adapters it is the manifest, which `read_manifest` reads.
+
     Raises ConfigError for a name with the prefix that Ollama does not have, or whose file is not there.
     """
     found = _OLLAMA_NAME.fullmatch(text.strip())
@@ -54,7 +60,8 @@ def find_ollama(text: str) -> Path | None:
         path = directory.joinpath("manifests", *place)
         try:
             if regular_file(path, directory) is not None:
-                return _blob(directory, path)[0]
+                found_files = _files(directory, path)
+                return path if found_files.adapters else found_files.model
         except CheckpointError as error:
             raise ConfigError(f"{text}: {error}") from error
     if found["prefix"]:
@@ -91,28 +98,48 @@ def _ollama() -> Iterator[LocalModel]:
             host, namespace, name, tag = place
             shown = f"{name}:{tag}" if namespace == _NAMESPACE and host == _HOST else f"{namespace}/{name}:{tag}"
             try:
-                path, num_bytes = _blob(directory, directory / "manifests" / manifest)
+                files = _files(directory, directory / "manifests" / manifest)
             except CheckpointError:
                 continue
-            yield LocalModel(f"ollama:{shown if host == _HOST else f'{host}/{shown}'}", "ollama", path, num_bytes)
+            yield LocalModel(f"ollama:{shown if host == _HOST else f'{host}/{shown}'}", "ollama", files.model, files.num_bytes)
 
 
-def _blob(directory: Path, manifest: Path) -> tuple[Path, int]:
-    """The model's file that a manifest names, and its bytes. Raises CheckpointError."""
+class OllamaFiles(NamedTuple):
+    """The GGUF files of a model of Ollama's. num_bytes: of all of them."""
+
+    model: Path
+    adapters: tuple[Path, ...]
+    num_bytes: int
+
+
+def read_manifest(path: Path) -> OllamaFiles | None:
+    """The files that a manifest in Ollama's directory names; None for a file that is no manifest.
+
+    Raises CheckpointError for one that is damaged, and where a file is missing.
+    """
+    with suppress(OSError):
+        if len(path.parents) > _DEPTH and path.parents[_DEPTH - 1].name == "manifests" and path.open("rb").read(1) == b"{":
+            return _files(path.parents[_DEPTH], path)
+    return None
+
+
+def _files(directory: Path, manifest: Path) -> OllamaFiles:
+    """The files that a manifest names. Raises CheckpointError."""
     fields = Fields(str(manifest), read_json_object(manifest, _MAX_MANIFEST_BYTES))
     layers = [Fields(f"{manifest}: layer", layer) for layer in fields.items("layers") if isinstance(layer, dict)]
-    of_kind = {kind: [layer for layer in layers if layer.text("mediaType", "") == kind] for kind in (_MODEL_LAYER, _ADAPTER_LAYER)}
-    if of_kind[_ADAPTER_LAYER]:
-        adapters = " ".join(f"--lora {_path(directory, layer)}" for layer in of_kind[_ADAPTER_LAYER])
-        model = next((str(_path(directory, layer)) for layer in of_kind[_MODEL_LAYER]), "MODEL")
-        raise CheckpointError(f"{manifest} has an adapter beside its model: name both, as {model} {adapters}")
-    if len(of_kind[_MODEL_LAYER]) != 1:
-        raise CheckpointError(f"{manifest} has {len(of_kind[_MODEL_LAYER])} layers of the type {_MODEL_LAYER}, wanted 1")
-    path = _path(directory, of_kind[_MODEL_LAYER][0])
-    num_bytes = regular_file(path, directory)
-    if num_bytes is None:
-        raise CheckpointError(f"{path} is not a file in that directory; pull the model again with Ollama")
-    return path, num_bytes
+    models, adapters = (
+        [_path(directory, layer) for layer in layers if layer.text("mediaType", "") == kind]
+        for kind in (_MODEL_LAYER, _ADAPTER_LAYER)
+    )
+    if len(models) != 1:
+        raise CheckpointError(f"{manifest} has {len(models)} layers of the type {_MODEL_LAYER}, wanted 1")
+    num_bytes = 0
+    for path in (*models, *adapters):
+        size = regular_file(path, directory)
+        if size is None:
+            raise CheckpointError(f"{path} is not a file in that directory; pull the model again with Ollama")
+        num_bytes += size
+    return OllamaFiles(models[0], tuple(adapters), num_bytes)
 
 
 def _path(directory: Path, layer: Fields) -> Path:

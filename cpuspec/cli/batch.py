@@ -61,7 +61,7 @@ def batch(
             from cpuspec.batch.answer import answer_lines
             from cpuspec.engine.llm import LLM
 
-            checkpoint, spec = open_with_drafts(model, draft, running.settings.mmap)
+            checkpoint, spec = open_with_drafts(model, draft, running.settings.mmap, adapts=True)
             with busy(f"loading {model}"):
                 llm = LLM(checkpoint, spec, running.backend, settings=running.settings)
             with llm:

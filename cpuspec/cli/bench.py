@@ -123,7 +123,7 @@ def bench(
     """
     if as_json and output not in (None, "json"):
         raise typer.BadParameter(f"got --json and --output {output}; wanted one of them")
-    checkpoint = open_target(model)
+    checkpoint = open_target(model, adapts=True)
     backend, settings = running
     plan.check(checkpoint.config, settings.max_rows)
     with busy(f"loading {model}"):

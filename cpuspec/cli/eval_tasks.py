@@ -19,7 +19,6 @@ from cpuspec.cli.models import totals
 from cpuspec.cli.opening import load_llm, open_target, open_with_drafts
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import StepProgress
-from cpuspec.engine.assemble import model_and_spec
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError, CpuspecError
 from cpuspec.evaluate.prompts import Prompt
@@ -190,7 +189,7 @@ def _ask_model(
             "threads": llm.threads,
             "draft": str(llm.spec),
             "max_sequences": running.settings.max_sequences,
-            "bits_per_weight": totals(open_target(model_and_spec(model, None)[0]).tensors.values())["bits_per_weight"],
+            "bits_per_weight": totals(open_target(model, adapts=True).tensors.values())["bits_per_weight"],
         }
     return about, [one.content for one in answers], cost
 

@@ -66,7 +66,7 @@ def perplexity(
     """
     if stride is not None and save_logits is not None:
         raise typer.BadParameter("--save-logits keeps windows that lie side by side; leave out --stride")
-    checkpoint = open_target(model)
+    checkpoint = open_target(model, adapts=True)
     tokenizer = make_tokenizer(checkpoint)
     with busy(f"reading {text}"):
         # llama.cpp drops one newline at the end of a file.
@@ -106,7 +106,7 @@ def kl(
     The figures are those of llama-perplexity --kl-divergence, and the overlap of the likeliest ids.
     """
     file = LogitsFile(reference)
-    checkpoint = open_target(model)
+    checkpoint = open_target(model, adapts=True)
     total = min(len(file.windows), chunks or len(file.windows))
     with _loaded(model, checkpoint, running) as backend, _progress("KL divergence", total) as on_window:
         found = compare_with_file(backend, file, _bos_id(make_tokenizer(checkpoint)), chunks, on_window)
@@ -138,7 +138,7 @@ def kv(
     lengths = options.read_numbers(depths, "--depth")
     with options.usage_errors():
         kept = {name.strip(): get_kv_format(name.strip()) for name in formats.split(",")}
-    checkpoint = open_target(model)
+    checkpoint = open_target(model, adapts=True)
     tokenizer = make_tokenizer(checkpoint)
     with busy(f"reading {text}"):
         ids = [*tokenizer.prefix, *tokenizer.encode(read_text(text))]

@@ -108,7 +108,7 @@ def inspect(
     if adapter := adapter_facts(Path(model)):
         print_report({"adapter": Path(model).name, **adapter._asdict()}, as_json, lambda facts: print_facts(facts.items()))
         return
-    checkpoint, threads = open_target(model), running.settings.threads or usable_cores()
+    checkpoint, threads = open_target(model, adapts=True), running.settings.threads or usable_cores()
     with busy("measuring this machine's memory bandwidth"):
         report = describe_model(checkpoint, threads, tensors)
     if verify:

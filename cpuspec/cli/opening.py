@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from cpuspec.engine.llm import LLM
 
 
-def open_model(model: str, mmap: bool = True) -> Checkpoint:
-    """The model of that name or path."""
-    checkpoint = open_checkpoint(_fetched(options.checked_text(model, "MODEL")), mmap)
+def open_model(model: str, mmap: bool = True, adapts: bool = False) -> Checkpoint:
+    """The model of that name or path. adapts: whether the command applies adapters that belong to it."""
+    checkpoint = open_checkpoint(_fetched(options.checked_text(model, "MODEL")), mmap, adapts)
     for remark in checkpoint.remarks:
         note(f"warning: {remark}")
     return checkpoint
 
 
-def open_target(model: str) -> Checkpoint:
-    """The model of that name or path, or the target of that chain."""
-    return open_model(model_and_spec(options.checked_text(model, "MODEL"), None)[0])
+def open_target(model: str, adapts: bool = False) -> Checkpoint:
+    """The model of that name or path, or the target of that chain. adapts: as in `open_model`."""
+    return open_model(model_and_spec(options.checked_text(model, "MODEL"), None)[0], adapts=adapts)
 
 
-def open_with_drafts(model: str, draft: str | None, mmap: bool = True) -> tuple[Checkpoint, SpecConfig]:
+def open_with_drafts(model: str, draft: str | None, mmap: bool = True, adapts: bool = False) -> tuple[Checkpoint, SpecConfig]:
     """The target that a model's or chain's name stands for, and how to draft for it; draft models are fetched."""
     target, spec = model_and_spec(options.checked_text(model, "MODEL"), draft)
-    checkpoint = open_model(target, mmap)
+    checkpoint = open_model(target, mmap, adapts)
     for name in draft_models(spec):
         _fetched(name)
     return checkpoint, spec
@@ -46,7 +46,7 @@ def load_llm(model: str, draft: str | None, running: options.Running, max_sequen
     """An LLM with the drafts that the options name, closed in the end."""
     if not isinstance(find_model(model_and_spec(options.checked_text(model, "MODEL"), draft)[0]), Path):
         prepare(running.backend)  # a model that may have to be fetched first
-    checkpoint, spec = open_with_drafts(model, draft, running.settings.mmap)
+    checkpoint, spec = open_with_drafts(model, draft, running.settings.mmap, adapts=True)
     with busy(f"loading {model}"):
         from cpuspec.engine.llm import LLM
 

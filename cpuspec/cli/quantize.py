@@ -105,9 +105,9 @@ def quantize(
             candidates=tuple(candidates.lower().split(",")) if candidates else (),
             predicts=mtp,
         )
-    checkpoint = open_model(model)
+    checkpoint = open_model(model, adapts=True)
     with options.usage_errors():
-        scaled = list(map(read_scaled, lora or ()))
+        scaled = [*((path, 1.0) for path in checkpoint.adapters), *map(read_scaled, lora or ())]
     adapters = [open_adapter(path, checkpoint.config, checkpoint.name, scale, merges=True) for path, scale in scaled]
     text = None if calibration is None else _read_text(calibration)
     with interruptible(), StepProgress(tenths=True) as progress:

@@ -68,7 +68,7 @@ def serve(
             settings = replace(settings, prefix_cache_gb=gb / len(models))
     loaders = {}
     for model in models:
-        checkpoint, spec = open_with_drafts(model, draft, settings.mmap)
+        checkpoint, spec = open_with_drafts(model, draft, settings.mmap, adapts=True)
         name = checkpoint.name if Path(model).exists() else model
         if name in loaders:
             raise typer.BadParameter(f"there are two models {name!r}")

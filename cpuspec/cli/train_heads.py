@@ -155,7 +155,7 @@ def mtp(
 
 
 @exit_codes()
-@takes_training(of_head=False, rate=3e-5, tokens=512, epochs=2)
+@takes_training(of_head=False, but=("rate",), tokens=512, epochs=2)
 def distill(
     model: options.ModelArgument,
     answers: Annotated[Path, argument("ANSWERS", "A file of `cpuspec train answers`.", dir_okay=False)],
@@ -167,21 +167,40 @@ def distill(
         bool, flag("--masks", "Also learn to draft them in one pass, as PARD; for targets with the same tokens.")
     ] = False,
     mask_id: Annotated[int | None, option("ID", "The mask's token; by default one that no text has.", min=0)] = None,
+    rate: Annotated[
+        float | None,
+        option("N", "The highest learning rate; it rises first, and falls as a cosine. 3e-5, of an adapter 3e-4.", "--lr", min=0),
+    ] = None,
+    rank: Annotated[int, option("RANK", "Train a LoRA adapter of this rank, and leave the model as it is.", "--lora", min=0)] = 0,
+    alpha: Annotated[
+        float, option("N", "The adapter is multiplied with N / RANK; by default 2.", "--lora-alpha", min=0, show_default=False)
+    ] = 0.0,
+    targets: Annotated[
+        str, option("LIST", "What it changes, as q_proj,v_proj; by default all matrices of the layers.", "--lora-targets")
+    ] = "",
     as_json: options.JsonOption = False,
     chosen: dict[str, Any],
 ) -> None:
-    """Teach a small model a target's answers, so that it drafts better for it; `--draft OUT` uses it.
+    """Teach a model a target's answers: a small one, so that it drafts better for it; `--draft OUT` uses it.
 
-    OUT is a Hugging Face directory, or holds model.gguf, as MODEL is one. The answers are split by MODEL's own tokenizer.
+    OUT is a Hugging Face directory, or holds model.gguf, as MODEL is one. The answers are split by MODEL's own tokenizer. With
+    --lora OUT is a directory of PEFT: an adapter for answers of MODEL (`--lora OUT`), which `quantize --lora` merges.
     """
     from cpuspec.text import make_tokenizer
+    from cpuspec.train.adapter import LoraShape
     from cpuspec.train.distill import DistillLoss, read_answers
     from cpuspec.train.job import ModelJob, train_model
 
+    if not rank and (alpha or targets):
+        raise typer.BadParameter("--lora-alpha and --lora-targets are of an adapter; give its rank with --lora, too")
+    with options.usage_errors():
+        wanted = tuple(one.strip() for one in targets.split(",") if one.strip())
+        lora = LoraShape(rank, alpha, wanted) if rank else None
+    chosen["rate"] = rate if rate is not None else 3e-4 if rank else 3e-5
     opened = open_target(model)
     of_target = opened if target is None else open_target(target)
     texts = read_answers(answers, make_tokenizer(of_target), make_tokenizer(opened), of_target.config.vocab_size)
-    job = ModelJob(DistillLoss(num_drafted, masks), _schedule(chosen), mask_id, *(chosen[name] for name in _HOW))
+    job = ModelJob(DistillLoss(num_drafted, masks), _schedule(chosen), mask_id, lora=lora, **{name: chosen[name] for name in _HOW})
     with StepProgress(tenths=True) as progress:
         _report(out, train_model(opened, texts, out, job, progress, _tell), as_json)
 

@@ -152,11 +152,11 @@ class LLM:
         check_spec(spec)
         check_backend(backend, settings)
         get_kv_format(settings.kv_format)
-        checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(model), settings.mmap)
+        checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(model), settings.mmap, adapts=True)
         tokenizer, context_length = make_tokenizer(checkpoint), _capacity(checkpoint.config, settings)
         opened = open_spec(spec, Target(checkpoint, tokenizer, backend, checkpoint.config.vocab_size, context_length, settings))
         self.name = checkpoint.name
-        adapters = LoadedAdapters(checkpoint.config, self.name, settings.lora, settings.lora_modules)
+        adapters = LoadedAdapters(checkpoint.config, self.name, settings.lora, settings.lora_modules, checkpoint.adapters)
         target = make_backend(backend, checkpoint, within_memory(opened, checkpoint, settings))
         try:
             self._start(target, tokenizer, spec, settings, opened, checkpoint, adapters)
@@ -182,7 +182,8 @@ class LLM:
         context_length = _capacity(backend.config, settings)
         opened = open_spec(spec, Target(checkpoint, tokenizer, name, backend.config.vocab_size, context_length, settings))
         llm.name = checkpoint.name if checkpoint else backend.name
-        adapters = LoadedAdapters(backend.config, llm.name, settings.lora, settings.lora_modules)
+        beside = checkpoint.adapters if checkpoint else ()
+        adapters = LoadedAdapters(backend.config, llm.name, settings.lora, settings.lora_modules, beside)
         llm._start(backend, tokenizer, spec, settings, opened, checkpoint, adapters)
         return llm
 

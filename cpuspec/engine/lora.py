@@ -67,7 +67,7 @@ class AdaptedBackend:
 
 def with_adapters(backend: HeadBackend, checkpoint: Checkpoint, settings: EngineConfig) -> HeadBackend:
     """A checkpoint's backend that applies the adapters of the settings. Raises as `LoadedAdapters` and `check_adapts` do."""
-    loaded = LoadedAdapters(checkpoint.config, checkpoint.name, settings.lora)
+    loaded = LoadedAdapters(checkpoint.config, checkpoint.name, settings.lora, beside=checkpoint.adapters)
     if not loaded.names:
         return backend
     check_adapts(backend)
@@ -85,14 +85,25 @@ def check_adapts(backend: Backend) -> None:
 class LoadedAdapters:
     """Adapters of a model. Any thread may call it at any time: a request keeps those that it began with."""
 
-    def __init__(self, config: ModelConfig, model: str, applied: Iterable[str] = (), named: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: str,
+        applied: Iterable[str] = (),
+        named: Iterable[str] = (),
+        beside: Iterable[Path] = (),
+    ) -> None:
         """applied: FILE[=SCALE] of each that is used by requests that name no adapter. named: NAME=FILE of others.
+
+        beside: those that belong to the model, which requests use as `applied`; they are called adapter1 and so on.
 
         Raises ConfigError, or CheckpointError for an adapter that is not this model's.
         """
         self._config, self._model, self._lock = config, model, Lock()
         self._loaded: dict[str, LoadedAdapter] = {}
         self._next_id = 0
+        for number, path in enumerate(beside, 1):
+            self.load(path, f"adapter{number}", 1.0)
         for path, scale in map(read_scaled, applied):
             self.load(path, scale=scale)
         for text in named:

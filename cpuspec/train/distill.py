@@ -24,6 +24,7 @@ from cpuspec.model.transformer import decode
 from cpuspec.speculation.drafters.vocab import SharedTokens, same_tokens
 from cpuspec.text import Tokenizer
 from cpuspec.train.acceptance import Acceptance
+from cpuspec.train.adapter import AdapterWeights
 from cpuspec.train.answers import check_tokenizer, read_answer
 from cpuspec.train.model_files import ModelWeights
 from cpuspec.train.rows import Rows, attended
@@ -100,9 +101,9 @@ class Layout(NamedTuple):
 
 
 class DistillTraining:
-    """A model in training."""
+    """A model, or an adapter of one, in training."""
 
-    def __init__(self, weights: ModelWeights, loss: DistillLoss) -> None:
+    def __init__(self, weights: ModelWeights | AdapterWeights, loss: DistillLoss) -> None:
         if loss.masks and weights.mask_id is None:
             raise ConfigError("rows of masks need a token that stands for them; name one with --mask-id")
         self.weights, self._loss = weights, loss

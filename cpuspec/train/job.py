@@ -15,6 +15,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.platform import SYSTEM
+from cpuspec.train.adapter import AdapterWeights, LoraShape
 from cpuspec.train.block import BlockLoss, BlockTraining
 from cpuspec.train.chains import ChainLoss, ChainTraining
 from cpuspec.train.distill import DistillLoss, DistillTraining, Texts
@@ -94,7 +95,9 @@ def train_head(
 
 
 class ModelJob(NamedTuple):
-    """How a whole model is trained. mask_id: of rows for tokens to come; None for a token that no text has.
+    """How a model is trained. mask_id: of rows for tokens to come; None for a token that no text has.
+
+    lora: of an adapter that is trained beside the model as it is; None for training all that the model has.
 
     The other fields are those of `TrainingJob`.
     """
@@ -105,13 +108,19 @@ class ModelJob(NamedTuple):
     device: str = "auto"
     dtype: str = "bf16"
     threads: int | None = None
+    lora: LoraShape | None = None
 
 
 def train_model(
     model: Checkpoint, texts: Texts, out: Path, job: ModelJob, on_step: OnStep, on_measured: OnMeasured
 ) -> list[Measured]:
-    """Train a model on texts into `out`, or go on with the run that is there; returns its measurements. Raises as `train_head`."""
+    """Train a model, or its adapter, on texts into `out`, or go on with the run that is there; returns its measurements.
+
+    Raises as `train_head`.
+    """
     _begin(job.threads)
+    if job.lora and job.loss.masks:
+        raise ConfigError("an adapter changes no embedding, so it cannot learn a mask's; give --lora or --masks")
     if job.mask_id is not None and not job.loss.masks:
         raise ConfigError("a mask's token is for rows of masks; give --masks, too, or no --mask-id")
     mask_id = model.mask_id if job.mask_id is None else job.mask_id
@@ -120,8 +129,14 @@ def train_model(
     if mask_id is not None and not 0 <= mask_id < model.config.vocab_size:
         raise ConfigError(f"the mask's token is {mask_id}; wanted an id below {model.config.vocab_size}")
     with _alone_in(out):
-        training = DistillTraining(ModelWeights(model, mask_id, find_device(job.device)), job.loss)
         settings = {"method": "distill", "model": model.name, "loss": asdict(job.loss), "mask_id": mask_id}
+        weights: ModelWeights | AdapterWeights
+        if job.lora:
+            weights = AdapterWeights(model, job.lora, job.schedule.seed, find_device(job.device))
+            settings["lora"] = asdict(job.lora)
+        else:
+            weights = ModelWeights(model, mask_id, find_device(job.device))
+        training = DistillTraining(weights, job.loss)
         return train(training, texts, out, job.schedule, settings, DTYPES[job.dtype], on_step, on_measured)
 
 

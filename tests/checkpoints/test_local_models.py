@@ -1,14 +1,20 @@
+import hashlib
 import json
 import os
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
+from cpuspec import LLM, EngineConfig, SamplingParams
 from cpuspec.checkpoints.download import find_model, resolve_model
 from cpuspec.checkpoints.hub import HubModel, read_hub_name, revision_of
 from cpuspec.checkpoints.local_models import local_models
-from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.errors import CheckpointError, ConfigError, CpuspecError
+from tests.command import refused, report_of
 from tests.processes import make_pipe
+from tools.make_tiny_model import make_tiny_gguf
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 DIGEST = "ab" * 32
@@ -212,11 +218,41 @@ def test_names_of_the_hub(text: str, wanted: HubModel | None) -> None:
         assert read_hub_name(str(wanted) if wanted.file or "." not in wanted.repository else f"hf:{wanted}") == wanted
 
 
-def test_an_adapter_of_ollamas_is_named_beside_its_model(home: Path) -> None:
-    kinds = {"model": "ab" * 32, "adapter": "cd" * 32}
-    layers = [{"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{one}"} for kind, one in kinds.items()]
+def test_a_model_of_ollamas_is_what_its_adapter_makes_of_it(home: Path, tmp_path: Path) -> None:
+    """With the settings and names of tensors that Ollama writes (ollama/ollama, convert/convert_llama_adapter.go)."""
+    plain = make_tiny_gguf(tmp_path / "plain.gguf", "llama", weight_format="f32", hidden_size=64, num_heads=2, head_dim=32)
+    writer, rng = gguf.GGUFWriter(tmp_path / "lora", "llama"), np.random.default_rng(3)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_file_type(1)
+    writer.add_string("general.version", "v0.2")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    for name in ("attn_q", "attn_output"):
+        for part, shape in (("a", (4, 64)), ("b", (64, 4))):
+            writer.add_tensor(f"blk.0.{name}.weight.lora_{part}", rng.standard_normal(shape).astype(np.float16))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
     models = home / ".ollama" / "models"
-    put_ollama(models, "registry.ollama.ai/library/adapted/x", manifest=json.dumps({"layers": layers}))
-    blobs = models / "blobs"
-    with pytest.raises(ConfigError, match=f"{blobs}/sha256-{kinds['model']} --lora {blobs}/sha256-{kinds['adapter']}"):
-        find_model("ollama:adapted:x")
+    layers = []
+    for kind, file in (("model", plain), ("adapter", tmp_path / "lora")):
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        put(models / "blobs" / f"sha256-{digest}", file.read_bytes())
+        layers.append({"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{digest}"})
+    put(models / "manifests" / "registry.ollama.ai" / "library" / "adapted" / "x", json.dumps({"layers": layers}).encode())
+
+    (listed,) = local_models()
+    assert (listed.name, listed.num_bytes) == ("ollama:adapted:x", plain.stat().st_size + (tmp_path / "lora").stat().st_size)
+    settings, params = EngineConfig(threads=1, keep_packed=False), SamplingParams(max_tokens=12)
+    with LLM(plain, "none", "numpy", settings=settings, lora=(str(tmp_path / "lora"),)) as llm:
+        wanted = llm.generate([[1, 2, 3]], params)[0].token_ids
+    with LLM("adapted:x", "none", "numpy", settings=settings) as llm:
+        assert llm.generate([[1, 2, 3]], params)[0].token_ids == wanted
+        assert llm.adapters.names == ["adapter1"]
+        assert llm.generate([[1, 2, 3]], params, lora_request={})[0].token_ids != wanted, "else the adapter changes nothing"
+    report_of("quantize", "ollama:adapted:x", str(tmp_path / "merged.gguf"), "--type", "f32")
+    with LLM(tmp_path / "merged.gguf", "none", "numpy", settings=settings) as llm:
+        assert llm.generate([[1, 2, 3]], params)[0].token_ids == wanted
+    refused("export", "ollama:adapted:x", str(tmp_path / "out"), code=1, message="an adapter beside its model")
+    with pytest.raises(CheckpointError, match="merge both into one file"):
+        LLM(plain, "ollama:adapted:x", "numpy", settings=settings)

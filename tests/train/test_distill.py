@@ -13,11 +13,13 @@ import torch
 from cpuspec import LLM
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.adapters import adapter_facts, open_adapter
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.text import make_tokenizer
+from cpuspec.train.adapter import AdapterWeights, LoraShape
 from cpuspec.train.answers import header_path
-from cpuspec.train.distill import DistillLoss, DistillTraining, Texts, read_answers
+from cpuspec.train.distill import DistillLoss, DistillTraining, Layout, Texts, read_answers
 from cpuspec.train.job import ModelJob, train_model
 from cpuspec.train.loop import Schedule
 from cpuspec.train.model_files import GGUF_NAME, ModelWeights
@@ -136,3 +138,56 @@ def test_a_model_that_drafts_at_once_changes_no_answer(model: Checkpoint, texts:
     with LLM(model, "none", settings=SETTINGS) as plain, LLM(model, str(tmp_path / "out"), settings=SETTINGS) as drafting:
         assert plain.generate([prompt])[0].token_ids == drafting.generate([prompt])[0].token_ids
         assert sum(level.num_draft_tokens for level in drafting.levels.values()) > 0
+
+
+@pytest.mark.parametrize(("architecture", "targets"), [("llama", ()), ("phi3", ("qkv_proj", "down_proj")), ("qwen2", ("q_proj",))])
+def test_an_adapter_learns_answers_and_is_what_peft_loads(
+    texts: Texts, tmp_path: Path, architecture: str, targets: tuple[str, ...]
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base, out = open_checkpoint(make_tiny_hf(tmp_path / "base", architecture, **SMALL)), tmp_path / "out"
+    lora = LoraShape(4, 4.0, targets)
+    log = train_model(base, texts, out, job(DistillLoss(3), rate=0.02, epochs=3)._replace(lora=lora), nothing, nothing)
+    assert log[-1].step == 15
+    facts = adapter_facts(out)
+    assert facts is not None
+    assert (facts.ranks, facts.scales, facts.base) == ([4], [1.0], str(base.path))
+    assert not targets or facts.targets == sorted(targets)
+    state = torch.load(out / "training" / "state.pt", weights_only=True)["trained"]
+    weights = AdapterWeights(base, lora, 0, CPU)
+    assert all(torch.equal(weights.served()[name], torch.from_numpy(one.dequantize())) for name, one in base.tensors.items())
+
+    def loss() -> float:
+        with torch.no_grad():
+            found = DistillTraining(weights, DistillLoss(3)).loss([texts[i] for i in range(8)], np.random.default_rng(0))
+        assert found is not None
+        return found.item()
+
+    before = loss()
+    weights.trained = state
+    assert loss() < before - 0.3
+    weights.save(out, torch.float32)
+    tokens = texts[0].token_ids[:20]
+    own = Layout(np.arange(20), np.zeros(20, np.int64))
+    training = DistillTraining(weights, DistillLoss(3))
+    trained = training.logits([replace(texts[0], token_ids=tokens)], [own], weights.served()).numpy()
+    backend = make_backend("numpy", base, SETTINGS)
+    adapters = [((open_adapter(out, base.config, "tiny"), 1.0),)]
+    served = backend.forward(
+        ForwardBatch(tokens, list(range(20)), [0], [0, 20], adapters=adapters), backend.new_cache(1, 64)
+    ).logits
+    model = transformers.AutoModelForCausalLM.from_pretrained(base.path, dtype="float32")
+    with torch.inference_mode():
+        adapted = peft.PeftModel.from_pretrained(model, out).eval()
+        loaded = adapted(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
+    assert np.abs(trained - loaded).max() < 1e-4
+    assert np.abs(served - loaded).max() < 1e-4
+
+
+def test_what_an_adapter_cannot_be_is_refused(model: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give --lora or --masks"):
+        train_model(model, texts, tmp_path / "out", job(MASKED)._replace(lora=LoraShape(4)), nothing, nothing)
+    with pytest.raises(ConfigError, match="has no module c_attn; wanted some of down_proj"):
+        AdapterWeights(model, LoraShape(4, targets=("c_attn",)), 0, CPU)
+    with pytest.raises(ConfigError, match="rank of 1 to 1024"):
+        LoraShape(4096)

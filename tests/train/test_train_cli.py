@@ -104,6 +104,18 @@ def test_a_model_is_distilled_from_a_file_of_answers(target: Checkpoint, tmp_pat
     assert done.exit_code == 0, done.output
     assert len(json.loads(done.stdout)["best"]["accepted"]) == 4
     assert (out / "model.gguf").exists()
+    lora = tmp_path / "lora"
+    adapter = [*arguments[:4], str(lora), *arguments[5:], "--lora", "2", "--lora-alpha", "8", "--lora-targets", "q_proj,v_proj"]
+    done = RUN.invoke(app, adapter)
+    assert done.exit_code == 0, done.output
+    config = json.loads((lora / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 8.0, ["q_proj", "v_proj"])
+    generate = ["generate", "-m", str(target.path), "--lora", str(lora), "--max-tokens", "4", "--raw", "text"]
+    assert RUN.invoke(app, generate).exit_code == 0
+    merged = RUN.invoke(app, ["quantize", str(target.path), str(tmp_path / "merged.gguf"), "--type", "f32", "--lora", str(lora)])
+    assert merged.exit_code == 0, merged.output
+    done = RUN.invoke(app, [*arguments, "--lora-targets", "q_proj"])
+    assert (done.exit_code, "give its rank" in done.stderr) == (2, True)
     answers.write_text("")
     done = RUN.invoke(app, arguments)
     assert done.exit_code == 1

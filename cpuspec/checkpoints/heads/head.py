@@ -17,6 +17,7 @@ from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.checkpoints.heads.stages import Stage
 from cpuspec.checkpoints.huggingface import read_stored
+from cpuspec.checkpoints.local_models import read_manifest
 from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
 from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
 from cpuspec.errors import CheckpointError
@@ -147,7 +148,7 @@ class HeadFiles:
             if not config.exists() or (path / openvino.MODEL).exists():
                 return None
             return HeadFiles(path, Fields(str(config), read_json_object(config, _MAX_CONFIG_BYTES)), _read_stored(path, mmap))
-        if path.suffix == ".safetensors":
+        if path.suffix == ".safetensors" or read_manifest(path):
             return None
         file = read_parts(path, mmap)
         return HeadFiles(path, Fields(str(path), file.metadata), file)
