@@ -204,12 +204,13 @@ class RequestMeter:
         self._num_prompt_tokens = num_prompt_tokens
         self._kv_bytes, self._state_bytes = kv_bytes, state_bytes
         self._first_reads: Reads = ()  # before the first step
+        self.has_begun = False
         self._steps: list[tuple[float, int, Reads, _Cycles]] = []  # when each ended, and the arguments of `record_step`
         self._arrival_s = perf_counter()
 
     def begin(self, reads: Reads) -> None:
         """Note that the request was admitted. reads: of each model so far, in the order of `kv_bytes`."""
-        self._first_reads = reads
+        self._first_reads, self.has_begun = reads, True
 
     def record_step(self, num_new_tokens: int, reads: Reads, cycles: _Cycles) -> None:
         """Note a step that has just committed tokens; figures are computed when they are asked for.

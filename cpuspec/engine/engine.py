@@ -5,6 +5,7 @@ one thread at a time, and several threads share an engine through `cpuspec.engin
 """
 
 import itertools
+from bisect import bisect_right
 from collections import abc, defaultdict
 from dataclasses import dataclass, field
 
@@ -24,6 +25,13 @@ from cpuspec.speculation.round import Round, speculate
 from cpuspec.text import Grammars, Tokenizer
 
 _WAIT_S = 0.01  # of a step that has nothing to compute; what others ask of the engine waits as long
+
+# Tokens behind its last one that a sequence must have memory for: to begin, and to stay. Between two times that it is put back it
+# therefore gains some hundreds.
+_TO_BEGIN, _TO_STAY = 512, 64
+
+SHARED_TOKENS = 1024  # of a prefix by whose size in each model the models share the memory
+_KEPT_PARTS = 32  # of the memory, in which what finished sequences may keep of it is counted
 
 
 @dataclass(slots=True)
@@ -89,14 +97,23 @@ class Engine:
     """Runs requests over one target context with one proposer.
 
     A prompt is read in chunks beside the requests that generate (`Scheduler`), so none of these waits for it.
+
+    Requests run together while their keys, values and states fit into `max_bytes`, those of draft models included; None: any do.
+    Prefixes of finished requests make room for them. Where running requests grow beyond it, the ones that began last are put back:
+    they wait, before all others, and what they had is read again. So the oldest one always goes on. most_tokens: prompt and answer
+    may have so many together that a request fits alone.
     """
 
-    def __init__(self, context: Context, proposer: Proposer, tokenizer: Tokenizer) -> None:
+    def __init__(self, context: Context, proposer: Proposer, tokenizer: Tokenizer, max_bytes: int | None = None) -> None:
         self.levels: defaultdict[str, LevelCounters] = defaultdict(LevelCounters)  # totals over all ended requests, by proposer
         self._context = context
         context.hidden_layers, context.applies_adapters = proposer.hidden_layers, True
         self._proposer = proposer
         self._contexts = [context, *(level.context for level in proposer.levels)]
+        self._max_bytes, self._kept_part = max_bytes, _KEPT_PARTS
+        self.most_tokens = context.capacity
+        if max_bytes is not None:
+            self.most_tokens = bisect_right(range(context.capacity + 1), max_bytes, key=self.bytes_of) - 1
         self._tokenizer = tokenizer
         self._grammars = Grammars(tokenizer)
         self._scheduler = Scheduler(context.prompt_rows, context.backend.max_rows)
@@ -111,6 +128,10 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step has anything to do."""
         return bool(self._requests or self._ready)
+
+    def bytes_of(self, length: int) -> int:
+        """Bytes of a sequence of so many tokens, of all models."""
+        return sum(context.cache.bytes_of(length) for context in self._contexts)
 
     def add_request(self, prompt: abc.Sequence[int], params: SamplingParams) -> int:
         """Queue a prompt of token ids; returns the request's id. Raises ConfigError as `check` does."""
@@ -132,7 +153,7 @@ class Engine:
         meter = RequestMeter(len(seq.tokens), [one.bytes_per_token for one in caches], [one.state_bytes for one in caches])
         # The context's end limits drafts anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
-        max_length = min(self._context.capacity, len(seq.tokens) + params.max_tokens)
+        max_length = min(self.most_tokens, len(seq.tokens) + params.max_tokens)
         return Request(seq, text, meter, end_ids, max_length, max_drafted, wanted.shows_progress)
 
     def check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
@@ -149,6 +170,12 @@ class Engine:
             raise ConfigError(
                 f"the prompt has {len(prompt)} tokens and the context holds {self._context.capacity}, "
                 "at least one of them generated; shorten the prompt or raise context_length"
+            )
+        if self._max_bytes is not None and len(prompt) >= self.most_tokens:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens, which take {self.bytes_of(len(prompt) + 1) / 1e9:.2f} GB with the first of the "
+                f"answer, and there are {self._max_bytes / 1e9:.2f} GB beside the weights, for {self.most_tokens} tokens; shorten the "
+                "prompt, allow this process more memory, or draft without a model"
             )
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             ids = list(getattr(params, name))
@@ -210,6 +237,8 @@ class Engine:
         self._ready += [output for request_id in list(self._requests) if (output := self.abort(request_id))]
 
     def _step(self) -> None:
+        if self._max_bytes is not None:
+            self._put_back(self._max_bytes)
         self._admit()
         context = self._context
         seqs, chunks = self._scheduler.schedule(context.num_unfed, self._hastens)
@@ -238,20 +267,54 @@ class Engine:
                 self._ready.append(Output(seq.id, "", [], [], num_cached_tokens=num_cached, num_read_tokens=num_read))
 
     def _admit(self) -> None:
-        """Begin waiting requests in their order while there are free slots.
+        """Begin waiting requests in their order while there are free slots, and memory.
 
         One whose prefix is being computed or read from the disk right now waits for that and keeps a free slot: those behind it do
-        not take its turn.
+        not take its turn, and have not its memory.
         """
-        context = self._context
+        context, taken = self._context, self._taken(_TO_BEGIN)
         for seq in list(itertools.islice(self._scheduler.waiting.values(), context.num_free_slots)):
+            taken += self._bytes_ahead(seq, _TO_BEGIN)
+            if self._max_bytes is not None and taken > self._max_bytes and self._scheduler.running:
+                break
             if context.awaits_prefix(seq) or context.is_reading_prefix(seq):
                 continue
             self._scheduler.admit(seq)
             meter = self._requests[seq.id].meter
-            meter.num_cached_tokens = context.acquire(seq)
-            self._proposer.begin(seq, meter.num_cached_tokens - context.num_hidden_kept(seq))
-            meter.begin(self.reads())
+            num_cached = context.acquire(seq)
+            self._proposer.begin(seq, num_cached - context.num_hidden_kept(seq))
+            if not meter.has_begun:
+                meter.num_cached_tokens = num_cached
+                meter.begin(self.reads())
+        if self._max_bytes is not None:
+            part = max(self._max_bytes - self._taken(_TO_STAY), 0) * _KEPT_PARTS // max(self._max_bytes, 1)
+            if part != self._kept_part:
+                self._keep_within(part / _KEPT_PARTS * self._max_bytes)
+                self._kept_part = part
+
+    def _bytes_ahead(self, seq: Sequence, ahead: int) -> int:
+        """Bytes of a sequence with so many more tokens, or those that it may have."""
+        return 0 if self._max_bytes is None else self.bytes_of(min(len(seq.tokens) + ahead, self._requests[seq.id].max_length))
+
+    def _taken(self, ahead: int) -> int:
+        """The same, of all that run."""
+        return sum(self._bytes_ahead(seq, ahead) for seq in self._scheduler.running)
+
+    def _put_back(self, max_bytes: int) -> None:
+        """Have those that began last wait until what runs fits."""
+        while len(self._scheduler.running) > 1 and self._taken(_TO_STAY) > max_bytes:
+            seq = self._scheduler.running[-1]
+            self._scheduler.put_back(seq)
+            try:
+                self._proposer.end(seq)
+            finally:
+                self._context.release(seq)
+
+    def _keep_within(self, num_bytes: float) -> None:
+        """Let the prefixes of finished sequences have so much memory, and no more than they were allowed."""
+        sizes = [context.cache.bytes_of(SHARED_TOKENS) for context in self._contexts]
+        for context, size in zip(self._contexts, sizes, strict=True):
+            context.limit_prefixes(int(num_bytes * size / max(sum(sizes), 1)))
 
     def _limit(self, request: Request) -> int:
         """How many tokens may be drafted: with the round's own token they must not exceed the tokens that the request may have."""

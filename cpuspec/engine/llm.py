@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, cast, overload
 
 import numpy as np
 
-from cpuspec.backends import BACKENDS, Backend, check_backend, device_of, disk_reads, make_backend
+from cpuspec.backends import BACKENDS, Backend, check_backend, device_of, disk_reads, make_backend, memory_limit
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.checkpoints.download import resolve_model
@@ -23,7 +23,7 @@ from cpuspec.config import ModelConfig
 from cpuspec.engine.account import round_parts
 from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec, within_memory
 from cpuspec.engine.embedding import EmbeddingJob
-from cpuspec.engine.engine import Engine, Output, RequestedAnswer
+from cpuspec.engine.engine import SHARED_TOKENS, Engine, Output, RequestedAnswer
 from cpuspec.engine.lora import LoadedAdapters, Lora, check_adapts
 from cpuspec.engine.ranking import RankingJob, ranking_weight
 from cpuspec.engine.scoring import ScoringJob
@@ -224,10 +224,12 @@ class LLM:
         self._choose = partial(build_chosen, usual=proposer, opened=opened, vocab_size=self._context.vocab_size)
         chosen = ChosenDrafts(proposer, self._choose)
         self._guard = GuardedProposer(chosen, self._context, settings.plain_on_draft_error)
-        self._engine = Engine(self._context, self._guard, tokenizer)
+        contexts = [*(draft.context for draft in self._drafts), self._context]
+        max_bytes = _bytes_left(contexts, settings) if device_of(backend) == "cpu" else None  # else keys and values lie elsewhere
+        self._engine = Engine(self._context, self._guard, tokenizer, max_bytes)
+        if self._engine.most_tokens < self.context_length:
+            _tell_of_long_contexts(self._engine, self.context_length, contexts)
         self._prefix_queue = _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
-        if settings.memory == "auto" and device_of(backend) == "cpu":  # else experts stay on the disk, or keys elsewhere
-            _tell_of_long_contexts([*(draft.context for draft in self._drafts), self._context])
         backends = [*(draft.context.backend for draft in self._drafts), backend]
         self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))
         # Dropped without `close`, or still running as the process exits: no step may outlive what it computes with.
@@ -809,7 +811,7 @@ def _capacity(config: ModelConfig, settings: EngineConfig) -> int:
     return wanted
 
 
-_SHARED_TOKENS = 1024  # of a prefix by whose size in each model the models share the memory
+_OWN_BYTES = 250 * 10**6  # that Python, its libraries and compiled kernels take, about
 
 
 def _weight_bytes(contexts: list[LevelContext]) -> int:
@@ -817,15 +819,22 @@ def _weight_bytes(contexts: list[LevelContext]) -> int:
     return sum(context.backend.weight_bytes - context.backend.shared_bytes for context in contexts)
 
 
-def _tell_of_long_contexts(contexts: list[LevelContext]) -> None:
-    """Warn where one request that fills the context would take more memory than there is, and so end the process."""
-    usable, length = SYSTEM.memory().usable, contexts[-1].cache.capacity
-    weights = _weight_bytes(contexts)
-    held = sum(context.cache.bytes_of(length) for context in contexts)
-    if usable is not None and weights < usable < weights + held:
-        said = "%d tokens, this model's context, take %.2f GB besides %.2f GB of weights, and this process may use %.2f GB: set "
-        fitting = length * (usable - weights) // held
-        _log.warning(f"{said}--context-length to less than %d", length, held / 1e9, weights / 1e9, usable / 1e9, fitting)
+def _bytes_left(contexts: list[LevelContext], settings: EngineConfig) -> int | None:
+    """Bytes that sequences may take; None where the memory is unknown, or the weights are read from the disk again and again."""
+    usable, weights, limit = SYSTEM.memory().usable, _weight_bytes(contexts), memory_limit(settings.memory)
+    spare = sum(context.cache.bytes_per_slot for context in contexts)  # a forward of many rows writes states to other memory
+    left = 0 if usable is None else usable - spare - (weights if limit is None else min(weights, limit))
+    return max(left - _OWN_BYTES, left // 2) if left > 0 else None
+
+
+def _tell_of_long_contexts(engine: Engine, length: int, contexts: list[LevelContext]) -> None:
+    """Warn that answers end before the context does, as one request that fills it would take more memory than there is."""
+    _log.warning(
+        "%d tokens, this model's context, take %.2f GB besides %.2f GB of weights, and this process may use %.2f GB: "
+        "a prompt and its answer end at %d tokens, as --context-length %d would have it",
+        length, engine.bytes_of(length) / 1e9, _weight_bytes(contexts) / 1e9, (SYSTEM.memory().usable or 0) / 1e9,
+        engine.most_tokens, engine.most_tokens,
+    )  # fmt: skip
 
 
 def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> PrefixQueue | None:
@@ -833,7 +842,7 @@ def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> Pref
     queue = None
     if settings.prefix_cache_dir is not None:
         queue = PrefixQueue(PrefixDirectory(Path(settings.prefix_cache_dir), int(settings.prefix_disk_gb * 1e9)))
-    sizes = [context.cache.bytes_of(_SHARED_TOKENS) for context in contexts]
+    sizes = [context.cache.bytes_of(SHARED_TOKENS) for context in contexts]
     weights = _weight_bytes(contexts) if settings.memory == "auto" else 0  # else experts stay on the disk
     for context, size in zip(contexts, sizes, strict=True):
         gb = settings.prefix_cache_gb

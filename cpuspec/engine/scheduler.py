@@ -17,6 +17,7 @@ class Scheduler:
     def __init__(self, prompt_rows: int, max_rows: int) -> None:
         self.waiting: dict[int, Sequence] = {}  # by id, in the order of their arrival
         self.running: list[Sequence] = []  # in the order of their admission
+        self._put_back: set[int] = set()  # ids of those whose answers are read again
         self._prompt_rows = prompt_rows
         self._max_rows = max_rows
 
@@ -28,8 +29,15 @@ class Scheduler:
         """Move a waiting sequence to the running ones."""
         self.running.append(self.waiting.pop(seq.id))
 
+    def put_back(self, seq: Sequence) -> None:
+        """Have a running sequence wait again, before all others; its answer so far will be read as its prompt is."""
+        self.remove(seq)
+        self.waiting = {seq.id: seq, **self.waiting}
+        self._put_back.add(seq.id)
+
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, waiting or running."""
+        self._put_back.discard(seq.id)
         if self.waiting.pop(seq.id, None) is None:
             self.running = [other for other in self.running if other is not seq]
 
@@ -39,7 +47,7 @@ class Scheduler:
         num_unfed: how many tokens before its last one a sequence still has to be fed.
         hastens: whether prompts that end in this step are read without others beside them.
         """
-        reading = [seq for seq in self.running if not seq.num_output_tokens]
+        reading = [seq for seq in self.running if not seq.num_output_tokens or seq.id in self._put_back]
         if not reading:
             return self.running.copy(), []
         wanted = [num_unfed(seq) + 1 for seq in reading]  # the last token's row gives the first logits
@@ -53,4 +61,5 @@ class Scheduler:
             granted = shortest_first(wanted, min(ending[-1] + self._prompt_rows // 4, most) if ending else most)
         unread = [PromptChunk(seq, rows) for seq, number, rows in zip(reading, wanted, granted, strict=True) if rows < number]
         later = {chunk.seq.id for chunk in unread}
+        self._put_back -= {seq.id for seq in reading} - later
         return [seq for seq in self.running if seq.id not in later], [chunk for chunk in unread if chunk.num_tokens]

@@ -134,6 +134,7 @@ class Context:
         self._clock = 0
         self._shares = True  # whether sequences may use what was computed for others
         self._max_kept_bytes: int | None = None
+        self._allowed_bytes: int | None = None  # as `keep_prefixes` said
         self._store: PrefixStore | None = None
         self._assignments: dict[int, _Assignment] = {}  # by sequence id
 
@@ -144,10 +145,16 @@ class Context:
         A backend that promises no row invariance shares nothing between sequences if `max_bytes` is 0.
         """
         self._shares = self.backend.row_invariant or max_bytes != 0
-        self._max_kept_bytes = max_bytes
+        self._max_kept_bytes = self._allowed_bytes = max_bytes
         if self.cache.blocks and max_bytes is not None and (max_bytes or queue):
             config = self.backend.config
             self._store = PrefixStore(self.cache, config.vocab_size, queue, self.hidden_layers, config.hidden_size)
+
+    def limit_prefixes(self, max_bytes: int) -> None:
+        """Have finished sequences leave no more than this from now on, and no more than `keep_prefixes` said."""
+        if self._allowed_bytes is not None:
+            self._max_kept_bytes = min(self._allowed_bytes, max_bytes)
+            self._tidy()
 
     @property
     def num_free_slots(self) -> int:

@@ -139,6 +139,7 @@ class HeadContext:
         self._followed: dict[int, _Followed] = {}  # by sequence id
         self.most_waiting: int | None = None  # hidden states that wait for a sequence's next draft, twice as many; None for all
         self._max_kept_bytes: int | None = None
+        self._allowed_bytes: int | None = None  # as `keep_prefixes` said
         self._store: PrefixStore | None = None
         self._num_rows = self._num_shared_rows = self._num_evictions = self._clock = 0
 
@@ -254,9 +255,15 @@ class HeadContext:
 
     def keep_prefixes(self, max_bytes: int | None, queue: PrefixQueue | None = None) -> None:
         """As `Context.keep_prefixes`."""
-        self._max_kept_bytes = max_bytes
+        self._max_kept_bytes = self._allowed_bytes = max_bytes
         if self.cache.blocks and max_bytes is not None and (max_bytes or queue):
             self._store = PrefixStore(self.cache, self.backend.config.vocab_size, queue)
+
+    def limit_prefixes(self, max_bytes: int) -> None:
+        """As `Context.limit_prefixes`."""
+        if self._allowed_bytes is not None:
+            self._max_kept_bytes = min(self._allowed_bytes, max_bytes)
+            self._tidy()
 
     def prefix_stats(self, name: str) -> PrefixStats:
         """The figures of what finished sequences have left; `name` says which head it is."""

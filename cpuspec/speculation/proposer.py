@@ -51,6 +51,10 @@ class LevelContext(Protocol):
         """Decide what finished sequences leave behind."""
         ...
 
+    def limit_prefixes(self, max_bytes: int) -> None:
+        """Have them leave no more than this from now on, and no more than `keep_prefixes` said."""
+        ...
+
     def prefix_stats(self, name: str) -> PrefixStats:
         """The figures of what they have left."""
         ...

@@ -94,6 +94,9 @@ class StageContext:
     def keep_prefixes(self, max_bytes: int | None, queue: PrefixQueue | None = None) -> None:
         """Do nothing: there is no cache."""
 
+    def limit_prefixes(self, max_bytes: int) -> None:
+        """Do nothing."""
+
     def prefix_stats(self, name: str) -> PrefixStats:
         """No figures."""
         return PrefixStats(name)

@@ -23,10 +23,10 @@ def test_a_context_longer_than_the_memory_is_told_with_the_length_that_fits(
         length = llm.context_length
         kept = llm._context.cache.bytes_of(length)
     assert "--context-length" not in caplog.text
-    usable = target.weight_bytes + kept // 2
+    usable = target.weight_bytes + kept // 2  # of which answers may take half
     monkeypatch.setattr(module, "SYSTEM", replace(SYSTEM, memory=lambda: Memory(usable, usable)))
     with LLM(path, backend=backend, spec="none"):
-        assert f"--context-length to less than {length // 2}" in caplog.text
+        assert f"as --context-length {length // 4} would have it" in caplog.text
     caplog.clear()
     with LLM(path, backend=backend, spec="none", context_length=length // 4):
         assert "--context-length" not in caplog.text

@@ -1,0 +1,150 @@
+"""Requests run together while their keys, values and states fit the memory, and their answers do not depend on it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuspec import LLM
+from cpuspec.engine import engine as engine_module
+from cpuspec.engine import llm as module
+from cpuspec.engine.engine import Engine
+from cpuspec.errors import ConfigError
+from cpuspec.platform import SYSTEM, Memory
+from cpuspec.settings import SamplingParams
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.proposer import NullProposer, Proposer
+from tests.engine.test_engine import PROPOSER_FACTORIES, VOCAB, every_proposer
+from tests.engine.test_recurrent_prefixes import FAMILIES
+from tests.oracles import RecurrentBackend, ToyBackend, ToyTokenizer, plain_greedy
+from tools.make_tiny_model import make_tiny_gguf
+
+PROMPTS = [[0, *range(2, 2 + number % 6)] * (1 + number % 3) for number in range(9)]
+PARAMS = SamplingParams(max_tokens=25, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of 64 tokens are no longer than what a sequence has memory for otherwise."""
+    monkeypatch.setattr(engine_module, "_TO_BEGIN", 8)
+    monkeypatch.setattr(engine_module, "_TO_STAY", 6)
+
+
+class Watched:
+    """An engine, and what it had at most: bytes of running sequences and of what others left, and sequences at once."""
+
+    def __init__(self, model: Any, max_bytes: int | None, proposer: Proposer | None = None, kept_bytes: int | None = 0) -> None:
+        self.context = Context(model, 6, 64)
+        self.engine = Engine(self.context, proposer or NullProposer(), ToyTokenizer(VOCAB), max_bytes)  # type: ignore[arg-type]
+        for context in self.engine._contexts:
+            context.keep_prefixes(kept_bytes)
+        self.most_bytes = self.most_running = self.num_put_back = 0
+        put_back = self.engine._scheduler.put_back
+        self.engine._scheduler.put_back = lambda seq: (put_back(seq), setattr(self, "num_put_back", self.num_put_back + 1))
+
+    def run(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+        """The answers, and the requests in the order in which they began."""
+        ids, began = [self.engine.add_request(prompt, PARAMS) for prompt in prompts], []
+        answers: dict[int, list[int]] = {id: [] for id in ids}
+        while self.engine.has_work:
+            for output in self.engine.step():
+                answers[output.request_id] += output.token_ids
+            began += [seq.id for seq in self.engine._scheduler.running if seq.id not in began]
+            caches = [one.cache for one in self.engine._contexts]
+            self.most_bytes = max(self.most_bytes, sum(cache.bytes_of(length) for cache in caches for length in cache.lengths))
+            self.most_running = max(self.most_running, len(self.engine._scheduler.running))
+        return [answers[id] for id in ids], [ids.index(id) for id in began]
+
+
+def kept(held: int, length: int) -> range:
+    return range(max(0, held - 4), length + 1)
+
+
+MODELS = {"keys": lambda: ToyBackend(3, VOCAB, memory=0.3), "states": lambda: RecurrentBackend(3, kept)}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("num_full", [1.0, 1.6, 2.4])
+@pytest.mark.parametrize("kept_bytes", [0, 10**6])
+def test_what_runs_and_what_is_kept_fits_the_memory_and_answers_stay(model: Any, num_full: float, kept_bytes: int) -> None:
+    one = model().new_cache(1, 64).bytes_of(64)
+    limit = int(num_full * one)
+    watched, free = Watched(model(), limit, kept_bytes=kept_bytes), Watched(model(), None, kept_bytes=kept_bytes)
+    answers, began = watched.run(PROMPTS)
+    assert answers == [plain_greedy(model(), ToyTokenizer(VOCAB), prompt, PARAMS)["token_ids"] for prompt in PROMPTS]
+    assert free.run(PROMPTS)[0] == answers
+    assert watched.most_bytes <= limit < free.most_bytes
+    assert began == sorted(began)
+    assert 1 < watched.most_running <= free.most_running == 6 or num_full == 1
+    assert watched.num_put_back and not free.num_put_back
+
+
+@every_proposer
+def test_a_sequence_that_is_put_back_goes_on_as_in_plain_decoding(proposer: str) -> None:
+    model = ToyBackend(4, VOCAB, memory=0.3)
+    drafts = PROPOSER_FACTORIES[proposer]()
+    probe = Engine(Context(model, 6, 64), drafts, ToyTokenizer(VOCAB))  # type: ignore[arg-type]
+    watched = Watched(model, int(1.8 * probe.bytes_of(64)), PROPOSER_FACTORIES[proposer]())
+    answers, _ = watched.run(PROMPTS)
+    assert answers == [plain_greedy(model, ToyTokenizer(VOCAB), prompt, PARAMS)["token_ids"] for prompt in PROMPTS]
+    assert watched.num_put_back
+
+
+def test_a_prompt_that_never_fits_is_refused_and_an_answer_ends_where_the_memory_does() -> None:
+    model = ToyBackend(3, VOCAB, memory=0.3)
+    engine = Watched(model, 40 * model.bytes_per_token).engine
+    assert engine.most_tokens == 40
+    with pytest.raises(ConfigError, match=r"the prompt has 40 tokens.*for 40 tokens; shorten the prompt, allow"):
+        engine.add_request([4] * 40, PARAMS)
+    engine.add_request([4] * 39, PARAMS)
+    engine.add_request([4] * 30, replace(PARAMS, max_tokens=60))
+    ended = {}
+    while engine.has_work:
+        ended |= {one.request_id: (one.finish_reason, one.stats) for one in engine.step() if one.finish_reason}
+    assert [(reason, stats.num_new_tokens) for reason, stats in ended.values() if stats] == [("length", 1), ("length", 10)]
+    assert Watched(model, None).engine.most_tokens == 64
+
+
+def test_prefixes_leave_the_memory_to_what_runs_and_may_have_it_again() -> None:
+    model = ToyBackend(3, VOCAB, memory=0.3, block_size=8)
+    one = model.new_cache(1, 64).bytes_of(64)
+    watched = Watched(model, 2 * one, kept_bytes=2 * one)
+    context = watched.context
+    watched.run([[0, *([number] * 36)] for number in range(2, 8)])
+    assert context.kept_bytes > one // 2
+    ids = [watched.engine.add_request([0, 4, number] * 9, replace(PARAMS, max_tokens=36)) for number in (6, 7)]
+    most = 0
+    while watched.engine.has_work:
+        watched.engine.step()
+        most = max(most, watched.engine._taken(0) + context.kept_bytes)
+    assert len(ids) == 2 and most <= 2 * one
+    watched.run([[0, *([number] * 36)] for number in range(2, 8)])
+    assert context.kept_bytes > one // 2
+
+
+def test_states_of_a_hybrid_model_and_of_its_head_count_and_answers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a time there are as many sequences as the memory holds states of, not `max_sequences`."""
+    path = make_tiny_gguf(tmp_path / "m.gguf", weight_format="q8_0", context_length=640, **FAMILIES["qwen35"])
+    prompts = [[3 + number, 5, 7, 9] * 5 for number in range(6)]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+
+    def answers(most: int | None) -> tuple[list[list[int]], int]:
+        with LLM(path, "mtp", threads=1, max_sequences=6, max_rows=64, keep_packed=False) as llm:
+            running, engine = [0], llm._engine
+            caches = [one.cache for one in engine._contexts]
+            assert sum(cache.state_bytes > 0 for cache in caches) == 1 and len(caches) == 2
+            if most:
+                weights = sum(one.weight_bytes for one in llm.memory())
+                left = 2 * (most * engine.bytes_of(32) + engine.bytes_of(1) // 2)
+                usable = weights + caches[0].bytes_per_slot + left
+                monkeypatch.setattr(module, "SYSTEM", replace(SYSTEM, memory=lambda: Memory(usable, usable)))
+                return answers(None)
+            step = engine._step
+            monkeypatch.setattr(engine, "_step", lambda: (step(), running.append(len(engine._scheduler.running))))
+            found = llm.generate(prompts, params)
+            return [one.token_ids for one in found], max(running)
+
+    free, at_once = answers(None)
+    assert at_once == 6
+    assert answers(3) == (free, 3)
