@@ -381,7 +381,7 @@ class EngineConfig:
     numba; others take "auto", and "cpu" as the device (`cpuspec.backends.check_backend`).
     """
 
-    max_sequences: int = _setting(16, _whole(1, 4096), "Sequences that run at once, if the memory holds them; more wait their turn.", "N")
+    max_sequences: int = _setting(16, _whole(1, 4096), "Sequences that run at once if memory holds them; others wait.", "N")
     context_length: int | None = _setting(
         None,
         _optional(_Kind(partial(whole, low=2), "an integer >= 2")),

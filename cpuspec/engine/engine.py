@@ -172,10 +172,11 @@ class Engine:
                 "at least one of them generated; shorten the prompt or raise context_length"
             )
         if self._max_bytes is not None and len(prompt) >= self.most_tokens:
+            wanted, got = self.bytes_of(len(prompt) + 1) / 1e9, self._max_bytes / 1e9
             raise ConfigError(
-                f"the prompt has {len(prompt)} tokens, which take {self.bytes_of(len(prompt) + 1) / 1e9:.2f} GB with the first of the "
-                f"answer, and there are {self._max_bytes / 1e9:.2f} GB beside the weights, for {self.most_tokens} tokens; shorten the "
-                "prompt, allow this process more memory, or draft without a model"
+                f"the prompt has {len(prompt)} tokens, which take {wanted:.2f} GB with the first of the answer, and there are "
+                f"{got:.2f} GB beside the weights, for {self.most_tokens} tokens; shorten the prompt, allow this process more "
+                "memory, or draft without a model"
             )
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             ids = list(getattr(params, name))
