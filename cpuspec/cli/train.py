@@ -11,8 +11,8 @@ from cpuspec.cli import INTERRUPTED, options
 from cpuspec.cli.console import counted, emit_json, exit_codes, note
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.options import argument, flag, option
-from cpuspec.cli.progress import busy
-from cpuspec.cli.train_heads import block, distill, eagle3, export, mtp
+from cpuspec.cli.progress import StepProgress, busy
+from cpuspec.cli.train_heads import block, check_is_installed, distill, eagle3, export, mtp, tell
 from cpuspec.errors import ConfigError
 from cpuspec.metrics import now_s
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _NOTES_APART_S = 10.0
 _SHOWN_REFUSALS = 20
+_ALWAYS_INSTALLED, _UNLIMITED = ("numpy", "numba"), 1 << 30  # sources of prompts where none are named
 
 
 @exit_codes()
@@ -162,6 +163,85 @@ def answers(
         raise typer.Exit(INTERRUPTED)
 
 
+@exit_codes()
+@options.takes_running("max_sequences", "mmap", *options.HOW)
+def auto(
+    model: options.ModelArgument,
+    out: Annotated[Path, argument("OUT", "A directory for everything; a run that is there is gone on with.", file_okay=False)],
+    *,
+    hours: Annotated[float, option("H", "Of everything; answers take up to half of it. 0 for no limit.", min=0)] = 8.0,
+    max_tokens: Annotated[int, option("N", "Tokens of answers to train on, in all.", min=1)] = 500_000,
+    source: Annotated[
+        str | None,
+        option("HEAD|MODEL", "Go on with this head, as that of a fine-tune's base, or teach this small model.", "--from"),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        option("FILE", "JSON lines with messages, text or ids. Repeatable. By default it makes up prompts.", dir_okay=False),
+    ] = None,
+    functions: Annotated[str | None, option("LIST", "As `cpuspec train answers` has it.")] = None,
+    exclude: Annotated[
+        list[Path] | None, option("FILE", "An evaluation set that nothing may be of. Repeatable.", dir_okay=False)
+    ] = None,
+    temperatures: Annotated[str, option("LIST", "Each prompt is answered at these; 0 is greedy.")] = "0,0.7",
+    max_answer_tokens: Annotated[int, option("N", "Tokens that one answer may have.", min=1)] = 256,
+    vocab_size: Annotated[
+        int, option("N", "Tokens that a new head drafts: those which answers use most.", "--vocab", min=2)
+    ] = 8192,
+    intermediate_size: Annotated[
+        int, option("N", "Numbers inside a new head's MLP; 0 for as many as the model has.", "--intermediate", min=0)
+    ] = 0,
+    epochs: Annotated[int, option("N", "How often training sees every answer.", min=1)] = 3,
+    as_json: options.JsonOption = False,
+    running: options.Running,
+) -> None:
+    """Make a draft for a model: its answers, their states, a head (or --from a small model), and a chain in OUT that uses it.
+
+    Then `cpuspec generate OUT/NAME.toml` and `serve` draft with it. Ctrl-C ends a run, and the same command goes on.
+    """
+    check_is_installed()
+    from cpuspec.checkpoints.download import resolve_model
+    from cpuspec.text import make_tokenizer
+    from cpuspec.train import answers as answering
+    from cpuspec.train.auto import AutoPlan, Listener, tune
+    from cpuspec.train.job import multiplies_bf16
+
+    _check_files(prompts or [], "--prompts")
+    _check_files(exclude or [], "--exclude")
+    checkpoint = open_target(model)
+    named = tuple(one.strip() for one in (functions or "").split(",") if one.strip())
+    has_prompts = bool(prompts or named)
+    makes_up = not has_prompts and make_tokenizer(checkpoint).has_chat_template
+    with options.usage_errors():
+        plan = AutoPlan(
+            answering.AnswerPlan(
+                prompts=tuple(prompts or ()),
+                functions=named if has_prompts else _ALWAYS_INSTALLED,
+                num_self_made=_UNLIMITED if makes_up else 0,
+                temperatures=_read_temperatures(temperatures),
+                max_answer_tokens=max_answer_tokens,
+                exclude=tuple(exclude or ()),
+            ),
+            *(max_tokens, None if source is None else resolve_model(source), hours, vocab_size, intermediate_size, epochs),
+            bf16=multiplies_bf16(running.settings.device),
+        )
+    path = Path(model)
+    name = str(path.resolve()) if path.exists() else model
+    with StepProgress(tenths=True) as progress:
+        listener = Listener(_Notes().of_answers, _Notes().of_extraction, progress, tell)
+        done = tune(checkpoint, name, out, plan, running.backend, running.settings, listener)
+    if as_json:
+        emit_json(done)
+    before, best, chain = done["draft"]["before"], done["draft"]["best"], done["chain"]
+    note(f"accepted by position {best['accepted']}, {before['accepted']} before; its chances say {best['said']}")
+    speed = "" if chain["over_plain"] is None else f", {chain['over_plain']:.2f} of plain decoding's speed"
+    note(
+        f"on {chain['num_prompts']} prompts of held-back answers {chain['tokens_per_forward']:.2f} tokens a forward{speed}, "
+        f"{chain['num_identical']} answers the same"
+    )
+    note(f"use it: cpuspec generate {chain['path']}")
+
+
 class _Notes:
     """Tells how far a run is, every few seconds."""
 
@@ -245,5 +325,5 @@ def _check_files(paths: list[Path], name: str) -> None:
 train_app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Train heads that draft for a model, from its own answers."
 )
-for command in (block, eagle3, mtp, distill, export, answers):
+for command in (auto, block, eagle3, mtp, distill, export, answers):
     options.register(train_app, command)

@@ -61,7 +61,7 @@ _SCHEDULE = (
     _number("measured_every", 100, "--measure-every", "Steps between measurements.", _TRAINING, 1),
     _number("seed", 0, "--seed", "Of the order of samples and of random numbers.", _TRAINING),
     _option("bf16", bool | None, None, "--bf16/--no-bf16", "Compute products in bf16; by default on a GPU and where the processor "
-            "has tiles for it.", _TRAINING, show_default=False),
+            "has instructions for it.", _TRAINING, show_default=False),
     _option("device", str, "auto", "--device", "auto, cpu, cuda or cuda:N.", _TRAINING, metavar="D"),
     _option("threads", int | None, None, "--threads|-t", "Threads; by default every core.", _TRAINING, metavar="N", min=1),
     _option("dtype", str, "bf16", "--dtype", "Of the head's files: bf16, f16 or f32.", _TRAINING, metavar="TYPE"),
@@ -77,10 +77,15 @@ def takes_training(of_head: bool, but: tuple[str, ...] = (), **defaults: float) 
     return options.takes("chosen", [one.replace(default=defaults.get(one.name, one.default)) for one in declared], _read)
 
 
-def _read(given: dict[str, Any]) -> dict[str, Any]:
+def check_is_installed() -> None:
+    """Raise BadParameter where what training needs is missing."""
     for module in ("torch", "safetensors"):
         if find_spec(module) is None:
             raise typer.BadParameter(f"training needs {module}, which is not installed; pip install 'cpuspec[train]'")
+
+
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    check_is_installed()
     if given["held_back"] >= 1:
         raise typer.BadParameter(f"--held-back is a share below 1, got {given['held_back']}")
     try:
@@ -202,7 +207,7 @@ def distill(
     texts = read_answers(answers, make_tokenizer(of_target), make_tokenizer(opened), of_target.config.vocab_size)
     job = ModelJob(DistillLoss(num_drafted, masks), _schedule(chosen), mask_id, lora=lora, **{name: chosen[name] for name in _HOW})
     with StepProgress(tenths=True) as progress:
-        _report(out, train_model(opened, texts, out, job, progress, _tell), as_json)
+        _report(out, train_model(opened, texts, out, job, progress, tell), as_json)
 
 
 @exit_codes()
@@ -274,20 +279,18 @@ def _train(
     job = TrainingJob(loss, shape, _schedule(chosen), source, vocab_size if source else None, *(chosen[name] for name in _HOW))
     target, opened = open_target(model), open_samples(samples)
     with StepProgress(tenths=True) as progress:
-        _report(out, train_head(target, opened, out, job, progress, _tell), as_json)
+        _report(out, train_head(target, opened, out, job, progress, tell), as_json)
 
 
 def _schedule(chosen: Mapping[str, Any]) -> "Schedule":
-    from cpuspec.backends.torch_backend import find_device
-    from cpuspec.kernels.isa import has_bf16_tiles
-    from cpuspec.train.job import DTYPES
+    from cpuspec.train.job import DTYPES, multiplies_bf16
     from cpuspec.train.loop import Schedule
 
     if chosen["dtype"] not in DTYPES:
         raise typer.BadParameter(f"there is no --dtype {chosen['dtype']!r}; wanted one of {', '.join(DTYPES)}")
     with options.usage_errors():
-        on_gpu = find_device(chosen["device"]).type == "cuda"
-    bf16 = chosen["bf16"] if chosen["bf16"] is not None else on_gpu or has_bf16_tiles()
+        by_default = multiplies_bf16(chosen["device"])
+    bf16 = by_default if chosen["bf16"] is None else chosen["bf16"]
     return Schedule(**{name: chosen[name] for name in _OF_SCHEDULE}, bf16=bf16)
 
 
@@ -298,7 +301,7 @@ def _report(out: Path, log: "list[Measured]", as_json: bool) -> None:
     note(f"{out} drafts {best.mean_length:.2f} tokens a forward on held-back samples, {log[0].mean_length:.2f} before training")
 
 
-def _tell(line: "Measured") -> None:
+def tell(line: "Measured") -> None:
     shares = " ".join(f"{share:.3f}" for share in line.accepted)
     loss = "" if line.loss is None else f", loss {line.loss:.4f}"
     note(

@@ -77,8 +77,11 @@ class AdapterWeights:
                 served[part] = torch.addmm(served[part], self.trained[part], self.trained[name], alpha=self._scale)
         return {**served, "output": served["embed" if self.model.config.tied_embeddings else "output"]}
 
-    def save(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write what PEFT writes, `adapter_config.json` and `adapter_model.safetensors`. Raises OSError."""
+    def save(self, directory: Path, dtype: torch.dtype, sharpness: float = 1.0) -> None:
+        """Write what PEFT writes, `adapter_config.json` and `adapter_model.safetensors`; an adapter has no norm to make sharper.
+
+        Raises OSError.
+        """
         arrays = {name: values.detach().cpu().numpy() for name, values in self.trained.items()}
         up = hf_tensors(self.model.config, {part: arrays[part] for parts in self._parts.values() for part in parts})
         tensors: dict[str, Tensor] = {}

@@ -6,6 +6,7 @@ temperature. So a resumed run writes the bytes that one run would have written, 
 
 import hashlib
 import json
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -138,12 +139,13 @@ def make_answers(
     out: Path,
     max_tokens: int | None = None,
     on_progress: Callable[[AnswersSummary], None] = lambda summary: None,
+    max_seconds: float = math.inf,
 ) -> AnswersSummary:
     """Append the answers to the plan's prompts to `out`, from where an earlier run ended, and the facts to `header_path(out)`.
 
-    files: name, bytes and sha256 of the model's files. max_tokens: of all answers, after which it ends. Ctrl-C ends it with what
-    is written. Raises ConfigError for prompts that cannot be read, and for an `out` of another model or plan, or that another run
-    is writing; and OSError.
+    files: name, bytes and sha256 of the model's files. max_tokens: of all answers, after which it ends; max_seconds: of this run.
+    Ctrl-C ends it with what is written. Raises ConfigError for prompts that cannot be read, and for an `out` of another model or
+    plan, or that another run is writing; and OSError.
     """
     exclusion = Exclusion(plan.exclude)
     sources: list[Callable[[], Iterator[Prompt]]] = [partial(read_line_prompts, path, llm.tokenizer) for path in plan.prompts]
@@ -166,7 +168,8 @@ def make_answers(
                 file.flush()
                 run.summary.duration_s = now_s() - begin_s
                 on_progress(run.summary)
-                if max_tokens is not None and run.summary.num_answer_tokens >= max_tokens:
+                is_full = max_tokens is not None and run.summary.num_answer_tokens >= max_tokens
+                if is_full or run.summary.duration_s >= max_seconds:
                     break
         except KeyboardInterrupt:
             run.summary.interrupted = True

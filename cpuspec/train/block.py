@@ -118,8 +118,8 @@ class BlockTraining:
             blocks = self.blocks([sample], [anchors[spread]])
             if blocks:
                 right = blocks.logits.argmax(-1) == blocks.labels
-                said = None if blocks.said is None else blocks.said.sigmoid().cpu().numpy()
-                parts.append(Acceptance.of(right.cpu().numpy(), blocks.known.cpu().numpy(), said))
+                said = blocks.logits.softmax(-1).amax(-1) if blocks.said is None else blocks.said.sigmoid()
+                parts.append(Acceptance.of(right.cpu().numpy(), blocks.known.cpu().numpy(), said.cpu().numpy()[None]))
         return Acceptance.sum(parts)
 
     def blocks(self, samples: Sequence[Sample], anchors: Sequence[I64]) -> Blocks | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.model.transformer import decode
-from cpuspec.train.acceptance import Acceptance
+from cpuspec.train.acceptance import Acceptance, chances
 from cpuspec.train.rows import Rows, attended
 from cpuspec.train.samples import Extraction, Sample
 from cpuspec.train.weights import HeadWeights, target_rows
@@ -109,7 +109,8 @@ class ChainTraining:
             at = np.minimum(np.arange(count)[:, None] + np.arange(steps), count - 1)
             inside = np.arange(count)[:, None] + np.arange(steps) < count
             step = np.arange(steps)[None]
-            parts.append(Acceptance.of(right[step, at] & inside, known[step, at] & inside))
+            said = np.stack([chances(logits) for logits in chains.logits], axis=1)
+            parts.append(Acceptance.of(right[step, at] & inside, known[step, at] & inside, said[:, step, at]))
         return Acceptance.sum(parts)
 
     def chains(self, samples: Sequence[Sample]) -> Chains | None:

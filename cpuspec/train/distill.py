@@ -23,7 +23,7 @@ from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.model.transformer import decode
 from cpuspec.speculation.drafters.vocab import SharedTokens, same_tokens
 from cpuspec.text import Tokenizer
-from cpuspec.train.acceptance import Acceptance
+from cpuspec.train.acceptance import Acceptance, chances
 from cpuspec.train.adapter import AdapterWeights
 from cpuspec.train.answers import check_tokenizer, read_answer
 from cpuspec.train.model_files import ModelWeights
@@ -130,7 +130,8 @@ class DistillTraining:
         own = np.arange(count)
         deep = steps[1:] if self._loss.masks else steps[:0]
         layout = Layout(np.concatenate([own, np.tile(starts, len(deep))]), np.concatenate([0 * own, np.repeat(deep, len(starts))]))
-        best = self.logits([sample], [layout], served).argmax(-1).cpu().numpy()
+        logits = self.logits([sample], [layout], served)
+        best, said = logits.argmax(-1).cpu().numpy(), chances(logits)
         at = starts[:, None] + steps
         labels = sample.token_ids[np.minimum(at + 1, count - 1)]
         known = (at + 1 < count) & sample.answer[np.minimum(at + 1, count - 1)]
@@ -138,7 +139,7 @@ class DistillTraining:
             rows = np.concatenate([starts[None], count + np.arange(len(deep) * len(starts)).reshape(len(deep), -1)]).T
         else:
             rows = np.minimum(at, count - 1)
-        return Acceptance.of(best[rows] == labels, known)
+        return Acceptance.of(best[rows] == labels, known, said[:, rows])
 
     def layout(self, count: int, rng: np.random.Generator) -> Layout:
         """The rows of a text of `count` tokens in a step."""

@@ -14,6 +14,7 @@ from cpuspec.backends.torch_backend import find_device
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CheckpointError, ConfigError
+from cpuspec.kernels.isa import has_bf16_dots
 from cpuspec.platform import SYSTEM
 from cpuspec.train.adapter import AdapterWeights, LoraShape
 from cpuspec.train.block import BlockLoss, BlockTraining
@@ -27,7 +28,7 @@ from cpuspec.train.vocabulary import count, drafted_ids, tokens_of, unused_id
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
 
-_STARTS = {"block": start_block, "eagle3": start_eagle3, "mtp": start_mtp}
+STARTS = {"block": start_block, "eagle3": start_eagle3, "mtp": start_mtp}
 
 
 class TrainingJob(NamedTuple):
@@ -76,7 +77,7 @@ def train_head(
             if job.source is not None:
                 start_from(first, job.source, target, counted(), job.source_vocab_size)
             else:
-                _STARTS[method](first, target, about, counted(), job.shape, job.schedule.seed)
+                STARTS[method](first, target, about, counted(), job.shape, job.schedule.seed)
         training: BlockTraining | ChainTraining
         if isinstance(job.loss, BlockLoss):
             training = BlockTraining(first, target, about, job.loss, device)
@@ -138,6 +139,11 @@ def train_model(
             weights = ModelWeights(model, mask_id, find_device(job.device))
         training = DistillTraining(weights, job.loss)
         return train(training, texts, out, job.schedule, settings, DTYPES[job.dtype], on_step, on_measured)
+
+
+def multiplies_bf16(device: str) -> bool:
+    """Whether training takes products in bf16 by default: on a GPU, and where the processor has instructions for them."""
+    return find_device(device).type == "cuda" or has_bf16_dots()
 
 
 def _begin(threads: int | None) -> None:

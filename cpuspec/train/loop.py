@@ -57,8 +57,8 @@ class TrainedWeights(Protocol):
     trained: dict[str, Tensor]
     device: torch.device
 
-    def save(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write a head or a model that the engine opens. Raises OSError."""
+    def save(self, directory: Path, dtype: torch.dtype, sharpness: float) -> None:
+        """Write a head or a model that the engine opens, its logits times `sharpness`. Raises OSError."""
         ...
 
 
@@ -106,7 +106,7 @@ class Schedule:
 
 
 class Measured(NamedTuple):
-    """A line of the log. tokens: trained on so far, repeated ones counted again. accepted, said: by position, see `Acceptance`."""
+    """A line of the log. tokens: trained on so far, repeated ones counted again. The last four: see `Acceptance`."""
 
     step: int
     epoch: float
@@ -117,6 +117,7 @@ class Measured(NamedTuple):
     accepted: list[float]
     said: list[float]
     mean_length: float
+    sharpness: float = 1.0
 
 
 OnMeasured = Callable[[Measured], None]
@@ -265,9 +266,10 @@ class _Run:
             acceptance.by_position,
             acceptance.said_by_position,
             acceptance.mean_length,
+            round(acceptance.sharpness, 4),
         )
         if acceptance.mean_length > state.best:
-            self._training.weights.save(self._out, self._dtype)
+            self._training.weights.save(self._out, self._dtype, line.sharpness)
             state.best = acceptance.mean_length  # not before it is written: an interrupted measurement is made again
         self.log.append(line)
         state.losses, state.num_losses = 0.0, 0

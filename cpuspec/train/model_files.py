@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -58,21 +59,24 @@ class ModelWeights:
             served[name] = values + (rounded - values).detach()
         return {**served, "output": served["embed" if self.model.config.tied_embeddings else "output"]}
 
-    def save(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write the model: the directory, in `dtype`, or a GGUF file in it, in its own formats. Raises OSError."""
-        model = self.model
+    def save(self, directory: Path, dtype: torch.dtype, sharpness: float = 1.0) -> None:
+        """Write the model: the directory, in `dtype`, or a GGUF file in it, in its own formats; its logits times `sharpness`.
+
+        Raises OSError.
+        """
+        model, trained = self.model, {**self.trained, "norm": sharpness * self.trained["norm"]}
         directory.mkdir(parents=True, exist_ok=True)
         if isinstance(model.vocabulary, HfTokenizerFiles):
-            self._save_directory(directory, dtype)
+            self._save_directory(directory, trained, dtype)
             return
         tensors = {
             name: QuantTensor.encode(self.formats.get(name, get_format("f32")), values.detach().cpu().numpy())
-            for name, values in self.trained.items()
+            for name, values in trained.items()
         }
         shapes = {name: one.shape for name, one in model.tensors.items()}
         write_model(directory / GGUF_NAME, model, tensors, file_type(self.formats, shapes), {})
 
-    def _save_directory(self, directory: Path, dtype: torch.dtype) -> None:
+    def _save_directory(self, directory: Path, trained: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         model = self.model
         for path in {path for pattern in _COPIED for path in model.path.glob(pattern)}:
             if path.name not in _MADE:
@@ -80,7 +84,7 @@ class ModelWeights:
         config = config_to_write(model)
         if self.mask_id is not None:
             config["pard_token"] = self.mask_id
-        arrays = {name: values.detach().cpu().numpy() for name, values in self.trained.items()}
+        arrays = {name: values.detach().cpu().numpy() for name, values in trained.items()}
         written = {name: tensor.to(dtype).contiguous() for name, tensor in hf_tensors(model.config, arrays).items()}
         write_file(directory / "model.safetensors", save(written, {"format": "pt"}))
         write_file(directory / "config.json", json.dumps(config, indent=2) + "\n")

@@ -4,9 +4,10 @@ Embedding and output matrix are the target's own and stay so, as in DFlash and D
 as those behind the last one that the head reads, without biases of queries, keys and values.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,19 +99,26 @@ def start_eagle3(directory: Path, target: Checkpoint, about: Extraction, counts:
     arrays["embed_norm"] = np.ones(hidden, np.float32)
     ids = drafted_ids(counts, shape.vocab_size)
     arrays |= _output(target, ids)
-    config = {
+    layer = layer_config(target, 1, shape.intermediate_size or target.config.intermediate_size, "llama")
+    config = _eagle3_config(target, layer, layers, target.config.vocab_size if ids is None else len(ids))
+    write_new_head(directory, config, "eagle3", arrays, target)
+
+
+def _eagle3_config(
+    target: Checkpoint, layer: Mapping[str, Any], layers: Sequence[int], num_drafted: int, normed_residual: bool = False
+) -> dict[str, Any]:
+    return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_config": speculators_config(target, "eagle3", 4),
-        "transformer_layer_config": layer_config(target, 1, shape.intermediate_size or target.config.intermediate_size, "llama"),
-        "draft_vocab_size": target.config.vocab_size if ids is None else len(ids),
-        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
-        "norm_before_residual": False,
+        "transformer_layer_config": layer,
+        "draft_vocab_size": num_drafted,
+        "eagle_aux_hidden_state_layer_ids": [one + 1 for one in layers],
+        "norm_before_residual": normed_residual,
         "norm_before_fc": False,
         "embed_requires_grad": False,
         "target_hidden_size": None,
     }
-    write_new_head(directory, config, "eagle3", arrays, target)
 
 
 def start_mtp(directory: Path, target: Checkpoint, about: Extraction, counts: Counts, shape: HeadShape, seed: int) -> None:
@@ -134,27 +142,30 @@ def start_mtp(directory: Path, target: Checkpoint, about: Extraction, counts: Co
     arrays |= {"norm": norm, "embed_norm": np.ones(hidden, np.float32), "hidden_norm": np.clip(plain, -_LARGE, _LARGE)}
     of_token = _SMALL * rng.standard_normal((hidden, hidden), np.float32)
     arrays["fuse"] = np.concatenate([of_token, np.eye(hidden, dtype=np.float32)], axis=1)
-    settings = {
+    write_new_head(directory, _mtp_config(target, config.intermediate_size), "mtp", arrays, target)
+
+
+def _mtp_config(target: Checkpoint, intermediate_size: int) -> dict[str, Any]:
+    family = FAMILIES[target.config.architecture]
+    return {
         "architectures": ["MTPDraftModel"],
         "speculators_model_type": "mtp",
         "speculators_config": speculators_config(target, "mtp", 3),
-        "transformer_layer_config": layer_config(target, 1, config.intermediate_size, _model_type(target)),
+        "transformer_layer_config": layer_config(target, 1, intermediate_size, family.hf_types[0] or family.architecture),
         "num_nextn_predict_layers": 1,
     }
-    write_new_head(directory, settings, "mtp", arrays, target)
-
-
-def _model_type(target: Checkpoint) -> str:
-    family = FAMILIES[target.config.architecture]
-    return family.hf_types[0] or family.architecture
 
 
 def start_from(directory: Path, source: Path, target: Checkpoint, counts: Counts, vocab_size: int | None) -> None:
     """Write a head that exists as the beginning of another training.
 
     vocab_size: how many tokens it shall draft, those that the answers use most now; None for those that it drafts.
-    Raises CheckpointError for files that are no head, ConfigError for one whose other parts know its tokens by number.
+    Raises CheckpointError for files that are no head, ConfigError for one whose other parts know its tokens by number, and for a
+    GGUF file of a kind that is not trained from one.
     """
+    if source.suffix == ".gguf":
+        _unpack(directory, source, target)
+        source = directory
     if vocab_size is None or (method := read_head(source, target).method) == "mtp":  # which drafts all tokens anyway
         copy_head(source, directory)
         return
@@ -162,6 +173,23 @@ def start_from(directory: Path, source: Path, target: Checkpoint, counts: Counts
         raise ConfigError(f"{source} has a Markov head of the tokens that it drafts; other tokens (--vocab) need a new head")
     ids = drafted_ids(counts, vocab_size)
     replace_output(source, directory, _output(target, ids) or _output(target, np.arange(target.config.vocab_size)), target)
+
+
+def _unpack(directory: Path, source: Path, target: Checkpoint) -> None:
+    """Write a head's GGUF file as the directory that training begins with, in f32."""
+    head = read_head(source, target)
+    own, config, theirs = head.model, head.model.config, {id(tensor) for tensor in target.tensors.values()}
+    if head.method not in ("eagle3", "mtp") or (head.method == "eagle3" and head.feature_norms):
+        raise ConfigError(f"{source} drafts by {head.method}, which is trained from its directory alone; name that with --from")
+    arrays: dict[str, Any] = {name: tensor.dequantize() for name, tensor in own.tensors.items() if id(tensor) not in theirs}
+    if head.token_ids is not None:
+        arrays["token_ids"] = head.token_ids
+    settings = _mtp_config(target, config.intermediate_size)
+    if head.method == "eagle3":
+        num = target.config.vocab_size if head.token_ids is None else len(head.token_ids)
+        layer = layer_config(own, 1, config.intermediate_size, "llama")
+        settings = _eagle3_config(target, layer, head.layers, num, bool(config.head and config.head.normed_residual))
+    write_new_head(directory, settings, head.method, arrays, target)
 
 
 def _layers(target: Checkpoint, about: Extraction, shape: HeadShape, most: int) -> tuple[int, ...]:

@@ -86,9 +86,10 @@ class HeadWeights:
         """The head's numbers of the target's tokens, -1 for those that it does not draft."""
         return self._place[tokens]
 
-    def save(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write the head. Raises OSError."""
-        rewrite_head(self._source, directory, self.head.method, self.trained, dtype, self._target)
+    def save(self, directory: Path, dtype: torch.dtype, sharpness: float = 1.0) -> None:
+        """Write the head, its logits times `sharpness`. Raises OSError."""
+        trained = {**self.trained, "norm": sharpness * self.trained["norm"]}
+        rewrite_head(self._source, directory, self.head.method, trained, dtype, self._target)
 
 
 def target_rows(weights: HeadWeights, samples: Sequence[Sample], rows: Sequence[I64]) -> tuple[Tensor, Tensor] | None:

@@ -16,7 +16,7 @@ from cpuspec.formats import get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.quantize.head_output import write_head
 from cpuspec.settings import SamplingParams
-from cpuspec.train.acceptance import Acceptance
+from cpuspec.train.acceptance import Acceptance, chances
 from cpuspec.train.block import BlockLoss, BlockTraining
 from cpuspec.train.chains import ChainLoss, ChainTraining
 from cpuspec.train.job import TrainingJob, train_head
@@ -249,14 +249,28 @@ def test_answers_with_a_trained_head_are_those_without(target: Checkpoint, sampl
 def test_of_a_block_an_oracle_is_always_accepted() -> None:
     right, known = np.ones((7, 4), bool), np.ones((7, 4), bool)
     known[3, 2:] = False
-    oracle = Acceptance.of(right, known)
+    oracle = Acceptance.of(right, known, np.ones((1, 7, 4)))
     assert (oracle.by_position, oracle.mean_length) == ([1.0] * 4, 5.0)
     assert oracle.num_reached.tolist() == [7, 7, 6, 6]
     right[0, 1] = right[1, 0] = False
-    some = Acceptance.of(right, known, np.full((7, 4), 0.5))
+    some = Acceptance.of(right, known, np.full((1, 7, 4), 0.5))
     assert some.num_right.tolist() == [6, 5, 4, 4]
     assert some.num_reached.tolist() == [7, 6, 4, 4]
-    assert some.said_by_position == [0.5] * 4
+    assert (some.said_by_position, some.sharpness) == ([0.5] * 4, 1.0)
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.0, 1.8])
+def test_chances_are_made_to_say_what_is_accepted(factor: float) -> None:
+    """Tokens that come as a softmax says, and a drafter whose logits are `factor` times those of it."""
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(3 * rng.standard_normal((20_000, 8)).astype(np.float32))
+    came = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(0))[:, 0]
+    right, known = (logits.argmax(-1) == came).numpy()[:, None], np.ones((len(logits), 1), bool)
+    found = Acceptance.of(right, known, chances(factor * logits)[..., None])
+    assert abs(found.sharpness * factor - 1) < 0.1
+    assert abs(found.said_by_position[0] - found.by_position[0]) < 0.01
+    as_it_is = float((factor * logits).softmax(-1).amax(-1).mean())
+    assert (abs(as_it_is - found.by_position[0]) > 0.05) == (factor != 1), "what is off is told as such before"
 
 
 def test_bigrams_are_counted_and_their_factors_tell_them(target: Checkpoint, samples: SampleSet) -> None:
