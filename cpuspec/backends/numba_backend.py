@@ -140,7 +140,9 @@ class NumbaBackend:
         of_tiles = self._recurrent.tile_bytes if self._recurrent else 0
         has_copies = any(isinstance(one, PackedTensor) and one.copies_apart for one in self._matrices.values())
         self._copy_of = copy_of_processor(self._topology) if has_copies else None
-        self._scratch = aligned_bytes((self.threads, max(self._plans.scratch_bytes, of_tiles, 4 * MAX_RANK)))
+        self._scratch = aligned_bytes(
+            (self.threads, round_up(max(self._plans.scratch_bytes, of_tiles, 4 * MAX_RANK, sharing.APART_BYTES), 64))
+        )
         self._places = np.empty(self.max_rows, layout.PLACE)
         self._logits = np.empty((1, self._num_logits), np.float32)
         self._unheld = getrefcount(self._logits)

@@ -29,10 +29,29 @@ from cpuspec.kernels.pointwise import (
 )
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS
 from cpuspec.kernels.recurrent import convolve, finish_heads, num_convolved, record, recur
-from cpuspec.kernels.sharing import PIECES, part_of_row, parts_of_row, piece, share, take
+from cpuspec.kernels.sharing import (
+    APART_BYTES,
+    PIECES,
+    PUBLISHED,
+    claims,
+    held_pieces,
+    is_last,
+    part_of_row,
+    parts_of_row,
+    piece,
+    pieces_of,
+    published,
+    repeats,
+    share,
+    take,
+    taken,
+)
 from cpuspec.kernels.simd import emitted
 from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
 from cpuspec.platform import SYSTEM
+
+# Cycles of the time stamp counter, some microseconds, that a piece is waited for before it is repeated.
+_PATIENCE = 8000
 
 _INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
 
@@ -118,15 +137,17 @@ def _num_tiles(op):
 
 
 @compiled
-def _linear(op, state, counters, stride, threads, thread):
+def _linear(op, state, counters, stride, done, step, here, threads, thread):
     """Tiles of matrices that read the same rows, or of those of experts. counters: of the threads, `stride` bytes apart.
 
     A thread goes through its own share from the first tile to the last, and then helps the others with what is left of theirs.
-    Returns how many tiles it multiplied.
+    Returns whether the thread did the last tile. done: address of the operation's count.
     """
     rows = state.num_logit_rows if op.vocab else state.num_rows
     tiles_of_all, copy = _num_tiles(op), _nearest_copy(state)
     items, completed = tiles_of_all * _num_segments(op, state), 0
+    if _goes_apart(op, rows, items, threads):
+        return _linear_apart(op, state, counters, stride, done, step, here, rows, items, copy, threads, thread)
     for turn in range(threads):
         owner = (thread + turn) % threads
         start, tiles = share(items, owner, threads)
@@ -137,7 +158,7 @@ def _linear(op, state, counters, stride, threads, thread):
             if first == end:
                 break
             if op.used == 0 and op.heads == 0:
-                _multiply(op, state, rows, copy, first, end)
+                _multiply(op, state, rows, copy, first, end, 0)
             else:
                 _multiply_experts(op, state, tiles_of_all, copy, first, end)
             completed += end - first
@@ -148,7 +169,86 @@ def _linear(op, state, counters, stride, threads, thread):
                 for row in range(state.num_picked):
                     largest = peak(state.logits + row * op.tensors[0].stride, first, end, op.vocab)
                     simd.poke_f32(peaks_of_row(state, row, threads) + 4 * (owner * PIECES + number), largest)
-    return completed
+    return is_last(done, completed, items)
+
+
+@compiled
+def _goes_apart(op, rows, items, threads):
+    """Whether threads multiply into memory of their own first, so that a piece that one of them holds can be multiplied again."""
+    if threads == 1 or op.vocab != 0 or op.used != 0 or op.heads != 0:
+        return False
+    return 64 * rows * piece((items + threads - 1) // threads, 1) <= APART_BYTES
+
+
+@compiled
+def _linear_apart(op, state, counters, stride, done, step, here, rows, items, copy, threads, thread):
+    """As `_linear`, but a thread that finds nothing left repeats what others hold for long: another process may have their cores.
+
+    Each multiplies a piece into memory of its own, and copies it to its place if it is the first to claim the piece. What a late
+    thread reads meanwhile may be later operations'; nobody sees what it makes of it.
+    """
+    own, begun, multiplied = state.scratch + thread * state.scratch_bytes, simd.cycles(), 0
+    for turn in range(threads):
+        owner = (thread + turn) % threads
+        start, tiles = share(items, owner, threads)
+        counter, pieces = counters + owner * stride, pieces_of(tiles)
+        if taken(simd.acquire(counter)) >= pieces:  # to look costs less than to take in vain where many threads help
+            continue
+        number = taken(simd.fetch_add(counter, 1))
+        while number < pieces:
+            first, end = start + piece(tiles, number), start + piece(tiles, number + 1)
+            multiplied += end - first
+            _multiply(op, state, rows, copy, first, end, own)
+            change = 1
+            if claims(counter, number):
+                _put(op, rows, first, end, own)
+                change += PUBLISHED
+            before = simd.fetch_add(counter, change)  # one change of what threads share, as each waits for memory
+            if change != 1 and published(before) + 1 == pieces and is_last(done, tiles, items):
+                return True
+            number = taken(before)
+    tile_cycles, idle_since, looks = (simd.cycles() - begun) // max(1, multiplied), simd.cycles(), 0
+    while simd.acquire(step) == here:
+        waited, is_any_held = simd.cycles() - idle_since, False
+        if waited < (looks + 1) * _PATIENCE:  # who looks at a counter takes it from the thread that changes it
+            simd.pause()
+            continue
+        looks += 1
+        for turn in range(threads):
+            owner = (thread + turn) % threads
+            start, tiles = share(items, owner, threads)
+            counter, pieces = counters + owner * stride, pieces_of(tiles)
+            held = held_pieces(simd.acquire(counter), pieces)
+            for number in range(pieces if held != 0 else 0):
+                if held >> number & 1 != 0:
+                    first, end = start + piece(tiles, number), start + piece(tiles, number + 1)
+                    if waited < 2 * tile_cycles * (end - first):
+                        is_any_held = True
+                    elif repeats(counter, number):
+                        _multiply(op, state, rows, copy, first, end, own)
+                        if claims(counter, number):
+                            _put(op, rows, first, end, own)
+                            if published(simd.fetch_add(counter, PUBLISHED)) + 1 == pieces and is_last(done, tiles, items):
+                                return True
+        if not is_any_held:
+            break
+    return False
+
+
+@compiled
+def _put(op, rows, first, end, own):
+    """Copy tiles first..end, which lie at `own`, to where they belong, and add residuals."""
+    stride = 64 * (end - first)
+    for t in range(op.num_tensors):
+        tensor = op.tensors[t]
+        for tile in range(max(first, 0), min(end, tensor.num_tiles)):
+            for row in range(rows):
+                place, values = row * tensor.stride + 64 * tile, simd.load_f32(own + row * stride + 64 * (tile - first))
+                if tensor.residual != 0:
+                    values = values + simd.load_f32(tensor.residual + place)
+                simd.store_f32(tensor.out + place, values)
+        first -= tensor.num_tiles
+        end -= tensor.num_tiles
 
 
 @compiled
@@ -158,16 +258,21 @@ def _num_segments(op, state):
 
 
 @compiled
-def _multiply(op, state, rows, copy, first, end):
-    """Tiles first..end of a "linear" operation, numbered through all of its matrices. copy: the weights' that is read."""
+def _multiply(op, state, rows, copy, first, end, own):
+    """Tiles first..end of a "linear" operation, numbered through all of its matrices. copy: the weights' that is read. own: where
+    products and biases go instead, tile behind tile, 0 for nowhere.
+    """
+    length = end - first
     for t in range(op.num_tensors):
         tensor = op.tensors[t]
         tiles = tensor.num_tiles
         if first < tiles and end > 0:
-            out = state.logits if op.vocab else tensor.out
+            residual, out, stride = tensor.residual, state.logits if op.vocab else tensor.out, tensor.stride
+            if own != 0:
+                residual, out, stride = 0, own - 64 * first, 64 * length
             operands = (
                 tensor.tiles + copy * tensor.copies_apart, tensor.tile_bytes, op.features, max(first, 0), min(end, tiles),
-                tensor.inputs, tensor.row_bytes, rows, tensor.bias, tensor.residual, out, tensor.stride,
+                tensor.inputs, tensor.row_bytes, rows, tensor.bias, residual, out, stride,
             )  # fmt: skip
             _call(tensor.kernel, operands)
         first -= tiles
@@ -447,20 +552,21 @@ def _do(op, state, threads, thread, item):
 
 
 @compiled
-def _take_part(job, number, items, threads, thread):
-    """Take items of an operation until none is left. Returns how many this thread did."""
+def _take_part(job, number, items, step, here, threads, thread):
+    """Take items of an operation until none is left. Returns whether this thread did the last one."""
     op, state, counter = job.operations[number], job.state, job.counters + 8 * number
+    done = job.counters + 8 * (threads * job.num_operations + number)
     if op.number == layout.LINEAR:
-        return _linear(op.linear, state, counter, 8 * job.num_operations, threads, thread)
+        return _linear(op.linear, state, counter, 8 * job.num_operations, done, step, here, threads, thread)
     if op.number == layout.ATTEND:
-        return _attend(op.attend, state, counter, threads, thread)
+        return is_last(done, _attend(op.attend, state, counter, threads, thread), items)
     shares = 4 if op.number == layout.ROTATE else 2 if op.number >= layout.SHRINK else 16  # adapters are read in long runs
     count = max(1, items // (threads * shares))
     completed = 0
     while True:
         first = take(counter, items, count)
         if first == items:
-            return completed
+            return is_last(done, completed, items)
         end = min(items, first + count)
         for item in range(first, end):
             _do(op, state, threads, thread, item)
@@ -501,9 +607,7 @@ def run(at, threads, thread):
         if number == DONE:
             break
         items = _num_items(job.operations[number], job.state, threads)
-        completed = _take_part(job, number, items, threads, thread)
-        done = job.counters + 8 * (threads * job.num_operations + number)
-        if completed > 0 and simd.fetch_add(done, completed) + completed == items:
+        if _take_part(job, number, items, step, here, threads, thread):
             begin(step, here - number + _next_operation(job, number, threads))
         else:
             leave(worker)

@@ -8,11 +8,19 @@ from cpuspec.kernels.options import compiled
 
 PIECES = 16  # that a thread's share of the tiles of a linear layer has at most
 
+APART_BYTES = 128 << 10  # of a piece's results that a thread keeps to itself until it is the first to have them, at most
+
 
 @compiled
 def take(counter, items, count):
     """The first of the next `count` items, or `items` when nothing is left. counter: an address."""
     return min(simd.fetch_add(counter, count), items)
+
+
+@compiled
+def is_last(done, completed, items):
+    """Count `completed` items at the address `done`; returns whether all are done with them."""
+    return completed > 0 and simd.fetch_add(done, completed) + completed == items
 
 
 @compiled
@@ -33,6 +41,52 @@ def piece(tiles, number):
     for _ in range(number):
         left -= (left + 3) // 4
     return tiles - left
+
+
+# The counter of a share of tiles whose pieces may be repeated: how many were taken; from bit _CLAIMED on a bit for each that is the
+# first thread's that had it; from bit _REPEATED on a bit for each that is repeated; last, how many are where they belong.
+_CLAIMED, _REPEATED, _PUBLISHED = 16, 32, 48
+PUBLISHED = 1 << _PUBLISHED  # one piece more
+
+
+@compiled
+def taken(counter):
+    """How many pieces were taken; some threads take in vain."""
+    return counter & 0xFFFF
+
+
+@compiled
+def published(counter):
+    """How many pieces are where they belong."""
+    return counter >> _PUBLISHED
+
+
+@compiled
+def held_pieces(counter, pieces):
+    """The pieces, a bit each, that were taken and not claimed, and that nobody repeats."""
+    return (1 << min(taken(counter), pieces)) - 1 & ~(counter >> _CLAIMED | counter >> _REPEATED)
+
+
+@compiled
+def claims(at, number):
+    """Claim a piece in the counter at address `at`. Returns whether no thread had."""
+    return simd.fetch_or(at, 1 << _CLAIMED + number) >> _CLAIMED + number & 1 == 0
+
+
+@compiled
+def repeats(at, number):
+    """Note that a piece is repeated. Returns whether no thread had."""
+    return simd.fetch_or(at, 1 << _REPEATED + number) >> _REPEATED + number & 1 == 0
+
+
+@compiled
+def pieces_of(tiles):
+    """How many pieces a share of so many tiles has."""
+    number = 0
+    while tiles > 0 and number < PIECES:
+        tiles -= (tiles + 3) // 4
+        number += 1
+    return number
 
 
 @compiled

@@ -245,6 +245,7 @@ def _changed(how: str) -> Emit:
 
 
 fetch_add = operation((_a, types.int64), types.int64, _changed("add"))
+fetch_or = operation((_a, types.int64), types.int64, _changed("or"))
 exchange = operation((_a, types.int64), types.int64, _changed("xchg"))
 acquire = operation((_a,), types.int64, lambda o, at: o.value(o.b.load_atomic(at.pointer(), "acquire", 8, typ=I64)))
 # The time stamp counter: some 1 to 4 cycles a nanosecond, whatever the clock.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cpuspec.backends import make_backend
-from cpuspec.kernels import layout, team
+from cpuspec.kernels import layout, machine_code, team
 from cpuspec.kernels.layout import SLEEPING
 from cpuspec.kernels.waiting import CAN_SLEEP, sleep_while, wake
 from cpuspec.settings import EngineConfig
@@ -95,6 +95,47 @@ def test_a_thread_that_does_not_come_is_not_waited_for(checkpoint, alone, monkey
     come.set()
     backend.close()
     assert np.array_equal(logits[0], alone)
+
+
+def test_what_an_absent_thread_multiplies_is_multiplied_again_and_harms_nobody_when_it_comes(checkpoint, alone) -> None:  # type: ignore[no-untyped-def]
+    """As when another process takes a core in the middle of a product, until later operations use the same memory."""
+    backend = make_backend("numba", checkpoint, EngineConfig(threads=2, max_rows=64))
+    program, caller, kept, last = backend._program, [0], [], 0  # type: ignore[attr-defined]
+    absent, back, in_time, wrote = threading.Event(), threading.Event(), [], []
+    products = [tensors for tensors in program._held if tensors.dtype == layout.TENSOR]
+
+    def replaced(number: int, address: int):  # type: ignore[no-untyped-def]
+        kernel = machine_code.function(address, 12)
+
+        def multiply(*operands: int) -> None:
+            here = threading.get_ident()
+            if number == 0 and here != caller[0] and not absent.is_set():
+                absent.set()
+                wrote.append(operands[10] + 64 * operands[3] - backend._scratch[1].ctypes.data)  # type: ignore[attr-defined]
+                in_time.append(back.wait(60))
+            if number == last and here == caller[0] and absent.is_set():
+                back.set()
+            kernel(*operands)
+
+        kept.append(ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 12)(multiply))
+        return ctypes.cast(kept[-1], ctypes.c_void_p).value
+
+    last = len(products) - 2  # behind it are the logits
+    for number, tensors in enumerate(products):
+        for tensor in tensors:
+            tensor["kernel"] = replaced(number, int(tensor["kernel"]))
+    logits = []
+
+    def run() -> None:
+        caller[0] = threading.get_ident()
+        while not absent.is_set():
+            logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits)
+
+    _ends(run)
+    backend.close()
+    assert in_time == [True]
+    assert 0 <= wrote[0] < backend._scratch.strides[0]  # type: ignore[attr-defined]
+    assert all(np.array_equal(one, alone) for one in logits)
 
 
 def test_threads_may_join_and_leave_a_forward_at_any_moment(checkpoint, alone, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -5,6 +5,7 @@ tests/heads.py say the same, from the papers.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -342,8 +343,9 @@ def test_a_targets_own_layer_computes_what_transformers_computes(tmp_path: Path,
             parameter.copy_(torch.from_numpy(values))
             arrays[prefix + key.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")] = values
     settings = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    write_head(directory, settings, {**load_file(directory / "model.safetensors"), **arrays})
-    target = open_checkpoint(directory)
+    own = shutil.copytree(directory, tmp_path / "own")  # the first is mapped, and Windows writes over no such file
+    write_head(own, settings, {**load_file(directory / "model.safetensors"), **arrays})
+    target = open_checkpoint(own)
     head = own_mtp(target)
     assert target.config == plain.config
     tokens, hidden = inputs(target, 64)
