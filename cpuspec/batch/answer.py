@@ -51,6 +51,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "suffix": (None, ""),
     "return_progress": (None, False),
+    "prompt_logprobs": (None,),
 }
 
 

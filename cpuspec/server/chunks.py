@@ -7,7 +7,15 @@ from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.server.chat import ChatPrompt
-from cpuspec.server.figures import chat_logprobs, completion_logprobs, prompt_progress, timings, token_parts, usage
+from cpuspec.server.figures import (
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    prompt_progress,
+    timings,
+    token_parts,
+    usage,
+)
 from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import Piece
 from cpuspec.server.schema import StreamOptions
@@ -40,7 +48,7 @@ class ChatChunks(Writer):
     """Writes chat completions. head: id, created and model.
 
     new_id: makes 32 hexadecimal digits for a tool call. by_token: each token gets a chunk, with a `cpuspec` object. meters: the
-    times of the answers, for reports of how far a prompt has been read.
+    times of the answers, for reports of how far a prompt has been read. scored: the prompt's tokens, for a whole completion.
     """
 
     closing = "data: [DONE]\n\n"
@@ -56,7 +64,9 @@ class ChatChunks(Writer):
         logprobs: bool = False,
         by_token: bool = False,
         meters: Sequence[AnswerMeter] = (),
+        scored: Sequence[TokenLogprobs] = (),
     ) -> None:
+        self._scored = scored
         self._prompt, self._head, self._usages, self._new_id = prompt, head, usages, new_id
         self._has_logprobs, self._by_token, self._meters = logprobs, by_token, meters
         self._parsers = [prompt.parser() for _ in range(num_answers)]
@@ -116,6 +126,8 @@ class ChatChunks(Writer):
             if "tool_calls" in choice["message"]:
                 choice["message"]["content"] = choice["message"]["content"] or None
         found = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(stats)}
+        if self._scored:
+            found["prompt_logprobs"] = prompt_logprobs(self._prompt.model.llm.tokenizer, self._scored)
         return found | _timings_of_one(stats, len(self._parsers))
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None, **more: Any) -> Event:
@@ -151,7 +163,7 @@ class TextChunks(Writer):
     """Writes plain completions.
 
     head: id, object, created and model. echoes: the prompts' texts, empty where none is wanted. scores: of the tokens of each
-    prompt, where they are echoed with their log-probabilities.
+    prompt, where they are echoed with their log-probabilities. scored: the same for `prompt_logprobs` of a whole completion.
     """
 
     closing = "data: [DONE]\n\n"
@@ -166,7 +178,9 @@ class TextChunks(Writer):
         *,
         logprobs: bool = False,
         scores: Sequence[Sequence[TokenLogprobs]] = (),
+        scored: Sequence[Sequence[TokenLogprobs]] = (),
     ) -> None:
+        self._scored = scored
         self._tokenizer, self._head, self._usages, self._echoes, self._scores = tokenizer, head, usages, echoes, scores
         self._has_logprobs = logprobs
         self._num_chars = [0] * num_answers  # of the tokens that have come, for the offsets of logprobs
@@ -210,6 +224,9 @@ class TextChunks(Writer):
             for name, values in (part["logprobs"] or {}).items():
                 if values is not None:
                     choice["logprobs"][name] = (choice["logprobs"][name] or []) + values
+        for choice in choices if self._scored else ():
+            of_prompt = self._scored[choice["index"] * len(self._scored) // len(choices)]
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, of_prompt)
         found = {**self._head, "choices": choices, "usage": usage(stats, len(self._echoes))}
         return found | _timings_of_one(stats, len(self._num_chars))
 

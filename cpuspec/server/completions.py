@@ -1,6 +1,7 @@
 """OpenAI's `/v1/chat/completions` and `/v1/completions`."""
 
 import math
+from dataclasses import replace
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -23,6 +24,7 @@ from cpuspec.server.schema import (
     completion_params,
     grammar_of,
     predicted_ids,
+    prompt_logprobs_of,
 )
 from cpuspec.server.structured import loose_format, loosened_note
 from cpuspec.settings import SamplingParams
@@ -45,7 +47,11 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     context.notes |= prompt.notes
     check_number(model, params.n)
     predicted = await model.in_worker(predicted_ids, model, body.prediction)
+    num_scored = prompt_logprobs_of(body)
     wanted = prompt.wanted(params, bool(body.stream and body.return_progress), predicted)
+    scored: list[TokenLogprobs] = []
+    if num_scored is not None:
+        (scored,) = await _scores(request, model, [prompt.ids], num_scored, params.cache_salt, is_answered=True)
     head = {"id": f"chatcmpl-{context.id}", "created": context.created, "model": shown_name(request, model)}
 
     def make_writer(answers: Answers) -> ChatChunks:
@@ -58,6 +64,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
             logprobs=bool(body.logprobs),
             by_token=bool(body.stream and body.cpuspec and body.cpuspec.tokens),
             meters=answers.meters,
+            scored=scored,
         )
 
     return await respond(request, model, wanted, make_writer, body.stream)
@@ -77,9 +84,11 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     model = await model_of(request, body.model, body.lora_scales)
     prompts, params = await _asked(model, body, context.notes)
     wanted = [RequestedAnswer(prompt, one) for prompt in prompts for one in answer_params(params)]
+    of_echo, of_prompt = params.logprobs if body.echo else None, prompt_logprobs_of(body)
     scores: list[list[TokenLogprobs]] = []
-    if body.echo and body.logprobs is not None:
-        scores = await _scores(request, model, prompts, params, is_answered=body.max_tokens != 0)
+    if of_echo is not None or of_prompt is not None:
+        most, is_answered = max(of_echo or 0, of_prompt or 0), body.max_tokens != 0
+        scores = await _scores(request, model, prompts, most, params.cache_salt, is_answered)
     head = {
         "id": f"cmpl-{context.id}",
         "object": "text_completion",
@@ -89,7 +98,16 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     usages = Usages(body.stream_options, [len(one.prompt) for one in wanted])
     echoes = [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts)
     has_logprobs = body.logprobs is not None
-    writer = TextChunks(model.llm.tokenizer, head, usages, echoes, len(wanted), logprobs=has_logprobs, scores=scores)
+    writer = TextChunks(
+        model.llm.tokenizer,
+        head,
+        usages,
+        echoes,
+        len(wanted),
+        logprobs=has_logprobs,
+        scores=_cut(scores, of_echo),
+        scored=_cut(scores, of_prompt),
+    )
     if body.max_tokens == 0:
         return _without_answers(writer, len(wanted), sum(map(len, prompts)), request.url.path, bool(body.stream))
     return await respond(request, model, wanted, lambda _: writer, body.stream)
@@ -114,19 +132,24 @@ async def _asked(model: ServedModel, body: CompletionBody, notes: dict[str, str]
 
 
 async def _scores(
-    request: Request, model: ServedModel, prompts: list[list[int]], params: SamplingParams, is_answered: bool
+    request: Request, model: ServedModel, prompts: list[list[int]], num_top: int, cache_salt: str | None, is_answered: bool
 ) -> list[list[TokenLogprobs]]:
-    """For each prompt the scores of its tokens; nothing stands before the first one.
+    """For each prompt the scores of its tokens with `num_top` likely ones; nothing stands before the first one.
 
     is_answered: whether answers follow, which then find what was computed here.
     """
     for prompt in prompts:
         model.check_prompt(prompt)
     context = context_of(request)
-    salt = model.salt(context.client, params.cache_salt) if is_answered else None
-    job = model.llm.scoring_job(prompts, params.logprobs or 0, context.adapters, salt)
+    salt = model.salt(context.client, cache_salt) if is_answered else None
+    job = model.llm.scoring_job(prompts, num_top, context.adapters, salt)
     await finish(request, model, job)
     return [[TokenLogprobs(ids[0], math.nan, ()), *found] for ids, found in zip(prompts, job.scores(), strict=True)]
+
+
+def _cut(scores: list[list[TokenLogprobs]], num_top: int | None) -> list[list[TokenLogprobs]]:
+    """The scores with `num_top` likely tokens each; none where that is None."""
+    return [] if num_top is None else [[replace(token, top=token.top[:num_top]) for token in one] for one in scores]
 
 
 def _without_answers(writer: TextChunks, num_answers: int, num_prompt_tokens: int, path: str, streams: bool) -> Response:

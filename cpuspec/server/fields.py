@@ -86,9 +86,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "early_stopping", "echo", "raw", "grammar_lazy"), (False,)),
     **dict.fromkeys(("continue_final_message", "return_tokens_as_token_ids", "penalize_nl", "backend_sampling"), (False,)),
     **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_a", "min_keep", "n_keep"), (0,)),
-    **dict.fromkeys(
-        ("priority", "n_discard", "n_cache_reuse", "n_indent", "num_keep", "smoothing_factor", "prompt_logprobs"), (0,)
-    ),
+    **dict.fromkeys(("priority", "n_discard", "n_cache_reuse", "n_indent", "num_keep", "smoothing_factor"), (0,)),
     **dict.fromkeys(("typical_p", "typical", "tfs_z", "tfs", "length_penalty", "best_of"), (1,)),
     **dict.fromkeys(("id_slot", "slot_id", "top_n_sigma", "t_max_predict_ms", "t_max_prompt_ms", "truncate_prompt_tokens"), (-1,)),
     **dict.fromkeys(("image_data", "tools", "bad_words", "logits_processors", "preserved_tokens", "grammar_triggers"), ([],)),

@@ -105,6 +105,23 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> dict
     return {"content": content, "refusal": None}
 
 
+def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+    """vLLM's of a prompt: by token id, the likeliest tokens and the one that stands there; null for the first.
+
+    rank: null for a token below the likeliest ones.
+    """
+
+    def entries(one: TokenLogprobs) -> dict[str, Any]:
+        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(one.top, 1)}
+        ranked.setdefault(one.token_id, (one.logprob, None))
+        return {
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer, token)[0]}
+            for token, (logprob, rank) in ranked.items()
+        }
+
+    return [None if isnan(one.logprob) else entries(one) for one in tokens]
+
+
 def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
     """OpenAI's logprobs of a plain completion. offset: characters of the text before the first token.
 

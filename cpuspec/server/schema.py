@@ -141,6 +141,7 @@ class SamplingBody(SamplingFields):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None  # vLLM's
     # Ignored.
     guided_decoding_backend: Any = None
     user: Any = None
@@ -271,6 +272,13 @@ def _checked_logprobs(number: int, name: str) -> int:
     if not 0 <= number <= _MOST_LOGPROBS:
         raise RequestError(f"{name} must be from 0 to {_MOST_LOGPROBS}, got {str(number)[:20]}", name)
     return number
+
+
+def prompt_logprobs_of(body: SamplingBody) -> int | None:
+    """How many alternatives of each token of the prompt are asked for. Raises RequestError, for a stream too, as vLLM does."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs come with a whole answer; leave out stream", "prompt_logprobs")
+    return None if body.prompt_logprobs is None else _checked_logprobs(body.prompt_logprobs, "prompt_logprobs")
 
 
 def grammar_of(body: SamplingBody) -> dict[str, Any]:

@@ -41,7 +41,7 @@ SENT: dict[str, Any] = {
     **{"repeat_penalty": 1.1, "n_predict": 3, "num_predict": 3, "min_tokens": 1, "min_keep": 1, "skip_special_tokens": False},
     **{"spaces_between_special_tokens": False, "include_stop_str_in_output": True, "add_special_tokens": False},
     **{"use_beam_search": True, "length_penalty": 1.2, "early_stopping": True, "truncate_prompt_tokens": 100, "priority": 1},
-    **{"request_id": "a", "prompt_logprobs": 1, "allowed_token_ids": [5], "bad_words": ["a"], "logits_processors": ["a"]},
+    **{"request_id": "a", "allowed_token_ids": [5], "bad_words": ["a"], "logits_processors": ["a"]},
     **{
         "return_tokens_as_token_ids": True,
         "return_token_ids": True,

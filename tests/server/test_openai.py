@@ -143,6 +143,32 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, llm: LLM, m
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (num_prompt, num_new)
 
 
+@pytest.mark.parametrize("number", [0, 3])
+def test_prompt_logprobs_are_the_offline_scores(client: openai.OpenAI, llm: LLM, number: int) -> None:
+    """As vLLM spells them: of a plain completion each choice has them, of a chat the whole answer."""
+    prompts = [llm.tokenizer.encode_prompt(text) for text in ("the dog sat", "a cat")]
+    extra: dict[str, Any] = {"extra_body": {"prompt_logprobs": number}}
+    plain: Any = client.completions.create(prompt=prompts, max_tokens=2, n=2, echo=True, logprobs=1, **GREEDY, **extra)
+    message = [{"role": "user", "content": "the dog"}]
+    chat: Any = client.chat.completions.create(messages=message, max_tokens=2, **GREEDY, **extra)
+    found = [(prompts[choice.index // 2], choice.prompt_logprobs) for choice in plain.choices]
+    for ids, told in [*found, (llm.tokenizer.encode_chat(message), chat.prompt_logprobs)]:
+        assert told[0] is None
+        texts = [one[str(token)]["decoded_token"] for token, one in zip(ids[1:], told[1:], strict=True)]
+        assert "".join(texts) == llm.tokenizer.decode(ids[1:], skip_special=False)
+        for token, one, wanted in zip(ids[1:], told[1:], llm.score([ids], number)[0], strict=True):
+            tops = {str(top): {"logprob": logprob, "rank": rank} for rank, (top, logprob) in enumerate(wanted.top, 1)}
+            assert len(one) == len(tops | {str(token): {}})
+            assert one[str(token)]["logprob"] == wanted.logprob
+            for key, entry in one.items():
+                del entry["decoded_token"]
+                assert entry == tops.get(key, {"logprob": wanted.logprob, "rank": None})
+    assert all(len(top) == 1 for top in plain.choices[0].logprobs.top_logprobs[1:]), "the echo has what it asked for"
+    for wrong in ({"stream": True, **extra}, {"extra_body": {"prompt_logprobs": 21}}):
+        with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
+            client.chat.completions.create(messages=message, max_tokens=2, **GREEDY, **wrong)  # type: ignore[call-overload]
+
+
 def test_logprobs_of_plain_completions_have_offsets(client: openai.OpenAI, llm: LLM) -> None:
     (wanted,) = llm.generate("the dog", SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1))
     answer = client.completions.create(prompt="the dog", max_tokens=6, logprobs=1, **GREEDY, **IGNORE)  # type: ignore[call-overload]
