@@ -113,6 +113,7 @@ def make_eagle3(
     fc_norm: bool = False,
     norm_output: bool = False,
     mask_id: int | None = None,
+    mask_name: str = "mask_token_id",
     counts_outputs: bool = False,
     seed: int = 1,
 ) -> RandomHead:
@@ -158,6 +159,7 @@ def make_eagle3(
             **{key: value for key, value in flags.items() if value and key in ("norm_before_residual", "norm_output")},
             "draft_vocab_size": num_drafted,
             "architectures": ["LlamaForCausalLMEagle3"],
+            **({} if mask_id is None else {mask_name: mask_id}),
         }
         if counts_outputs:
             return write_head(path, {**whole, "target_layer_ids": [layer - 1 for layer in layers]}, arrays)
@@ -174,7 +176,7 @@ def make_eagle3(
         "eagle_aux_hidden_state_layer_ids": list(layers),
         **flags,
     }
-    return write_head(path, whole if mask_id is None else {**whole, "mask_token_id": mask_id}, arrays)
+    return write_head(path, whole if mask_id is None else {**whole, mask_name: mask_id}, arrays)
 
 
 def add_mtp(directory: Path, seed: int = 3) -> dict[str, NDArray[Any]]:

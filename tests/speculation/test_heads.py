@@ -87,6 +87,7 @@ EAGLE3 = {
     "norms of layers and of the output": {"layout": "speculators", "fc_norm": True, "norm_output": True},
     "two layers": {"layout": "speculators", "num_layers": 2},
     "P-EAGLE": {"layout": "speculators", "num_layers": 2, "mask_id": 300},
+    "P-EAGLE, named as for vLLM": {"num_layers": 2, "mask_id": 300, "mask_name": "ptd_token_id"},
 }
 
 

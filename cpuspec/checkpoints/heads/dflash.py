@@ -16,6 +16,7 @@ from cpuspec.checkpoints.heads.head import (
     factor_of,
     final_norm,
     inputs_of,
+    mask_token,
     num_drafted,
     with_logit_scale,
 )
@@ -67,7 +68,7 @@ def read_block_head(files: HeadFiles, target: Checkpoint) -> Head:
     config = fields.object("transformer_layer_config") if "transformer_layer_config" in fields else fields
     head = HeadConfig("none", feature_size=size, num_logits=num_logits, injects=True)
     model = head_model(files, config, tensors, head, target)
-    mask_id = (fields if "mask_token_id" in fields else nested).token_id("mask_token_id", model.config.vocab_size)
+    mask_id = mask_token(fields, nested, model.config.vocab_size)
     block = _block(files, nested, others, model, num_logits)
     return Head(
         "block",

@@ -11,7 +11,7 @@ import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, final_norm, inputs_of, num_drafted
+from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, final_norm, inputs_of, mask_token, num_drafted
 from cpuspec.checkpoints.heads.model import DERIVED, canonical_name, head_model
 from cpuspec.config import HeadConfig
 from cpuspec.formats import QuantTensor
@@ -81,7 +81,7 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     state_norm = final_norm(model) if fields.boolean("norm_output", False) else None
     if is_parallel:
         mask = _mask(files, size)
-        mask_id = fields.token_id("mask_token_id", model.config.vocab_size)
+        mask_id = mask_token(fields, nested, model.config.vocab_size)
     return Head(
         "p-eagle" if is_parallel else "eagle3",
         files.name,

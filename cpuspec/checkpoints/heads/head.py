@@ -28,6 +28,7 @@ I64 = NDArray[np.int64]
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MEDUSA = "medusa_lm_head"
+_MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _MOST_TOKENS = 32  # that a draft has by default, whatever a file says
 
 
@@ -273,6 +274,13 @@ class HeadFiles:
 def inputs_of(outputs: list[object]) -> list[object]:
     """Layers whose inputs are the outputs of layers `outputs`, as z-lab and DeepSpec count them."""
     return [one + 1 if type(one) is int else one for one in outputs]
+
+
+def mask_token(fields: Fields, nested: Fields, vocab_size: int) -> int:
+    """The token that stands for those to come, by the names that vLLM looks for. Raises CheckpointError where there is none."""
+    found = ((place, name) for name in _MASKS for place in (fields, nested) if place.value(name) is not None)
+    place, name = next(found, (fields, _MASKS[0]))
+    return place.token_id(name, vocab_size)
 
 
 def num_drafted(tensors: Mapping[str, QuantTensor], target: Checkpoint) -> int:
