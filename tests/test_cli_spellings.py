@@ -21,6 +21,7 @@ LINES = [
     ("serve", "a --spec-type ngram-simple --draft-max 9", "--draft ngram@9 a"),
     ("serve", "a --spec-type none -md b.gguf", "--draft none a"),
     ("serve", "a --max-model-len 64 -np 3 -ctk q8_0 -a x", "a --context-length 64 --max-sequences 3 --kv-format int8 --alias x"),
+    ("serve", "a --timeout 60 -kvu -ncmoe 4 --rope-scale 2 --cors-origins x", "a --max-request-s 60 --cors x"),
     ("serve", "a --tool-call-parser hermes --trust-remote-code --port 1", "a --port 1"),
     ("bench", "-p 5 -n 4 -r 2 -s 1", "-p 5 -n 4 -r 2 -s 1"),
 ]

@@ -68,6 +68,7 @@ HOMES = {
     "httpx_sse": {"load"},
     "ray": {"ray"},
     "lm_eval": {"evaluate"},
+    "evalplus": {"evaluate"},
     "optimum": set(),
     "pickle": set(),
     "environment variables": {"environment", "text"},

@@ -187,7 +187,7 @@ def _read_peft(directory: Path) -> tuple[int, _Pairs, _Scale]:
         fields.fail("peft_type", "LORA")
     for key, plain in _PLAIN.items():
         if fields.value(key) not in (None, plain):
-            fields.fail(key, f"{plain}: others are not supported")
+            fields.fail(key, f"{plain}: others are not supported; merge such an adapter with PEFT's merge_and_unload")
     if fields.value("modules_to_save"):
         fields.fail("modules_to_save", "none: matrices that were trained whole are not supported")
     alpha, roots = fields.number("lora_alpha", 8.0), fields.boolean("use_rslora", False)

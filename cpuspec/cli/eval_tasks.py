@@ -138,11 +138,37 @@ def harness(
     """
     from cpuspec.evaluate.harness import harness_table, open_harness, run_harness
 
-    checkpoint, spec = open_with_drafts(model, draft)
+    checkpoint, spec = open_with_drafts(model, draft, adapts=True)
     with open_harness(checkpoint, spec, running.backend, running.settings) as lm:
         found = run_harness(lm, tasks, include_path, shots, limit, chat)
     report = {"benchmark": "harness", **describe_eval(model, running), "draft": str(spec), **found}
     print_report(report, as_json, lambda _: emit(harness_table(found) + "\n"))
+
+
+@exit_codes()
+@options.takes_running("max_sequences", "context_length", *options.HOW, *options.ADAPTED)
+def plus(
+    model: options.ModelArgument,
+    dataset: Annotated[str, argument("DATASET", "humaneval or mbpp.")],
+    out: Annotated[Path, argument("OUT.jsonl", "The file to write; a problem that has its samples there is left out.")],
+    *,
+    draft: options.DraftOption = None,
+    samples: Annotated[int, option("N", "Answers to each problem.", min=1)] = 1,
+    temperature: Annotated[float, option("T", "0 is greedy.", min=0)] = 0.0,
+    max_tokens: Annotated[int, option("N", "Of an answer.", min=1)] = 768,
+    limit: LimitOption = None,
+    running: options.Running,
+) -> None:
+    """Answer the problems of EvalPlus (HumanEval+ and MBPP+), whose own program judges them.
+
+    It needs evalplus, which fetches the problems. Nothing that the model wrote is run: `evalplus.evaluate --dataset DATASET
+    --samples OUT.jsonl` does that, best in a container.
+    """
+    from cpuspec.evaluate.plus import make_samples
+
+    with load_llm(model, draft, running, running.settings.max_sequences) as llm:
+        make_samples(llm, dataset, out, samples, temperature, max_tokens, limit)
+    note(f"judge it with: evalplus.evaluate --dataset {dataset} --samples {out}")
 
 
 def describe_eval(model: str, running: options.Running | None = None) -> dict[str, Any]:

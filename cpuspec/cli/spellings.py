@@ -43,6 +43,10 @@ _METHODS = {
 }
 _KIND, _MODEL, _TOKENS, _CONFIDENCE = "KIND", "MODEL", "MODEL@N", "MODEL@:P"
 _BY_ITSELF = "the chat template says it"
+_BY_FILES = "the model's files say it"
+_HERE = "this is how it is here"
+_KEPT = "prefixes are kept by themselves"
+_ON_CPU = "everything runs on the CPU"
 
 
 def _left_out(program: str, *names: str, why: str, value: bool = True) -> Spelling:
@@ -100,12 +104,59 @@ SPELLINGS = (
     _left_out(LLAMA, "-b", "--batch-size", "-ub", "--ubatch-size", why="the size of a batch is chosen for the machine"),
     _left_out(LLAMA, "-tb", "--threads-batch", why="prompts use the same threads"),
     _left_out(LLAMA, "--numa", "--prio", "--poll", "-C", "--cpu-mask", why="threads are placed for the machine"),
-    _left_out(LLAMA, "--cache-ram", "--cache-reuse", "--keep", why="prefixes are kept by themselves"),
+    _left_out(LLAMA, "--cache-ram", "--cache-reuse", "--keep", why=_KEPT),
     _flag(LLAMA, "--mlock", why="weights stay in memory as long as they fit"),
     _flag(LLAMA, "--jinja", "--no-jinja", why="chat templates are always rendered by Jinja"),
     _flag(LLAMA, "-cnv", "--conversation", why="`cpuspec chat` is the conversation"),
-    _flag(LLAMA, "-st", "--single-turn", "--no-display-prompt", "--simple-io", "--log-disable", why="this is how it is here"),
-    _flag(LLAMA, "--no-warmup", "--metrics", "--props", "--no-webui", "--cont-batching", "-cb", why="this is how it is here"),
+    _flag(LLAMA, "-st", "--single-turn", "--no-display-prompt", "--simple-io", "--log-disable", why=_HERE),
+    _flag(LLAMA, "--no-warmup", "--metrics", "--props", "--no-webui", "--cont-batching", "-cb", why=_HERE),
+    _flag(
+        LLAMA, "--repack", "-nr", "--no-repack", "--no-host", "--op-offload", "--no-op-offload", "-cmoe", "--cpu-moe", why=_ON_CPU
+    ),
+    _flag(LLAMA, "-kvo", "--kv-offload", "-nkvo", "--no-kv-offload", why=_ON_CPU),
+    _left_out(LLAMA, "-dev", "-ncmoe", "--n-cpu-moe", "-ot", "--override-tensor", why=_ON_CPU),
+    _left_out(LLAMA, "-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu", why=_ON_CPU),
+    _left_out(LLAMA, "-fit", "--fit", "-fitt", "--fit-target", "-fitc", "--fit-ctx", why="what does not fit is told; see --memory"),
+    _left_out(LLAMA, "-ctxcp", "--ctx-checkpoints", "--swa-checkpoints", "-cms", "--checkpoint-min-step", why=_KEPT),
+    _flag(LLAMA, "--cache-prompt", "--no-cache-prompt", "--cache-idle-slots", "--no-cache-idle-slots", why=_KEPT),
+    _flag(LLAMA, "-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified", "--swa-full", why="caches grow as they are used"),
+    _left_out(LLAMA, "-sps", "--slot-prompt-similarity", "-dt", "--defrag-thold", why=_KEPT),
+    _flag(LLAMA, "--context-shift", "--no-context-shift", why="an answer ends where the context is full"),
+    _flag(LLAMA, "-e", "--escape", "--perf", "--no-perf", "--slots", "--webui", "--ui", "--prefill-assistant", why=_HERE),
+    _flag(LLAMA, "--log-prefix", "--no-log-prefix", "--log-timestamps", "--no-log-timestamps", why=_HERE),
+    _left_out(LLAMA, "--log-file", "-lv", "--verbosity", "--log-verbosity", "--log-colors", why="the log goes to stderr"),
+    _left_out(LLAMA, "--threads-http", "--sse-ping-interval", "--cache-type-k-draft", "-ctkd", "-ctvd", why=_HERE),
+    _left_out(LLAMA, "--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", why=_BY_FILES),
+    _left_out(
+        LLAMA, "--yarn-orig-ctx", "--yarn-ext-factor", "--yarn-attn-factor", "--yarn-beta-slow", "--yarn-beta-fast", why=_BY_FILES
+    ),
+    _left_out(LLAMA, "--reasoning-format", why="reasoning is reasoning_content, thinking or a reasoning item"),
+    _flag(LLAMA, "--rerank", "--reranking", why="the server ranks by itself, where the model's files say so"),
+    Spelling(
+        LLAMA,
+        ("-rea", "--reasoning", "--reasoning-budget", "--reasoning-effort", "--chat-template-kwargs"),
+        why="--thinking and --no-thinking of chat and generate; requests to a server say it: enable_thinking, reasoning_effort",
+    ),
+    Spelling(
+        LLAMA,
+        ("--mirostat", "--dry-multiplier", "--xtc-probability", "--typical", "--typical-p", "--top-n-sigma", "--dynatemp-range"),
+        why="answers are not sampled so; use --temperature, --top-k, --top-p and --min-p",
+    ),
+    Spelling(LLAMA, ("--samplers", "--sampler-seq"), why="penalties, temperature, top-k, top-p and min-p follow in this order"),
+    Spelling(LLAMA, ("--control-vector", "--control-vector-scaled"), why="not there; a LoRA adapter changes a model: --lora"),
+    Spelling(LLAMA, ("--override-kv",), why="settings are those of the model's file; write another with `cpuspec quantize`"),
+    Spelling(LLAMA, ("-mu", "--model-url", "-hff", "--hf-file"), why="name a file of the hub: --model hf:owner/name/file.gguf"),
+    Spelling(LLAMA, ("-hft", "--hf-token"), why="a token on the command line is seen by others: set HF_TOKEN"),
+    Spelling(LLAMA, ("--ssl-key-file", "--ssl-cert-file", "--api-prefix"), why="let a proxy before the server do that"),
+    Spelling(LLAMA, ("--models-dir", "--models-preset"), why="name several models: cpuspec serve MODEL MODEL"),
+    Spelling(LLAMA, ("-to", "--timeout"), "--max-request-s"),
+    Spelling(LLAMA, ("--cors-origins",), "--cors"),
+    Spelling(LLAMA, ("--rpc",), why="a model runs on one machine"),
+    Spelling(
+        LLAMA,
+        ("--spec-ngram-size-n", "--spec-ngram-size-m", "--spec-ngram-mod-n-max", "--spec-ngram-mod-n-match", "-lcs", "-lcd"),
+        why="--draft ngram@N drafts N tokens, and finds the length of matches by itself",
+    ),
     Spelling(VLLM, ("--max-model-len",), "--context-length"),
     Spelling(VLLM, ("--max-num-seqs",), "--max-sequences"),
     Spelling(VLLM, ("--served-model-name",), "--alias"),
@@ -118,10 +169,21 @@ SPELLINGS = (
     ),
     _left_out(VLLM, "--gpu-memory-utilization", "--swap-space", "--block-size", why="memory is divided by itself; see --memory"),
     _left_out(VLLM, "--tool-call-parser", "--reasoning-parser", why=_BY_ITSELF),
-    _left_out(VLLM, "--quantization", "-q", "--load-format", "--tokenizer-mode", why="the model's files say it"),
+    _left_out(VLLM, "--quantization", "-q", "--load-format", "--tokenizer-mode", why=_BY_FILES),
     _flag(VLLM, "--enable-auto-tool-choice", "--enable-reasoning", why=_BY_ITSELF),
-    _flag(VLLM, "--enable-prefix-caching", "--enable-chunked-prefill", "--enforce-eager", why="this is how it is here"),
+    _flag(VLLM, "--enable-prefix-caching", "--enable-chunked-prefill", "--enforce-eager", why=_HERE),
     _flag(VLLM, "--trust-remote-code", why="no code of a model is ever run"),
+    _left_out(VLLM, "--generation-config", "--tokenizer", "--structured-outputs-config", "--max-logprobs", why=_HERE),
+    _left_out(VLLM, "--guided-decoding-backend", "--compilation-config", "--distributed-executor-backend", why=_HERE),
+    _left_out(VLLM, "--cpu-offload-gb", "--kv-offloading-size", "--limit-mm-per-prompt", "--uvicorn-log-level", why=_HERE),
+    _flag(VLLM, "--disable-log-requests", "--disable-log-stats", "--async-scheduling", "--no-enable-prefix-caching", why=_HERE),
+    _left_out(VLLM, "--runner", "--convert", "--task", why="the model's files say it; --pooling chooses how states are pooled"),
+    Spelling(VLLM, ("--allowed-origins",), "--cors"),
+    Spelling(VLLM, ("--data-parallel-size", "-dp"), why="start a server for each machine; cpuspec.ray serves over several"),
+    Spelling(VLLM, ("--override-generation-config",), why="requests say how they are sampled"),
+    Spelling(VLLM, ("--default-chat-template-kwargs",), why="requests say it: chat_template_kwargs"),
+    Spelling(VLLM, ("--ssl-keyfile", "--ssl-certfile", "--root-path"), why="let a proxy before the server do that"),
+    Spelling(VLLM, ("--revision", "--download-dir"), why="a revision follows the model's name: owner/name@REVISION; set HF_HOME"),
     _left_out(OLLAMA, "--keepalive", why="a model stays until its memory is needed"),
     _flag(OLLAMA, "--verbose", why="figures are always told on stderr"),
 )

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from cpuspec.backends import Backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.engine.llm import LLM
+from cpuspec.engine.lora import AdaptedBackend
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.answers import answer_all, opened
 from cpuspec.evaluate.quality import Scorer
@@ -119,7 +120,8 @@ def open_harness(
 ) -> Iterator[HarnessLM]:
     """Load a model for the harness, and close it in the end."""
     with opened(backend, checkpoint, spec, settings or EngineConfig()) as (llm, loaded):
-        yield HarnessLM(llm, loaded)
+        adapters = llm.adapters.default
+        yield HarnessLM(llm, cast(Backend, AdaptedBackend(loaded, adapters)) if adapters else loaded)
 
 
 def run_harness(

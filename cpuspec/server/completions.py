@@ -132,7 +132,7 @@ async def _asked(model: ServedModel, body: CompletionBody, notes: dict[str, str]
 
 
 async def _scores(
-    request: Request, model: ServedModel, prompts: list[list[int]], num_top: int, cache_salt: str | None, is_answered: bool
+    request: Request, model: ServedModel, prompts: list[list[int]], num_top: int, cache_salt: str, is_answered: bool
 ) -> list[list[TokenLogprobs]]:
     """For each prompt the scores of its tokens with `num_top` likely ones; nothing stands before the first one.
 

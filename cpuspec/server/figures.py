@@ -112,7 +112,7 @@ def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> li
     """
 
     def entries(one: TokenLogprobs) -> dict[str, Any]:
-        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(one.top, 1)}
+        ranked: dict[int, tuple[float, int | None]] = {token: (logprob, rank) for rank, (token, logprob) in enumerate(one.top, 1)}
         ranked.setdefault(one.token_id, (one.logprob, None))
         return {
             str(token): {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer, token)[0]}

@@ -250,6 +250,131 @@ def chat_history(message: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+_FILL = {"temperature": 0.01, "top_p": None, "top_k": None, "num_predict": 8, "stop": ["<|endoftext|>", "\n\n"], "num_ctx": 8192}
+_OPTIONS = {**_FILL, "mirostat": None, "num_thread": None, "use_mmap": None, "min_p": None, "stop": []}
+_ASKED = {"role": "user", "content": "What is in my notes?"}
+_CALLED = {"index": 0, "id": "call_1", "function": {"name": "shell", "arguments": {"command": "ls"}}}
+_TITLE = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"], "additionalProperties": False}
+_IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+# What else these clients send, and the fields that the server may pass over. Sources: openai/codex (codex-rs/lmstudio and ollama),
+# anthropics/claude-code 52057 and 15862, BerriAI/litellm-docs 993, continuedev/continue (core/llm/llms: Ollama.ts, LlamaCpp.ts,
+# OpenAI.ts), open-webui/open-webui (backend/open_webui/utils/payload.py), litellm's ollama_chat for Aider.
+OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "Codex loads a model": ("/v1/responses", {"model": "tiny", "input": "", "max_output_tokens": 1}, set()),
+    "Codex, a picture in a result": (
+        "/v1/responses",
+        codex_body(
+            [
+                {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "xx"},
+                {"type": "function_call", "name": "view_image", "arguments": "{}", "call_id": "c_1"},
+                {"type": "function_call_output", "call_id": "c_1", "output": [{"type": "input_text", "text": "seen"}, _IMAGE]},
+            ]
+        ),
+        set(),
+    ),
+    "Claude Code's probe": (
+        "/v1/messages?beta=true",
+        {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "quota"}], "metadata": {"user_id": "{}"}},
+        set(),
+    ),
+    "Claude Code's title": (
+        "/v1/messages?beta=true",
+        {
+            **{name: value for name, value in claude_body([], 0).items() if name not in ("diagnostics", "context_management")},
+            **{"tools": [], "thinking": {"type": "disabled"}, "max_tokens": 24},
+            "output_config": {"format": {"type": "json_schema", "schema": _TITLE}},
+        },
+        set(),
+    ),
+    "Claude Code with ENABLE_TOOL_SEARCH": (
+        "/v1/messages?beta=true",
+        {
+            **claude_body([{"role": "user", "content": [{"type": "text", "text": "", "cache_control": {"type": "ephemeral"}}]}], 1),
+            "tools": [
+                {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
+                {"name": "shell", "description": "runs it", "input_schema": PARAMETERS, "defer_loading": True},
+            ],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
+            "thinking": {"type": "adaptive", "display": "summarized"},
+            "output_config": {"effort": "xhigh", "task_budget": {"type": "tokens", "total": 20000}},
+            "cache_control": {"type": "ephemeral"},
+        },
+        {"output_config.task_budget"},
+    ),
+    "Aider through Ollama": (
+        "/api/chat",
+        {"model": "tiny", "messages": [_ASKED], "options": {"temperature": 0, "num_ctx": 8192}, "stream": True},
+        {"num_ctx"},
+    ),
+    "Continue through Ollama": (
+        "/api/chat",
+        {"model": "tiny", "messages": [_ASKED], "options": _OPTIONS, "keep_alive": 1800, "stream": False, "tools": CHAT_TOOLS},
+        {"num_ctx"},
+    ),
+    "Continue completes through Ollama": (
+        "/api/generate",
+        {"model": "tiny", "prompt": "What is in my notes?", "raw": True, "options": _FILL, "keep_alive": 1800, "stream": True},
+        {"num_ctx"},
+    ),
+    "Continue through llama.cpp": (
+        "/completion",
+        {"prompt": "What is in my notes?", "stream": True, "n_predict": 8, "stop": ["</s>"], "temperature": 0.5, "top_k": 20},
+        set(),
+    ),
+    "Continue completes": (
+        "/v1/completions",
+        {
+            **{"model": "tiny", "prompt": "What is in my notes?", "max_tokens": 8, "temperature": 0.01, "stream": True},
+            **{"stop": ["<|fim_prefix|>", "/src/", "```"], "presence_penalty": None},
+        },
+        set(),
+    ),
+    "Open WebUI through Ollama": (
+        "/api/chat",
+        {
+            "model": "tiny",
+            "messages": [
+                _ASKED,
+                {"role": "assistant", "content": "", "tool_calls": [_CALLED]},
+                {"role": "tool", "content": RESULTS[0], "tool_call_id": "call_1"},
+                {"role": "user", "content": "And this?", "images": ["AA=="]},
+            ],
+            **{"stream": True, "tools": CHAT_TOOLS, "think": True, "keep_alive": "5m", "metadata": {"chat_id": "c-1"}},
+            "options": {
+                "num_predict": 8,
+                "mirostat_eta": 0.1,
+                "repeat_last_n": 64,
+                "repeat_penalty": 1.1,
+                "num_gpu": 99,
+                "seed": 1,
+            },
+        },
+        {"metadata", "mirostat_eta", "repeat_last_n", "num_gpu"},
+    ),
+    "Open WebUI's title": (
+        "/v1/chat/completions",
+        {
+            **{"model": "tiny", "messages": [_ASKED], "stream": False, "max_completion_tokens": 8},
+            "metadata": {"task": "title_generation", "chat_id": "c-1"},
+        },
+        set(),
+    ),
+    "opencode's title": (
+        "/v1/chat/completions",
+        {
+            **{
+                "model": "tiny",
+                "messages": [{"role": "system", "content": SYSTEM}, _ASKED],
+                "max_tokens": 32000,
+                "temperature": 0.5,
+            },
+            **{"stream": True, "stream_options": {"include_usage": True}, "chat_template_kwargs": {"enable_thinking": False}},
+        },
+        set(),
+    ),
+}
+
+
 def read_codex(lines: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The items of a stream and its last response, read as strictly as Codex and other clients do."""
     items: list[dict[str, Any]] = []

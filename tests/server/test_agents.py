@@ -17,6 +17,7 @@ from cpuspec.server.model import Answers
 from tests.server.agents import (
     CALLS,
     CHAT_AGENTS,
+    OTHER_REQUESTS,
     RESULTS,
     SAID,
     SCRIPT,
@@ -170,6 +171,30 @@ def test_agents_find_the_server_and_its_models(running: Running) -> None:
     assert row["meta"]["n_params"] == running.model.llm.num_parameters > 0
     theirs = running.anthropic
     assert [one.id for one in theirs.models.list(limit=1000)] == ["tiny"]
+
+
+@pytest.mark.parametrize("client", OTHER_REQUESTS)
+def test_other_requests_of_clients_are_answered(running: Running, client: str) -> None:
+    path, body, ignored = OTHER_REQUESTS[client]
+    reply = running.post(
+        path, json=body, headers={"anthropic-beta": "advanced-tool-use-2025-11-20", "api-key": "", "x-api-key": "a"}
+    )
+    assert reply.status_code == 200, reply.text
+    assert '"error"' not in reply.text.replace('"error":null', "")
+    assert not body.get("stream") or reply.text.rstrip().splitlines()[-1].startswith(("data: ", "{")), "the stream has its end"
+    told = reply.headers.get("x-cpuspec-ignored-fields", "")
+    assert set(filter(None, told.replace(" ", "").split(","))) == ignored
+    if "notes" in json.dumps(body):
+        assert "What is in my notes?" in prompt_of(running)
+
+
+@pytest.mark.parametrize(
+    "path", ["/api/version", "/api/tags", "/api/ps", "/v1/models?client_version=0.147.0", "/models", "/v1/models?limit=1000"]
+)
+def test_clients_find_what_they_look_for_first(running: Running, path: str) -> None:
+    reply = running.get(path)
+    assert reply.status_code == 200
+    assert "version" in path or "tiny" in reply.text
 
 
 @pytest.mark.parametrize(
