@@ -42,7 +42,7 @@ def page() -> str:
         _table(("there", "here"), [(f"`{name}`", f"`{here}`") for name, here in OTHER_COMMANDS.items()]),
         "## Options",
         "An option with one of ours beside it may be typed as it is. What is left out is told on stderr; others are errors. An "
-        "option of the same name on both sides, as `--top-k`, is not listed; one that is neither listed nor ours has no counterpart.",
+        "option of the same name on both sides is not listed, and one that is neither listed nor ours has no counterpart.",
     ]
     for program in (LLAMA, VLLM, OLLAMA):
         rows = []
