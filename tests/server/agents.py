@@ -299,7 +299,7 @@ OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             "output_config": {"effort": "xhigh", "task_budget": {"type": "tokens", "total": 20000}},
             "cache_control": {"type": "ephemeral"},
         },
-        {"output_config.task_budget"},
+        set(),
     ),
     "Aider through Ollama": (
         "/api/chat",
@@ -349,7 +349,7 @@ OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
                 "seed": 1,
             },
         },
-        {"metadata", "mirostat_eta", "repeat_last_n", "num_gpu"},
+        {"mirostat_eta", "repeat_last_n", "num_gpu"},
     ),
     "Open WebUI's title": (
         "/v1/chat/completions",
