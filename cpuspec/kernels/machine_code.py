@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,9 @@ from typing import Any
 
 import numba
 from llvmlite import binding
-from numba import cfunc, types
+from numba import types
+from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 
 from cpuspec import formats, platform
 from cpuspec.environment import cache_dir, importing_environment, sources_digest, usable_cores, who_else_writes
@@ -87,11 +89,11 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
             _tell_of_compiling(directory, is_ours=not others)
             if directory.name != _FINGERPRINT:
                 _warn_of(directory.with_name(_FINGERPRINT), directory if not others else None)
-            compiled = _compile(make(), num_arguments, returns)
-            found = int(compiled.address)
+            body = _compile(make(), num_arguments, returns)
+            found = _link(body)
             if not others:
                 try:
-                    _keep(compiled, path)
+                    _keep(body, path)
                 except OSError as error:  # told already, unless the disk was filled by this very file
                     _log.debug("%s was not kept: %s", path, error)
     return found
@@ -152,33 +154,42 @@ def _tell_of_compiling(directory: Path, is_ours: bool) -> None:
     _log.info("compiling kernels for this processor: some seconds, %s", when)
 
 
-def _compile(python: Callable[..., Any], num_arguments: int, returns: bool) -> Any:
+def _optimised(python: Callable[..., Any], num_arguments: int, returns: bool) -> tuple[str, Any]:
+    """The name and the LLVM module of a C function of int64s, optimised; of the module's functions it alone is exported."""
     binding.initialize_native_asmparser()  # some kernels are written as instructions
-    result = types.int64 if returns else types.void
-    return cfunc(result(*[types.int64] * num_arguments), **OPTIONS)(python)
+    callback = CFunc(python, ((types.int64,) * num_arguments, types.int64 if returns else types.void), {}, OPTIONS)
+    with global_compiler_lock:
+        made = callback._compile_uncached()
+        # Here Numba would make machine code for an engine of its own, and `_compile` a second time: half of LLVM's time.
+        made.library._finalize_final_module = lambda: None
+        made.library.finalize()
+    name, module = made.fndesc.llvm_cfunc_wrapper_name, binding.parse_assembly(made.library.get_llvm_str())
+    for value in (*module.functions, *module.global_variables):
+        if not value.is_declaration and value.name != name:
+            value.linkage = "internal"
+    return name, module
 
 
 def assembly(python: Callable[..., Any], num_arguments: int) -> str:
     """The instructions of a function of int64s, compiled and not kept: with labels, and LLVM's remarks about loops."""
-    module = binding.parse_assembly(_compile(python, num_arguments, returns=False).inspect_llvm())
+    _, module = _optimised(python, num_arguments, returns=False)
     functions = _target_machine().emit_assembly(module).split(".Lfunc_end")
     lines: list[str] = max(functions, key=len).splitlines()  # the others only call it
     return "\n".join(line for line in lines if line.startswith((".LBB", " ")) or (line[:1] == "\t" and line[1:2] not in ".#"))
 
 
-def _keep(compiled: Any, path: Path) -> None:
-    """Write the object file of a compiled function: a checksum, what it is called and what it calls, and the code."""
-    module = binding.parse_assembly(compiled.inspect_llvm())
-    calls = []
-    for value in (*module.functions, *module.global_variables):
-        if value.is_declaration:
-            calls.append(value.name)
-        elif value.name != compiled.native_name:
-            value.linkage = "internal"
-    allocators = [name for name in calls if name.startswith("NRT_") and "lloc" in name]
-    assert not allocators, f"{path.stem} calls {allocators}: kernels get memory from their callers"
-    head = json.dumps([compiled.native_name, calls]).encode() + b"\n"
-    body = head + _target_machine().emit_object(module)
+def _compile(python: Callable[..., Any], num_arguments: int, returns: bool) -> bytes:
+    """A function as `_link` takes it: a line with its name and what it calls, and the object file."""
+    name, module = _optimised(python, num_arguments, returns)
+    calls = [value.name for value in (*module.functions, *module.global_variables) if value.is_declaration]
+    allocators = [call for call in calls if call.startswith("NRT_") and "lloc" in call]
+    assert not allocators, f"{python.__name__} calls {allocators}: kernels get memory from their callers"
+    code: bytes = _target_machine().emit_object(module)
+    return json.dumps([name, calls]).encode() + b"\n" + code
+
+
+def _keep(body: bytes, path: Path) -> None:
+    """Write a compiled function and its checksum."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with open(unfinished, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
@@ -198,22 +209,23 @@ def _load(path: Path) -> int | None:
     except OSError:
         return None
     digest, body = content[:32], content[32:]
-    if others or hashlib.sha256(body).digest() != digest:
-        return None
+    return None if others or hashlib.sha256(body).digest() != digest else _link(body)
+
+
+def _link(body: bytes) -> int:
+    """Loads what `_compile` made into this process, and returns the function's address.
+
+    Numba's own functions, which only a Python exception would need, end the process.
+    """
     head, _, code = body.partition(b"\n")
     name, calls = json.loads(head)
     engine = _engine()
-    _provide(calls)
+    for call in calls:
+        if not call.startswith("llvm.") and binding.address_of_symbol(call) is None:
+            binding.add_symbol(call, ctypes.cast(ctypes.pythonapi.Py_FatalError, ctypes.c_void_p).value)
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return engine.get_function_address(name)
-
-
-def _provide(names: Sequence[str]) -> None:
-    """Let the linker find what code calls. Numba's own functions, which only a Python exception would need, end the process."""
-    for name in names:
-        if not name.startswith("llvm.") and binding.address_of_symbol(name) is None:
-            binding.add_symbol(name, ctypes.cast(ctypes.pythonapi.Py_FatalError, ctypes.c_void_p).value)
+    return int(engine.get_function_address(name))
 
 
 @cache
