@@ -67,14 +67,10 @@ _STATE_LIMITS = {"key_heads": (1, 1 << 12), "key_dims": (1, 1 << 10), "value_hea
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context.
+    """How rotary frequencies are stretched beyond the trained context."""
 
-    kind: "linear", "llama3", "yarn", "factors" (explicit divisors, one per frequency, as GGUF's `rope_freqs`), or "longrope": as
-    "factors", but `short_factors` in a context of at most `original_context_length` (`for_context`).
-    attention_factor: of cosines and sines; None for 1, or YaRN's own. truncate: whether YaRN's ramp goes from whole pairs to whole
-    pairs, as it does for llama.cpp in every model.
-    """
-
+    # "linear", "llama3", "yarn", "factors" (explicit divisors, one per frequency, as GGUF's `rope_freqs`), or "longrope": as
+    # "factors", but `short_factors` in a context of at most `original_context_length` (`for_context`).
     kind: str
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -82,10 +78,10 @@ class RopeScaling:
     original_context_length: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None
+    attention_factor: float | None = None  # of cosines and sines; None for 1, or YaRN's own
     factors: tuple[float, ...] = ()
     short_factors: tuple[float, ...] = ()
-    truncate: bool = True
+    truncate: bool = True  # YaRN's ramp goes from whole pairs to whole pairs, as in llama.cpp for every model
 
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "llama3", "yarn", "factors", "longrope"):
@@ -133,45 +129,37 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """One set of rotary positions: the base of their frequencies, how these are scaled, and how many dimensions of a head turn, the
-    first ones; 0 for all.
+    """One set of rotary positions."""
 
-    growth: b in 1 + b ln(1 + floor(position / growth_length)), a factor of the heads that are turned; 0 for none.
-    """
-
-    base: float = 10000.0
-    scaling: RopeScaling | None = None
-    dims: int = 0
+    base: float = 10000.0  # of the frequencies
+    scaling: RopeScaling | None = None  # of the frequencies
+    dims: int = 0  # the first dimensions of a head, which turn; 0 for all
+    # b in 1 + b ln(1 + floor(position / growth_length)), a factor of the heads that are turned; 0 for none
     growth: float = 0.0
     growth_length: int = 0
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture's experts, and how its router chooses among them. Each is a gated feed-forward part of `size`.
+    """A mixture's experts, and how its router chooses among them. Each is a gated feed-forward part."""
 
-    count, used: how many there are, and how many a row goes through.
-    score: what the router's logits become before the best are chosen: "softmax" over all experts, "sigmoid", or "chosen", a softmax
-    over the logits of those that were chosen. normalised: whether the chosen weights are divided by their sum.
-    scale: of the weights. shifted: whether the choice, and only it, adds a number of each expert to the scores (`router_shift`).
-    groups, groups_used: experts in a row form groups; those of the groups whose two best scores have the largest sums are chosen
-    from. least_sum: what the sum is at least where weights are normalised. bias: whether router and experts have biases.
-    weighed: whether weights are multiplied with a number of their expert in the end (`router_factors`). normed_apart: whether the
-    router, the experts and the dense part beside them each have a norm of their inputs, and the last two one of their outputs.
-    """
-
-    count: int
-    used: int
-    size: int
+    count: int  # experts of a layer
+    used: int  # experts that a row goes through
+    size: int  # inner numbers of one expert
+    # What the router's logits become before the best are chosen: "softmax" over all experts, "sigmoid", or "chosen", a softmax over
+    # the logits of those that were chosen.
     score: str = "softmax"
-    normalised: bool = True
-    scale: float = 1.0
-    shifted: bool = False
+    normalised: bool = True  # the chosen weights are divided by their sum
+    scale: float = 1.0  # of the weights
+    shifted: bool = False  # the choice, and only it, adds a number of each expert to the scores (`router_shift`)
+    # Consecutive experts form groups. The `groups_used` groups whose two best scores have the largest sums are chosen from.
     groups: int = 1
     groups_used: int = 1
-    least_sum: float = 0.0
-    bias: bool = False
-    weighed: bool = False
+    least_sum: float = 0.0  # what the sum is at least where weights are normalised
+    bias: bool = False  # router and experts have biases
+    weighed: bool = False  # weights are multiplied with a number of their expert in the end (`router_factors`)
+    # The router, the experts and the dense part beside them each have a norm of their inputs, and the last two one of their
+    # outputs.
     normed_apart: bool = False
 
     def __post_init__(self) -> None:
@@ -189,18 +177,14 @@ class Experts:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A mixer that keeps a matrix for each value head instead of all keys and values: the gated delta net (arXiv 2412.06464).
+    """A mixer that keeps a matrix for each value head instead of all keys and values: the gated delta net (arXiv 2412.06464)."""
 
-    key_heads, key_dims: heads of keys and of queries, and the numbers of each; value_heads, value_dims: likewise of values.
-    taps: rows that the causal convolution over queries, keys and values reads, the row's own included. tiled: whether value head i
-    reads key head i % key_heads, as in GGUF files of Qwen3.5; else neighbours share one.
-    """
-
-    key_heads: int
-    key_dims: int
+    key_heads: int  # of keys, and of queries
+    key_dims: int  # numbers of a key, and of a query
     value_heads: int
-    value_dims: int
-    taps: int = 4
+    value_dims: int  # numbers of a value
+    taps: int = 4  # rows that the causal convolution over queries, keys and values reads, the row's own included
+    # value head i reads key head i % key_heads, as in GGUF files of Qwen3.5; else neighbours share one
     tiled: bool = False
 
     def __post_init__(self) -> None:
@@ -237,13 +221,10 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class ShortConv:
-    """LFM2's mixer: c * conv(b * x), each of b, c and x a product of the row, then a product.
+    """LFM2's mixer: c * conv(b * x), each of b, c and x a product of the row, then a product."""
 
-    taps: rows that the causal convolution reads, the row's own included. channels: numbers of a row.
-    """
-
-    channels: int
-    taps: int = 3
+    channels: int  # numbers of a row
+    taps: int = 3  # rows that the causal convolution reads, the row's own included
 
     projections = ("conv_b", "conv_c", "conv_x")
     output = "conv_out"
@@ -262,20 +243,18 @@ class ShortConv:
 class Mamba2:
     """A mixer that keeps a matrix S for each head: Mamba-2 (arXiv 2405.21060).
 
-    key_heads, key_dims: groups, each with a B and a C of so many numbers; value_heads, value_dims: heads of x, neighbours of which
-    share a group. With a step of each head: S = exp(step A) S + B (step x)^T, and S^T C + D x, times silu(z), then an RMS norm over
-    each group's part if it is `normed`.
-    taps: rows that the causal convolution over x, B and C reads; bias: whether it has biases. least_step: what steps are at least.
+    With a step of each head: S = exp(step A) S + B (step x)^T, and S^T C + D x, times silu(z), then an RMS norm over each group's
+    part if it is `normed`.
     """
 
-    key_heads: int
-    key_dims: int
-    value_heads: int
-    value_dims: int
-    taps: int = 4
-    bias: bool = True
+    key_heads: int  # groups, each with a B and a C
+    key_dims: int  # numbers of a B, and of a C
+    value_heads: int  # heads of x, neighbours of which share a group
+    value_dims: int  # numbers of a head of x
+    taps: int = 4  # rows that the causal convolution over x, B and C reads
+    bias: bool = True  # of the convolution
     normed: bool = True
-    least_step: float = 0.0
+    least_step: float = 0.0  # steps are at least this
 
     projections = ("ssm_z", "ssm_xbc", "ssm_dt")
     output = "ssm_out"
@@ -326,17 +305,16 @@ Recurrent = DeltaNet | ShortConv | Mamba2
 class Latent:
     """Latent attention (arXiv 2405.04434, section 2.1): keys and values of all heads are made of one vector of `rank` numbers.
 
-    Only that vector is cached, and beside it a key of `turned` numbers with rotary positions, which all heads share. A query of
-    `plain` numbers without positions is multiplied by its head's matrix `k_b` instead, and what attention makes of the cached
-    vectors by `v_b`, to `value_dims` numbers. So a cached head has rank + turned numbers, and its values are among them.
-    q_rank: of a vector that queries are made of, 0 where they are made of the row itself.
+    Only that vector is cached, and beside it a key with rotary positions, which all heads share. A query without positions is
+    multiplied by its head's matrix `k_b` instead, and what attention makes of the cached vectors by `v_b`. So a cached head has
+    rank + turned numbers, and its values are among them.
     """
 
-    rank: int
-    turned: int
-    plain: int
-    value_dims: int
-    q_rank: int = 0
+    rank: int  # numbers of the cached vector
+    turned: int  # numbers of the key with rotary positions
+    plain: int  # numbers of a query without positions
+    value_dims: int  # numbers of a head's values
+    q_rank: int = 0  # of a vector that queries are made of; 0 where they are made of the row itself
 
     def __post_init__(self) -> None:
         limits = dict.fromkeys(("rank", "turned", "plain", "value_dims"), (1, 1 << 12))
@@ -382,36 +360,31 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """How a head, a draft model that was trained for one target, begins and ends. Between, it is a model like any other.
+    """How a head, a draft model that was trained for one target, begins and ends. Between, it is a model like any other."""
 
-    fuses: where its rows read the target's hidden state h beside the embedding e of the token that follows. "matrix": a matrix
-    makes C numbers of both (EAGLE, arXiv 2401.15077; multi-token prediction, arXiv 2412.19437, section 2.2). "attention": queries,
-    keys and values of the first layer read both, and branches are added to h (EAGLE-3, arXiv 2503.01840). "none": rows are tokens
-    alone. "alone": rows are hidden states alone, and the head has no layers: matrices make logits of them (Medusa, arXiv
-    2401.10774; MLP speculators, arXiv 2404.19124).
-    input_norms: whether e and h have RMS norms. fuse_bias: whether the matrix has one. normed_residual: with "attention", whether
-    branches are added to the normed h. first_norm: with "matrix", whether the first layer's attention has an RMS norm before it.
-    final_norm: whether logits have one before them.
-    feature_size: numbers of the target's layers, side by side, that `encode` makes one h of; 0 where h comes as it is.
-    injects: whether every layer's keys and values are made of h, too (DFlash, arXiv 2602.06036; `model.transformer.inject`).
-    num_logits: tokens that the head can draft, rows of its output matrix; None for the whole vocabulary.
-    tensors: with "alone", names and shapes of its matrices and their biases.
-    target_size: numbers of h and of e where the rows between have others; the matrix `back` makes the next h; 0 for none.
-    reads: so many first layers compute no rows: they hold keys and values that the target's own matrices make of the inputs of its
-    layers, and all other layers read these alone, no row its own (Gemma 4's assistants).
-    """
-
+    # Where rows read the target's hidden state h beside the embedding e of the token that follows. "matrix": a matrix makes C
+    # numbers of both (EAGLE, arXiv 2401.15077; multi-token prediction, arXiv 2412.19437, section 2.2). "attention": queries, keys
+    # and values of the first layer read both, and branches are added to h (EAGLE-3, arXiv 2503.01840). "none": rows are tokens
+    # alone. "alone": rows are hidden states alone, and the head has no layers: matrices make logits of them (Medusa, arXiv
+    # 2401.10774; MLP speculators, arXiv 2404.19124).
     fuses: str = "matrix"
-    input_norms: bool = True
-    fuse_bias: bool = False
-    normed_residual: bool = False
-    first_norm: bool = True
-    final_norm: bool = True
+    input_norms: bool = True  # e and h have RMS norms
+    fuse_bias: bool = False  # the matrix has a bias
+    normed_residual: bool = False  # with "attention": branches are added to the normed h
+    first_norm: bool = True  # with "matrix": the first layer's attention has an RMS norm before it
+    final_norm: bool = True  # logits have an RMS norm before them
+    # numbers of the target's layers, side by side, that `encode` makes one h of; 0 where h comes as it is
     feature_size: int = 0
+    # tokens that the head can draft, rows of its output matrix; None for the whole vocabulary
     num_logits: int | None = None
+    # every layer's keys and values are made of h, too (DFlash, arXiv 2602.06036; `model.transformer.inject`)
     injects: bool = False
+    # with "alone": names and shapes of its matrices and their biases
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    # numbers of h and of e where the rows between have others; the matrix `back` makes the next h; 0 for none
     target_size: int = 0
+    # First layers that compute no rows: they hold keys and values that the target's own matrices make of the inputs of its layers,
+    # and all other layers read these alone, no row its own (Gemma 4's assistants).
     reads: int = 0
 
     def __post_init__(self) -> None:
@@ -438,101 +411,78 @@ _PER_LAYER = (
 class ModelConfig:
     """Shape and flags of one decoder-only transformer: everything that a forward needs besides the weights.
 
-    architecture: the name of its family; nothing is computed by it.
-    norms: where a branch (attention, MLP) has norms: "before", "after" (of its output) or "both". norm_kind: "rms", or "layer"
-    (mean and variance); norm_bias: whether those have biases.
-    activation: of the gate in the MLP, "silu", "gelu_tanh", "relu2" (the square of what is above 0) or "swiglu_oai", which clamps
-    gate and up (`SWIGLU_ALPHA`). gated: whether there is one; else it is of the MLP's inside itself.
-    mlp_bias: whether its matrices have biases. parallel: attention and MLP read the same norm, and are both added to its input.
-    embedding_scale: factor of the embedded tokens. query_scale: factor of attention scores, None for 1 / sqrt(head_dim).
-    sinks: each query head has a score of its own that softmax counts and no value belongs to.
-    attention_softcap, logit_softcap: c in c * tanh(x / c) for attention scores and for logits; 0 for none.
-    head: how it begins and ends if it is a head, a draft model that takes its target's hidden states; None for other models.
-    layer_windows: for each layer how many last positions a row sees, its own included, 0 for all; empty for all in every layer.
-    layer_ropes: for each layer "global" (`rope_base`, `rope_scaling`), "local" (`local_rope_base`) or "none", which rotates
-    nothing; empty for "global" in every layer. rope_dims: how many dimensions of a head are rotated, 0 for all.
-    norm_spans: what the norms of queries and keys (`qk_norm`) are over, each "head" or the "row" of all heads. rotates_first: they
-    follow the rotation.
-    query_growth, query_growth_length: of `Rope`, for queries alone.
-    experts: of layers with a mixture; None for no such layer. layer_experts: for each layer whether it has them instead of a dense
-    part of `intermediate_size`; empty for all layers. shared_size: of a dense part that rows go through beside their experts, 0 for
-    none; shared_gate: whether the sigmoid of a row's product with a vector weighs it.
-    residual_scale: factor of every branch. logit_scale: of logits.
-    gated_attention: whether the sigmoid of numbers made like queries weighs attention's results, number by number.
-    recurrent: the mixer of layers without attention; layer_recurrent: for each layer whether it has that; empty for no layer.
-    beside: every layer has it beside attention; both read one norm and are added to its input.
-    layer_feeds: of a model whose layers are one branch each, for each layer whether it is the feed-forward part, else it is its
-    mixer; empty for layers of both.
-    latent: of attention whose keys and values are made of one vector; head_dim is then `Latent.dims`, rope_dims `Latent.turned`,
-    and there is one key head. None for other models.
-    layer_head_dims, layer_kv_heads: for each layer the numbers of a head and the heads of keys; empty for `head_dim` and
-    `num_kv_heads` in every layer. value_dim: the numbers of a head of values, 0 for those of its keys.
-    layer_owners: for each layer the number of the layer whose keys and values it reads, its own where it keeps some; empty for a
-    model in which all do. layer_values: for each layer whether a matrix makes values; else they are what keys are made of, before
-    norms and positions; empty for all. value_norm: whether values have an RMS norm without weights.
-    layer_sizes: for each layer its `intermediate_size`; empty where all have the same.
-    layer_input_size: numbers that each layer is given for a token besides, of a second embedding and of the first (Gemma 4's E
-    models), 0 for none. scales_layers: whether each layer's output is multiplied with a number of its own.
+    A field `layer_...` has an entry for each layer, or is empty: then all layers are alike.
     """
 
-    architecture: str
+    architecture: str  # the name of its family; nothing is computed by it
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # inner numbers of the MLP
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # numbers of a head
     context_length: int
     norm_eps: float = 1e-6
     rope_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # queries and keys have norms
     tied_embeddings: bool = False
-    norms: str = "before"
+    norms: str = "before"  # of a branch (attention, MLP): "before", "after" (of its output) or "both"
+    # Of the gate in the MLP: "silu", "gelu_tanh", "relu2" (the square of what is above 0) or "swiglu_oai", which clamps gate and up
+    # (`SWIGLU_ALPHA`).
     activation: str = "silu"
-    embedding_scale: float = 1.0
-    query_scale: float | None = None
-    attention_softcap: float = 0.0
-    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0  # factor of the embedded tokens
+    query_scale: float | None = None  # factor of attention scores; None for 1 / sqrt(head_dim)
+    attention_softcap: float = 0.0  # c in c * tanh(x / c) for attention scores; 0 for none
+    logit_softcap: float = 0.0  # likewise for logits
+    # how it begins and ends if it is a head, a draft model that takes its target's hidden states; None for other models
     head: HeadConfig | None = None
-    layer_windows: tuple[int, ...] = ()
+    layer_windows: tuple[int, ...] = ()  # last positions that a row sees, its own included; 0 for all
+    # "global" (`rope_base`, `rope_scaling`), "local" (`local_rope_base`) or "none", which rotates nothing; empty for "global"
     layer_ropes: tuple[str, ...] = ()
     local_rope_base: float = 10000.0
-    rope_dims: int = 0
-    norm_spans: str = "head"
-    experts: Experts | None = None
-    layer_experts: tuple[bool, ...] = ()
-    shared_size: int = 0
-    shared_gate: bool = False
-    residual_scale: float = 1.0
-    logit_scale: float = 1.0
-    norm_kind: str = "rms"
-    norm_bias: bool = False
-    gated: bool = True
-    mlp_bias: bool = False
-    parallel: bool = False
-    rotates_first: bool = False
-    query_growth: float = 0.0
-    query_growth_length: int = 0
-    sinks: bool = False
+    rope_dims: int = 0  # dimensions of a head that are rotated; 0 for all
+    norm_spans: str = "head"  # what `qk_norm` is over: each "head", or the "row" of all heads
+    experts: Experts | None = None  # of layers with a mixture; None for no such layer
+    layer_experts: tuple[bool, ...] = ()  # the layer has experts instead of a dense part; empty for all layers
+    shared_size: int = 0  # of a dense part that rows go through beside their experts; 0 for none
+    shared_gate: bool = False  # the sigmoid of a row's product with a vector weighs that part
+    residual_scale: float = 1.0  # factor of every branch
+    logit_scale: float = 1.0  # factor of logits
+    norm_kind: str = "rms"  # "rms", or "layer" (mean and variance)
+    norm_bias: bool = False  # norms have biases
+    gated: bool = True  # the MLP has a gate; else the activation is of the MLP's inside itself
+    mlp_bias: bool = False  # the MLP's matrices have biases
+    parallel: bool = False  # attention and MLP read the same norm, and are both added to its input
+    rotates_first: bool = False  # `qk_norm` follows the rotation
+    query_growth: float = 0.0  # of `Rope`, for queries alone
+    query_growth_length: int = 0  # likewise
+    sinks: bool = False  # each query head has a score of its own that softmax counts and no value belongs to
+    # the sigmoid of numbers made like queries weighs attention's results, number by number
     gated_attention: bool = False
-    recurrent: Recurrent | None = None
-    layer_recurrent: tuple[bool, ...] = ()
-    beside: bool = False
+    recurrent: Recurrent | None = None  # the mixer of layers without attention
+    layer_recurrent: tuple[bool, ...] = ()  # the layer has that mixer; empty for no layer
+    beside: bool = False  # every layer has that mixer beside attention; both read one norm and are added to its input
+    # Of a model whose layers are one branch each: the layer is the feed-forward part, else a mixer; empty for layers of both.
     layer_feeds: tuple[bool, ...] = ()
+    # Of attention whose keys and values are made of one vector; head_dim is then `Latent.dims`, rope_dims `Latent.turned`, and
+    # there is one key head. None for other models.
     latent: Latent | None = None
-    layer_head_dims: tuple[int, ...] = ()
-    layer_kv_heads: tuple[int, ...] = ()
-    value_dim: int = 0
+    layer_head_dims: tuple[int, ...] = ()  # `head_dim` of the layer
+    layer_kv_heads: tuple[int, ...] = ()  # `num_kv_heads` of the layer
+    value_dim: int = 0  # numbers of a head of values; 0 for those of its keys
+    # the number of the layer whose keys and values it reads, its own where it keeps some; empty where all do
     layer_owners: tuple[int, ...] = ()
+    # a matrix makes values; else they are what keys are made of, before norms and positions; empty for all
     layer_values: tuple[bool, ...] = ()
-    layer_sizes: tuple[int, ...] = ()
-    value_norm: bool = False
+    layer_sizes: tuple[int, ...] = ()  # `intermediate_size` of the layer
+    value_norm: bool = False  # values have an RMS norm without weights
+    # Numbers that each layer is given for a token besides, of a second embedding and of the first (Gemma 4's E models); 0 for none.
     layer_input_size: int = 0
-    scales_layers: bool = False
+    scales_layers: bool = False  # each layer's output is multiplied with a number of its own
 
     def __post_init__(self) -> None:
         choices = {
@@ -688,12 +638,6 @@ class ModelConfig:
     def is_recurrent(self) -> bool:
         """Whether a layer keeps a state instead of keys and values."""
         return self.beside or any(self.layer_recurrent)
-
-    @property
-    def num_attention_layers(self) -> int:
-        """How many layers keep keys and values."""
-        readers = sum(owner != i for i, owner in enumerate(self.layer_owners))
-        return self.num_layers - sum(self.layer_recurrent) - sum(self.layer_feeds) - readers
 
     @property
     def has_alike_heads(self) -> bool:

@@ -16,8 +16,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from cpuspec import formats, platform
 from cpuspec.environment import cache_dir, importing_environment, sources_digest, usable_cores, who_else_writes
+from cpuspec.errors import CpuspecError
 from cpuspec.files import why_unwritable
 from cpuspec.kernels import isa
 from cpuspec.kernels.options import OPTIONS
@@ -89,13 +91,16 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
             _tell_of_compiling(directory, is_ours=not others)
             if directory.name != _FINGERPRINT:
                 _warn_of(directory.with_name(_FINGERPRINT), directory if not others else None)
-            body = _compile(make(), num_arguments, returns)
-            found = _link(body)
-            if not others:
-                try:
-                    _keep(body, path)
-                except OSError as error:  # told already, unless the disk was filled by this very file
-                    _log.debug("%s was not kept: %s", path, error)
+            with _compiling_alone(path) if not others else nullcontext():
+                found = None if others else _load(path)
+                if found is None:
+                    body = _compile(make(), num_arguments, returns)
+                    found = _link(body)
+                    if not others:
+                        try:
+                            _keep(body, path)
+                        except OSError as error:  # told already, unless the disk was filled by this very file
+                            _log.debug("%s was not kept: %s", path, error)
     return found
 
 
@@ -186,6 +191,24 @@ def _compile(python: Callable[..., Any], num_arguments: int, returns: bool) -> b
     assert not allocators, f"{python.__name__} calls {allocators}: kernels get memory from their callers"
     code: bytes = _target_machine().emit_object(module)
     return json.dumps([name, calls]).encode() + b"\n" + code
+
+
+@contextmanager
+def _compiling_alone(path: Path) -> Iterator[None]:
+    """One process at a time compiles a kernel; others wait, and find what it kept. Where nothing can be locked, none waits."""
+    lock = path.with_suffix(".lock")
+    with ExitStack() as held:
+        with suppress(OSError, CpuspecError):
+            file = held.enter_context(lock.open("wb"))
+            held.callback(_remove, lock)
+            while not SYSTEM.try_lock(file):
+                time.sleep(0.05)
+        yield
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # that another process waits for on Windows
+        path.unlink()
 
 
 def _keep(body: bytes, path: Path) -> None:

@@ -8,8 +8,5 @@ from numba import njit
 # in numpy: a check would be a branch, and a Python exception in a thread without the GIL.
 OPTIONS: dict[str, Any] = {"error_model": "numpy"}
 
-# Compiled code alone calls them, so they need no doors for Python and C: a tenth of the time that compiling takes.
-_CALLED: dict[str, Any] = {**OPTIONS, "nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-
-compiled: Any = njit(**_CALLED)
-inlined: Any = njit(forceinline=True, **_CALLED)  # of a few vectors: a call would pass them through memory
+compiled: Any = njit(nogil=True, **OPTIONS)
+inlined: Any = njit(nogil=True, forceinline=True, **OPTIONS)  # of a few vectors: a call would pass them through memory

@@ -64,10 +64,20 @@ def of_format(request, tmp_path_factory) -> Checkpoint:
     return tiny(tmp_path_factory, weight_format=request.param, **SMALLEST)
 
 
+# A format of each reader of the kernels, and some with other bits and scales. `tests/kernels` has the bits of each format's rows.
+CLASSES = tuple({row.reader: name for name, row in reversed(FORMATS.items())}.values())
+CLASSES = tuple(dict.fromkeys((*CLASSES, "q4_k", "q6_k", "q8_0", "int3_g64_asym")))
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def of_class(request, tmp_path_factory) -> Checkpoint:
+    return tiny(tmp_path_factory, weight_format=request.param, **SMALLEST)
+
+
 @pytest.fixture(scope="module")
-def alone(of_format: Checkpoint) -> np.ndarray:
+def alone(of_class: Checkpoint) -> np.ndarray:
     """Logits of TOKENS, each decoded by itself on one thread."""
-    return computed("numba", of_format, TOKENS, 1)
+    return computed("numba", of_class, TOKENS, 1)
 
 
 def _backend(checkpoint: Checkpoint, name: str = "numba", threads: int = 1, kv_format: str = "f32") -> Backend:
@@ -130,9 +140,9 @@ def test_a_row_does_not_depend_on_chunks_of_the_prefill(family: Checkpoint) -> N
     backend.close()
 
 
-def test_a_row_does_not_depend_on_the_number_of_threads(of_format: Checkpoint, alone: np.ndarray) -> None:
+def test_a_row_does_not_depend_on_the_number_of_threads(of_class: Checkpoint, alone: np.ndarray) -> None:
     for threads in (2, 3):
-        backend = _backend(of_format, threads=threads)
+        backend = _backend(of_class, threads=threads)
         assert np.array_equal(in_chunks(backend, TOKENS, 7), alone)
         assert np.array_equal(in_chunks(backend, TOKENS[:9], 1), alone[:9])
         backend.close()
@@ -146,8 +156,8 @@ def test_a_row_whose_inputs_no_number_of_threads_divides_has_the_same_bits_on_ea
     assert np.array_equal(logits[0], logits[2])
 
 
-def test_a_row_does_not_depend_on_other_sequences(of_format: Checkpoint, alone: np.ndarray) -> None:
-    backend = _backend(of_format, threads=2)
+def test_a_row_does_not_depend_on_other_sequences(of_class: Checkpoint, alone: np.ndarray) -> None:
+    backend = _backend(of_class, threads=2)
     cache = backend.new_cache(4, 64)
     rng = np.random.default_rng(1)
     got = []
@@ -162,8 +172,8 @@ def test_a_row_does_not_depend_on_other_sequences(of_format: Checkpoint, alone: 
     backend.close()
 
 
-def test_a_row_does_not_depend_on_what_was_rolled_back_or_on_the_capacity(of_format: Checkpoint, alone: np.ndarray) -> None:
-    backend = _backend(of_format)
+def test_a_row_does_not_depend_on_what_was_rolled_back_or_on_the_capacity(of_class: Checkpoint, alone: np.ndarray) -> None:
+    backend = _backend(of_class)
     cache = backend.new_cache(1, 1000)
     got = forward(backend, cache, {0: TOKENS[:10]}).logits
     forward(backend, cache, {0: [7] * 30})
@@ -181,8 +191,8 @@ def _after_a_tree(backend: Backend, prefix: int):
     return cache, forward(backend, cache, {0: TREE}, parents=PARENTS, positions=prefix + DEPTHS).logits
 
 
-def test_a_tree_row_has_the_bits_of_its_path(of_format: Checkpoint) -> None:
-    backend = _backend(of_format, threads=2)
+def test_a_tree_row_has_the_bits_of_its_path(of_class: Checkpoint) -> None:
+    backend = _backend(of_class, threads=2)
     for prefix in (0, 3, 16, 21):
         _, got = _after_a_tree(backend, prefix)
         for path in PATHS:
@@ -467,11 +477,11 @@ def test_a_forward_that_was_stopped_leaves_the_cache_as_it_was(tmp_path_factory,
     assert np.array_equal(got, wanted)
 
 
-def test_weights_from_the_disk_give_the_same_bits(of_format: Checkpoint, alone: np.ndarray, tmp_path, monkeypatch) -> None:
+def test_weights_from_the_disk_give_the_same_bits(of_class: Checkpoint, alone: np.ndarray, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(packed, "_SMALLEST_BYTES", 0)
     for _ in range(2):
-        assert np.array_equal(computed("numba", of_format, TOKENS, keep_packed=True), alone)
+        assert np.array_equal(computed("numba", of_class, TOKENS, keep_packed=True), alone)
         assert len(packed.packed_files()) == 1
 
 

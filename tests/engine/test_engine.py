@@ -139,7 +139,7 @@ def test_a_seeds_answer_is_that_of_plain_decoding_for_every_proposer(proposer: s
     """In any company, however prompts are read, and whatever earlier requests have left."""
     model = ToyBackend(4, VOCAB, memory=0.3)
     plain = answers_of_seeds(model, engine_over(model, NullProposer(), num_slots=1), settings)
-    for num_slots, prompt_rows in ((1, 64), (4, 64), (3, 2)):
+    for num_slots, prompt_rows in ((4, 64), (3, 2)):
         engine = engine_over(model, PROPOSER_FACTORIES[proposer](), num_slots, prompt_rows)
         for _ in range(2):
             assert answers_of_seeds(model, engine, settings) == plain
@@ -161,7 +161,7 @@ def test_a_seeds_answer_does_not_depend_on_a_planners_clock(seed: int) -> None:
 
 
 @every_proposer
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_greedy_output_is_identical_to_plain_decoding_for_every_proposer(proposer: str, seed: int) -> None:
     """Token ids, text, finish reason and log-probabilities, with more requests than slots."""
     model = ToyBackend(seed, VOCAB, memory=[0.0, 0.3, 1.0][seed % 3])
@@ -260,7 +260,7 @@ def test_no_draft_model_runs_before_a_requests_first_token(proposer: str) -> Non
 
 def test_the_greedy_requests_above_exercise_acceptance_rejection_and_every_ending() -> None:
     reasons, accepted, evaluated = Counter[str](), 0, 0
-    for seed in range(12):
+    for seed in range(6):
         model = ToyBackend(seed, VOCAB, memory=[0.0, 0.3, 1.0][seed % 3])
         engine = engine_over(model, NgramProposer())
         reasons.update(outputs[-1].finish_reason or "" for outputs in run(engine, *random_requests(seed)))

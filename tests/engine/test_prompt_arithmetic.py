@@ -153,8 +153,9 @@ def test_bf16_is_refused_without_products_of_bf16(models: Path, monkeypatch: pyt
 
 
 @needs_bf16
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "qwen2", "qwen3"])
-@pytest.mark.parametrize("kv_format", ["f16", "int4"])
+@pytest.mark.parametrize(  # each kind of layer, and caches of numbers and of codes; each pair would compile a kernel of its own
+    ("architecture", "kv_format"), [("gemma2", "f16"), ("gemma3", "int4"), ("qwen2", "f16"), ("qwen3", "int4")]
+)
 def test_attention_over_prompts_has_windows_caps_and_biases(tmp_path: Path, architecture: str, kv_format: str) -> None:
     size = {**SMALL, "num_layers": 2} | ({"window": 24} if architecture.startswith("gemma") else {})
     checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", architecture, weight_format="f32", **size))

@@ -87,6 +87,24 @@ def test_what_another_process_compiles_is_waited_for_and_made_here_if_it_fails(
     assert compiles == here
 
 
+def test_what_another_process_is_compiling_is_waited_for(compiles: list[object], monkeypatch) -> None:
+    value()
+    compiles.clear()
+    kept = machine_code.kernel_directory() / "weighted.o"
+    content, answers = kept.read_bytes(), [True, False]
+    kept.unlink()
+
+    def try_lock(_: object) -> bool:
+        if answers == [True]:
+            kept.write_bytes(content)
+        return answers.pop()
+
+    monkeypatch.setattr(machine_code, "SYSTEM", replace(SYSTEM, try_lock=try_lock))
+    assert value() == 12
+    assert compiles == answers == []
+    assert [path.name for path in kept.parent.iterdir()] == ["weighted.o"]
+
+
 @pytest.mark.parametrize("hindrance", ["one core", "no memory", "no cache", "there"])
 def test_nothing_is_compiled_elsewhere_where_that_would_not_help(
     cache: Path, monkeypatch, compiles: list[object], hindrance: str

@@ -254,7 +254,7 @@ def test_no_field_of_a_configuration_is_lost_silently(
             continue  # the first is `Latent.turned`, and of a scaling and the factor of scores files tell both at once
         if name in ("rope_scaling", "rope_dims") and FAMILIES[architecture].by_window:
             continue  # which pairs turn is said by factors, of which each family has its own number
-        if name.startswith("rope_") and not source.config.num_attention_layers:
+        if name.startswith("rope_") and architecture == "mamba2":
             continue  # nothing rotates
         if name == "query_growth" or (name == "rope_scaling" and source.config.query_growth):  # which count by one length
             scaling = value if name == "rope_scaling" else source.config.rope_scaling
