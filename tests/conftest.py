@@ -28,13 +28,17 @@ _REFUSED = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test the marks of its place."""
+    marks: dict[Path, list[str]] = {path: [] for path in dict.fromkeys(item.path for item in items)}
     for mark, places in MARKS.items():
         paths = [ROOT / place for place in places]
         missing = [path for path in paths if not path.exists()]
         assert not missing, f"the mark {mark} is of files that do not exist: {missing}"
-        for item in items:
-            if any(item.path.is_relative_to(path) for path in paths):
-                item.add_marker(mark)
+        for file, found in marks.items():
+            if any(file.is_relative_to(path) for path in paths):
+                found.append(mark)
+    for item in items:
+        for mark in marks[item.path]:
+            item.add_marker(mark)
     if os.name != "posix":
         for item in items:
             if item.get_closest_marker("posix"):

@@ -162,7 +162,7 @@ def _tell_of_compiling(directory: Path, is_ours: bool) -> None:
 def _optimised(python: Callable[..., Any], num_arguments: int, returns: bool) -> tuple[str, Any]:
     """The name and the LLVM module of a C function of int64s, optimised; of the module's functions it alone is exported."""
     binding.initialize_native_asmparser()  # some kernels are written as instructions
-    callback = CFunc(python, ((types.int64,) * num_arguments, types.int64 if returns else types.void), {}, OPTIONS)
+    callback: Any = CFunc(python, ((types.int64,) * num_arguments, types.int64 if returns else types.void), {}, OPTIONS)
     with global_compiler_lock:
         made = callback._compile_uncached()
         # Here Numba would make machine code for an engine of its own, and `_compile` a second time: half of LLVM's time.

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,27 +125,14 @@ def quantize(
     A run that is interrupted leaves `out` as it was, and goes on when it is started again with the same arguments.
     Raises CpuspecError, and OSError where nothing can be written.
     """
-    if out.resolve() == checkpoint.path.resolve():
-        raise ConfigError(f"{out} is the model itself; choose another output")
-    if chunks is None and (job.methods or job.bits_per_weight):
-        needing = " and ".join(job.methods) or "a budget of bits per weight"
-        raise ConfigError(f"{needing} needs a calibration text; give --calibration FILE")
-    weights = Weights(checkpoint, adapters=adapters)
     is_directory = out.suffix != ".gguf"
-    if job.bits_per_weight is not None and is_directory:
-        raise ConfigError(f"a budget of bits per weight is spent in a GGUF file; name an output that ends in .gguf, got {out}")
-    if job.bits_per_weight is None and is_directory != (job.type_name in SCHEMES):
-        wanted = "a directory, which has no .gguf at its end" if not is_directory else "a file, whose name ends in .gguf"
-        raise ConfigError(f"{job.type_name} is written to {wanted}, got {out}; or choose another --type")
+    _check(checkpoint, out, job, chunks is not None)
+    weights = Weights(checkpoint, adapters=adapters)
     entries = None if is_directory else source_entries(checkpoint)
 
-    def name_of(name: str) -> str:
-        return gguf_name(checkpoint.config, name)
-
+    name_of = partial(gguf_name, checkpoint.config)
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     matrices = {name: (weights.num_rows(name), shapes[name][-1]) for name in weights.matrices}
-    if checkpoint.config.experts and (job.methods or job.bits_per_weight):
-        raise ConfigError("a mixture of experts is rounded only; leave out --method and --bits-per-weight, --calibration may stay")
     named: mixes.Named = {"output": job.output, "embed": job.embed, "tensor_types": job.tensor_types}
     formats: Mapping[str, Format] = {}
     candidates: Mapping[str, tuple[Format, ...]] = {}
@@ -177,14 +165,8 @@ def quantize(
         if candidates:
             assert chunks is not None, "checked above"
             of_inputs = of_inputs or of_matrices(measure_importance(weights, chunks, on_step), weights, name_of)
-            losses = sensitivity.estimate(
-                weights,
-                chunks,
-                candidates,
-                _with_tied_embedding(of_inputs, matrices),
-                workspace,
-                lambda done, total: on_step("measuring sensitivity", done, total),
-            )
+            step = partial(on_step, "measuring sensitivity")
+            losses = sensitivity.estimate(weights, chunks, candidates, _with_tied_embedding(of_inputs, matrices), workspace, step)
             formats = {name: mixes.get_format(chosen) for name, chosen in budget.choose(sizes, losses, most).items()}
             formats = one_format_of_joined(checkpoint.config, formats, min)
         vectors = {name: mixes.get_format("f32") for name in shapes if name not in matrices}
@@ -197,12 +179,12 @@ def quantize(
             weights = awq(weights, chunks, formats)
         of_inputs = {name: means / weights.inputs.get(name, np.float32(1)) ** 2 for name, means in of_inputs.items()}
         if chunks is not None and "gptq" in job.methods:
-            outside = gptq_all(weights, formats, chunks, job.gptq, store, lambda done, total: on_step("gptq", done, total))
+            outside = gptq_all(weights, formats, chunks, job.gptq, store, partial(on_step, "gptq"))
             of_inputs = outside | of_inputs
         elif chunks is not None and not of_inputs:
             of_inputs = of_matrices(measure_importance(weights, chunks, on_step), weights, name_of)
         of_inputs = _with_tied_embedding(of_inputs, matrices)
-        round_all(weights, formats, of_inputs, store, threads, lambda done, total: on_step("rounding", done, total))
+        round_all(weights, formats, of_inputs, store, threads, partial(on_step, "rounding"))
         keep_vectors(weights, store)
         extra: dict[str, Value] = {}
         if importance is not None:
@@ -220,6 +202,35 @@ def quantize(
         finished = True
     finally:
         workspace.close(remove=finished)
+    return _made(checkpoint, out, job, formats, matrices, store.num_resumed)
+
+
+def _check(checkpoint: Checkpoint, out: Path, job: Job, is_calibrated: bool) -> None:
+    """Raise ConfigError for a job that cannot be done to this model, or not into this output."""
+    is_directory = out.suffix != ".gguf"
+    if out.resolve() == checkpoint.path.resolve():
+        raise ConfigError(f"{out} is the model itself; choose another output")
+    if not is_calibrated and (job.methods or job.bits_per_weight):
+        needing = " and ".join(job.methods) or "a budget of bits per weight"
+        raise ConfigError(f"{needing} needs a calibration text; give --calibration FILE")
+    if job.bits_per_weight is not None and is_directory:
+        raise ConfigError(f"a budget of bits per weight is spent in a GGUF file; name an output that ends in .gguf, got {out}")
+    if job.bits_per_weight is None and is_directory != (job.type_name in SCHEMES):
+        wanted = "a directory, which has no .gguf at its end" if not is_directory else "a file, whose name ends in .gguf"
+        raise ConfigError(f"{job.type_name} is written to {wanted}, got {out}; or choose another --type")
+    if checkpoint.config.experts and (job.methods or job.bits_per_weight):
+        raise ConfigError("a mixture of experts is rounded only; leave out --method and --bits-per-weight, --calibration may stay")
+
+
+def _made(
+    checkpoint: Checkpoint,
+    out: Path,
+    job: Job,
+    formats: Mapping[str, Format],
+    matrices: Mapping[str, tuple[int, int]],
+    num_resumed: int,
+) -> Made:
+    is_directory = out.suffix != ".gguf"
     is_kept = job.predicts and (is_directory or isinstance(checkpoint.vocabulary, GgufVocabulary) or writable(checkpoint))
     num_bits = sum(8 * formats[name].row_bytes(shape[1]) * shape[0] for name, shape in matrices.items())
     return Made(
@@ -228,7 +239,7 @@ def quantize(
         bits_per_weight=num_bits / sum(shape[0] * shape[1] for shape in matrices.values()),
         formats=dict(Counter(format.name for format in formats.values())),
         matrices={name: format.name for name, format in formats.items()},
-        num_resumed=store.num_resumed,
+        num_resumed=num_resumed,
         num_left_out=0 if is_kept else len(checkpoint.prediction_layers),
     )
 
