@@ -95,13 +95,13 @@ class FeedForward:
     """activation(gate x) * (up x), times `down`: of the dense part (size 0 for none), and of the experts beside it.
 
     gated: whether there is a gate; else the middle is activation(up x). bias: whether the matrices have biases.
-    A dense part beside experts is a shared one; is_gated: whether the sigmoid of a row's product with a vector weighs it.
+    A dense part beside experts is a shared one; shared_gate: whether the sigmoid of a row's product with a vector weighs it.
     """
 
     activation: str
     size: int
     experts: Experts | None = None
-    is_gated: bool = False
+    shared_gate: bool = False
     gated: bool = True
     bias: bool = False
 
@@ -182,7 +182,7 @@ class Layer:
             found |= {f"{prefix}up": (feed.size, hidden), f"{prefix}down": (hidden, feed.size)}
             if feed.bias:
                 found |= {f"{part}_bias": found[part][:1] for part in ("gate", "up", "down") if part in found}
-            if feed.is_gated:
+            if feed.shared_gate:
                 found["shared_weight"] = (1, hidden)
         if self.normed_after:
             found |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}

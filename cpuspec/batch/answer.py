@@ -77,7 +77,7 @@ def answer_lines(llm: LLM, lines: Iterator[Line], given: Mapping[str, Any]) -> G
                 llm.step()
     finally:
         for job in begun:
-            job.drop()
+            job.abort()
 
 
 def _has_room(llm: LLM, begun: deque["_Job"]) -> bool:
@@ -153,16 +153,16 @@ class _Job:
     def done(self) -> bool:
         return self.num_left == 0
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         """Abort what still runs."""
         for request in self._requests:
-            self._llm.drop(request)
+            self._llm.abort(request)
 
     def answer(self) -> dict[str, Any]:
         """The finished line."""
         if self._error is not None:
             return error_line(self._line, self._error)
-        self.drop()
+        self.abort()
         lasts = [self._lasts[index] for index in sorted(self._lasts)]
         if any(last.finish_reason == "aborted" for last in lasts):
             raise CpuspecError("an answer was broken off, because another caller of this LLM was interrupted; ask again")

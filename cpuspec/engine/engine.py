@@ -278,7 +278,7 @@ class Engine:
             taken += self._bytes_ahead(seq, _TO_BEGIN)
             if self._max_bytes is not None and taken > self._max_bytes and self._scheduler.running:
                 break
-            if context.awaits_prefix(seq) or context.is_reading_prefix(seq):
+            if context.awaits_prefix(seq) or context.poll_prefix(seq):
                 continue
             self._scheduler.admit(seq)
             meter = self._requests[seq.id].meter

@@ -472,9 +472,9 @@ class LLM:
             wanted = replace(wanted, adapters=self.adapters.default)
         return self._shared.submit(wanted, receiver)
 
-    def drop(self, request_id: int) -> None:
-        """Forget a request of `submit`; one that runs is aborted before the next step, and its receiver is called no more."""
-        self._shared.drop(request_id)
+    def abort(self, request_id: int) -> None:
+        """End a request of `submit`, before the next step if it runs. Its receiver is called no more."""
+        self._shared.abort(request_id)
 
     def step(self) -> bool:
         """Run one step for all requests; returns whether there is more to do.
@@ -657,7 +657,7 @@ class LLM:
             outputs = [list(self._shared.outputs(request_id)) for request_id in request_ids]
         finally:
             for request_id in request_ids:
-                self._shared.drop(request_id)
+                self._shared.abort(request_id)
         errors = [parts[-1].error for parts in outputs]
         if errors and errors[0] is not None and None not in errors:
             raise errors[0]
@@ -690,7 +690,7 @@ class LLM:
                 if output.error:
                     raise output.error
         finally:
-            self._shared.drop(request_id)
+            self._shared.abort(request_id)
 
     def _prompt_ids(self, prompt: Any, parse_special: bool = True, variables: Variables = None, **how: bool) -> list[int]:
         """Token ids of a text, of ids, or of a conversation. variables, how: of `Tokenizer.encode_chat`."""

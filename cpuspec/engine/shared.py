@@ -72,8 +72,8 @@ class SharedEngine:
             if output.finish_reason is not None:
                 return
 
-    def drop(self, request_id: int) -> None:
-        """Forget a request. A running one is aborted, now or before the next step."""
+    def abort(self, request_id: int) -> None:
+        """End a request: now, or before the next step if another thread runs one."""
         self._inboxes.pop(request_id, None)
         if self._receivers.pop(request_id, None) is None:
             return

@@ -105,12 +105,12 @@ def answer_all(
                 begun += 1
             llm.step()
             for number in [number for number in running if parts[number] and parts[number][-1].finish_reason]:
-                llm.drop(running.pop(number))
+                llm.abort(running.pop(number))
                 ends_s[number] = now_s()
                 on_answer(len(ends_s))
     finally:
         for request in running.values():
-            llm.drop(request)
+            llm.abort(request)
     duration_s = now_s() - begin_s
     answers = [_answer(llm, *one) for one in zip((prompt for prompt, _ in requests), prompts, parts, strict=True)]
     took_s = [ends_s[number] - begins_s[number] for number in range(len(requests))]

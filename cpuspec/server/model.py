@@ -354,7 +354,7 @@ class Answers:
     def _end(self, number: int) -> None:
         engine_id = self._engine_ids.pop(number, None)
         if engine_id is not None:
-            self._model.runner.drop(engine_id)
+            self._model.runner.abort(engine_id)
             slot = self._slots.pop(number)
             slot.meter, slot.request_id = None, ""
 

@@ -63,9 +63,9 @@ class Runner:
         self._wake.set()
         return request_id
 
-    def drop(self, request_id: int) -> None:
+    def abort(self, request_id: int) -> None:
         """Forget a request: it ends before the next step."""
-        self._llm.drop(request_id)
+        self._llm.abort(request_id)
         self._wake.set()
 
     async def between_steps(self, function: Callable[[], _T]) -> _T:

@@ -176,7 +176,7 @@ class Context:
 
         The free slot with the longest prefix is taken over, if little else is lost with it. Otherwise an empty slot is taken, or
         the least recently used one, whose tokens go to the store; the longest prefix that a slot or the store holds in memory is
-        copied into it. From the disk comes only what `is_reading_prefix` has read. Raises CacheError when no slot is free.
+        copied into it. From the disk comes only what `poll_prefix` has read. Raises CacheError when no slot is free.
         """
         if not self._free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
@@ -232,15 +232,15 @@ class Context:
                 coming = max(coming, shared)
         return coming >= _MANY and coming - max(*self._shared(seq), self._stored(seq)) >= _MANY
 
-    def is_reading_prefix(self, seq: Sequence) -> bool:
-        """Begin to read a useful prefix from the disk for a sequence without a slot; returns whether it is still on its way."""
+    def poll_prefix(self, seq: Sequence) -> bool:
+        """Begin, or go on, to read a useful prefix for a sequence without a slot from the disk; returns whether it is on its way."""
         if not self._store or not self._shares:
             return False
         more_than = max(*self._shared(seq), ceil(_useful(seq)) - 1)
-        return self._store.is_reading(self._reusable(seq), seq.salt, seq.id, more_than)
+        return self._store.poll(self._reusable(seq), seq.salt, seq.id, more_than)
 
     def wait_for_prefix(self, seconds: float) -> None:
-        """Wait until a read of `is_reading_prefix` has gone on, at most so long. For a caller that has nothing else to do."""
+        """Wait until a read of `poll_prefix` has gone on, at most so long. For a caller that has nothing else to do."""
         if self._store and self._store.queue:
             self._store.queue.wait(seconds)
 

@@ -159,7 +159,7 @@ class HeadContext:
         width = config.hidden_size if self._sees_rows else config.injected_size + config.state_size
         nothing = np.empty((0, width), np.float32)
         self._followed[seq.id] = _Followed(seq, num_cached, nothing)
-        self._is_reading(seq)
+        self._poll(seq)
 
     def learn(self, seq: Sequence, layers: tuple[F32, ...]) -> None:
         """Take the verifier's hidden states up to the last accepted token's, as `Proposer.accept` has them."""
@@ -197,7 +197,7 @@ class HeadContext:
         one = self._followed.get(seq.id)
         if one is None or not one.first < one.end or not one.first < len(seq.tokens) - 1:
             return False
-        return one.slot >= 0 or not self._is_reading(seq)
+        return one.slot >= 0 or not self._poll(seq)
 
     def unknown(self, seq: Sequence) -> list[int]:
         """The tokens without a hidden state: the last committed one, then those that a drafter before this one chose."""
@@ -332,11 +332,11 @@ class HeadContext:
             for slot in self._slots
         ]
 
-    def _is_reading(self, seq: Sequence) -> bool:
-        """Whether rows of a sequence without a slot are on their way from the disk. Begins to read them."""
+    def _poll(self, seq: Sequence) -> bool:
+        """Begin, or go on, to read rows of a sequence without a slot from the disk; returns whether they are on their way."""
         if self._store is None or len(seq.tokens) < _MANY:
             return False
-        return self._store.is_reading(*_stored_as(seq.tokens, seq.salt), seq.id, max(self._shared(seq)) + _MANY)
+        return self._store.poll(*_stored_as(seq.tokens, seq.salt), seq.id, max(self._shared(seq)) + _MANY)
 
     def _save(self, slot: int) -> None:
         """Copy the rows of a slot to the store, up to the first position that has none."""

@@ -89,8 +89,8 @@ class PrefixQueue:
         self._run()
         return job
 
-    def is_reading(self, job: PrefixRead) -> bool:
-        """Whether a read still goes on; one that takes too long is given up."""
+    def poll(self, job: PrefixRead) -> bool:
+        """Go on with a read, or give up one that takes too long; returns whether it is still on its way."""
         if not job.is_done and time.monotonic() - job.begun_s > self._patience_s:
             _log.warning("the prefix cache %s does not answer; what it holds is computed again", self.directory.path)
             job.is_done = True

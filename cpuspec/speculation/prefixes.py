@@ -129,8 +129,8 @@ class PrefixStore:
         self.forget(reader)
         return self._cache.lengths[slot]
 
-    def is_reading(self, tokens: list[int], salt: str, reader: int, more_than: int) -> bool:
-        """Begin to read a prefix of more than `more_than` tokens from the disk; returns whether it is still on its way.
+    def poll(self, tokens: list[int], salt: str, reader: int, more_than: int) -> bool:
+        """Begin to read a prefix of more than `more_than` tokens from the disk, or go on; returns whether it is still on its way.
 
         reader: the id of the sequence that `load` will be called for, unless `forget` is.
         """
@@ -138,7 +138,7 @@ class PrefixStore:
             return False
         reading = self._reads.get(reader, _Reading())
         if reading.read:
-            if self.queue.is_reading(reading.read):
+            if self.queue.poll(reading.read):
                 return True
             read, reading.read = reading.read, None
             reading.found |= zip([block.key for block in reading.absent], read.found, strict=False)

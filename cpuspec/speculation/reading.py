@@ -30,7 +30,7 @@ class PromptReader:
         """
         context = self._context
         for seq in seqs:
-            if seq.id not in self._begun and not context.is_reading_prefix(seq):
+            if seq.id not in self._begun and not context.poll_prefix(seq):
                 self._begun.add(seq.id)
                 num_cached = context.acquire(seq)
                 if begin:

@@ -440,7 +440,7 @@ class _Run:
 
     def _drop(self, job: _Job) -> None:
         for one in job.texts:
-            self._llm.drop(one.request)
+            self._llm.abort(one.request)
 
     def _lines(self, job: _Job) -> list[dict[str, Any]]:
         """The answers of a prompt that are worth keeping."""

@@ -81,8 +81,8 @@ def test_a_dropped_request_is_received_no_more_and_frees_its_slot() -> None:
     first = llm.submit(RequestedAnswer(PROMPTS[0], PARAMS), received[0].append)
     llm.submit(RequestedAnswer(PROMPTS[1], PARAMS), received[1].append)
     llm.step()
-    llm.drop(first)
-    llm.drop(first)
+    llm.abort(first)
+    llm.abort(first)
     run_steps(llm, {1: received[1]})
     assert len(received[0]) == 1
     assert received[0][0].finish_reason is None

@@ -38,7 +38,7 @@ class ExactContext:
         self.possible = np.ones(vocab, np.bool_) if possible is None else possible
         self.backend = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab), max_rows=99)
 
-    def is_reading_prefix(self, seq: Sequence) -> bool:
+    def poll_prefix(self, seq: Sequence) -> bool:
         return False
 
     def acquire(self, seq: Sequence) -> int:

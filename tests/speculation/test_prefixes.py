@@ -88,7 +88,7 @@ class Requests:
     def begin(self, tokens: list[int], salt: str = "") -> Sequence:
         self._number += 1
         seq = Sequence.new(self._number, tokens, SamplingParams(cache_salt=salt))
-        while self.context.is_reading_prefix(seq):
+        while self.context.poll_prefix(seq):
             self.context.wait_for_prefix(1.0)
         self.context.acquire(seq)
         return seq
