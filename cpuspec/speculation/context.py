@@ -233,7 +233,7 @@ class Context:
         return coming >= _MANY and coming - max(*self._shared(seq), self._stored(seq)) >= _MANY
 
     def poll_prefix(self, seq: Sequence) -> bool:
-        """Begin, or go on, to read a useful prefix for a sequence without a slot from the disk; returns whether it is on its way."""
+        """Begin, or go on, to read a useful prefix from the disk for a sequence without a slot; returns whether it is coming."""
         if not self._store or not self._shares:
             return False
         more_than = max(*self._shared(seq), ceil(_useful(seq)) - 1)
