@@ -41,9 +41,3 @@ def test_a_certificate_that_is_refused_is_told_and_kept(certified):
     assert result.exit_code == 1
     assert "ngram: NOT CERTIFIED" in result.output
     assert [one["passed"] for one in saved["certificates"]] == [False, True]
-
-
-def test_a_draft_that_is_none_is_refused_before_any_is_certified(certified):
-    result, saved = certified("ngram", "psychic")
-    assert result.exit_code == 2
-    assert saved is None

@@ -114,18 +114,3 @@ def test_a_target_in_bf16_has_every_matrix_in_bf16_with_the_values_of_the_file(m
         else:
             assert cast.tensors[name] is tensor
     assert {"embed", "output"} <= cast.tensors.keys()
-
-
-WRONG = {
-    "no prompts": (),
-    "no file": ("gone.jsonl:text:1",),
-    "no format": ("--target-dtype", "q9", "--random-words", "1"),
-    "no drafter": ("--arm", "psychic", "--random-words", "1"),
-}
-
-
-@pytest.mark.parametrize("arguments", WRONG.values(), ids=WRONG)
-def test_what_cannot_be_measured_is_refused(run, model, arguments):
-    result, _ = run(chains.main, model, *arguments)
-    assert result.exit_code == 2
-    assert "Invalid value" in result.output

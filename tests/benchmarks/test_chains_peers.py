@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from chains_peers import Answer, Choice, open_peers, parse_completion, peer_row, peer_table, summarize_peers
-from llama_cpp_build import Build
-from llama_server import Drafts, LlamaServer
+from llama_server import Drafts
 from peers_engines import PeerError
 
 from cpuspec import LLM, SamplingParams
@@ -94,15 +93,6 @@ def test_a_completion_has_the_ids_and_the_time_of_the_tokens_after_the_first():
     assert answer.tokens_per_s == pytest.approx(5)
 
 
-@pytest.mark.parametrize(
-    "output", [b"", b"[]", b'{"error": {"code": 400, "message": "too long"}}', COMPLETION.replace(b'"tokens"', b'"text"')]
-)
-def test_another_reply_is_an_error_that_quotes_it(output):
-    with pytest.raises(PeerError, match="reply") as error:
-        parse_completion(output)
-    assert repr(output[-30:])[2:-1] in str(error.value)
-
-
 @pytest.mark.parametrize("answer", [Answer([], -1, 0.001), Answer([5], 0, 0.001), Answer([5, 6], 1, 0.0)])
 def test_an_answer_without_tokens_after_the_first_step_or_without_time_has_no_speed(answer):
     assert answer.tokens_per_s is None
@@ -162,29 +152,6 @@ def test_servers_answer_in_turns_and_one_that_fails_is_left_out(programs):
         assert peers.answer("llama.cpp: none", [5], 3) is None
         assert "out of luck" in peers.failed["llama.cpp: none"]
         assert len(peers.arms) == 1
-
-
-def test_a_server_that_does_not_answer_in_time_is_ended(programs):
-    script = (programs / "llama-server").read_text("utf-8")
-    (programs / "llama-server").write_text(script.replace("step_ms =", "import time; time.sleep(600); step_ms ="), "utf-8")
-    server = LlamaServer(Build(programs), Path("model.gguf"), 1, 100, 0.5, ("--spec-type", "none"))
-    try:
-        server._timeout = 900.0
-        server.load()
-        server._timeout = 0.2
-        with pytest.raises(PeerError, match="did not answer"):
-            server.complete([5, 6], 2)
-        assert server._process.poll() is not None
-    finally:
-        server.close()
-
-
-def test_a_directory_without_the_server_is_told(tmp_path):
-    with ExitStack() as stack:
-        peers = opened(stack, tmp_path, "ngram-mod")
-    assert peers.arms == {}
-    assert all("no llama-server" in why for why in peers.failed.values())
-    assert len(peers.failed) == 2
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,3 @@ def test_a_token_that_differs_is_seen(compared, monkeypatch):
     result, saved = compared("--in-turn")
     assert result.exit_code == 1
     assert [arm["identical_prompts"] for arm in saved["arms"]] == [3, 3, 3, 3, 3, 2]
-
-
-def test_a_draft_model_of_the_same_vocabulary_is_refused(compared, tmp_path):
-    result, _ = compared(draft_model=tmp_path / "384.gguf")
-    assert result.exit_code == 2
-    assert "--draft-model" in result.output

@@ -28,13 +28,6 @@ def test_every_format_number_of_rows_and_threads_is_measured(measured):
     assert "| 2 | 3 |" in result.output
 
 
-@pytest.mark.parametrize("option", [("--formats", "q9"), ("--rows", "0"), ("--threads", "two"), ("--in-features", "300")])
-def test_options_that_mean_nothing_are_refused(run, option):
-    result, _ = run(kernels.main, *option)
-    assert result.exit_code == 2
-    assert "Invalid value" in result.output
-
-
 def test_a_matrix_is_streamed_in_copies_that_share_no_memory():
     matrices = kernels.make_matrices("q4_0", 256, 3 * 64 * 256 * 18 // 32)
     assert len(matrices) == 3

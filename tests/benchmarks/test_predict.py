@@ -34,11 +34,3 @@ def test_a_draft_with_drafts_of_its_own_takes_less_for_a_token(predicted):
     assert [len(row["lengths"]) for row in (one, two)] == [1, 2]
     assert two["over_plain"] > one["over_plain"] > 1
     assert saved["costs"][2] == {"model": "cheaper.gguf", "rows": [1], "seconds": [0.01]}
-
-
-@pytest.mark.parametrize("acceptance", ["0", "1", "-0.5"])
-def test_an_acceptance_is_a_share(predicted, acceptance):
-    result, saved = predicted(2, acceptance)
-    assert result.exit_code != 0
-    assert "between 0 and 1" in result.output
-    assert saved is None

@@ -73,10 +73,3 @@ def test_it_prints_a_line_for_each_machine(tmp_path, measured) -> None:
     first, second = saved["predictions"]
     assert first["cores"] == "2"
     assert 0 < second["efficiency"] < 1
-
-
-@pytest.mark.parametrize("cores", ["", "0", "8x0", "8y", "-1"])
-def test_cores_are_numbers_and_speeds(run, cores: str) -> None:
-    result, _ = run(predict_threads.main, "model", f"--cores={cores}")
-    assert result.exit_code != 0
-    assert "wanted numbers of cores" in result.output

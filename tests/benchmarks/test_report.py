@@ -2,14 +2,11 @@
 
 import json
 import re
-from itertools import combinations
 
 import pytest
 import report
 import report_parts
 import report_plots
-from typer import Typer
-from typer.testing import CliRunner
 
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.evaluate.parity import ModelIdentity, Question, open_side, record
@@ -298,107 +295,7 @@ def test_recorded_runs_of_a_model_are_compared(tmp_path, drawn):
     assert "runs/gpu.json" in chapter(made(tmp_path), "Where this comes from")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "wanted"),
-    [
-        ("x.json", "{", "x.json is not a result"),
-        ("x.json", "[]", "wanted an object with benchmark"),
-        ("x.json", json.dumps(result("quality", threads={"most": 6})), "wanted their number"),
-        ("x.json", json.dumps(result("quality")), "has not the shape.*backend"),
-        ("runs/x.json", "{}", "format is absent"),
-    ],
-)
-def test_a_file_that_is_no_result_is_named(tmp_path, drawn, name, text, wanted):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / name).write_text(text, "utf-8")
-    app = Typer()
-    app.command()(report.main)
-    done = CliRunner().invoke(app, ["--results", str(tmp_path), "--output", str(tmp_path / "out")])
-    assert done.exit_code == 1
-    assert re.search(wanted, done.output)
-    assert "x.json" in done.output
-
-
-def test_the_report_names_the_pictures_beside_it(tmp_path, drawn):
-    app = Typer()
-    app.command()(report.main)
-    results = on_file(tmp_path / "results", RESULTS_OF_ALL)
-    done = CliRunner().invoke(app, ["--results", str(results), "--output", str(tmp_path / "out")])
-    assert done.exit_code == 0, done.output
-    pictures = set(re.findall(r"\]\(([\w-]+\.png)\)", (tmp_path / "out" / "report.md").read_text("utf-8")))
-    assert pictures == {path.name for path in (tmp_path / "out").glob("*.png")}
-    assert len(pictures) == 11
-
-
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
-    app = Typer()
-    app.command()(report.main)
-    done = CliRunner().invoke(app, ["--results", str(tmp_path)])
-    assert done.exit_code == 1
-    assert "cpuspec[report]" in done.output
-
-
 # ------------------------------------------------------------------------------------------------------------------- pictures
-
-LONG = "a-rather-long-name-of-a-model-instruct-q4_k_m.gguf on a processor with a long name, avx512_vnni: suffix,self:mxfp4"
-PICTURES = {
-    "bars": lambda: report_plots.bars(
-        {"one": {LONG: report_plots.Bar(2.0, 1.5, 2.5), LONG[::-1]: report_plots.Bar(1.0), "c": report_plots.Bar(0.0)}, "two": {}},
-        "tokens/s",
-        reference=1.0,
-    ),
-    "curves": lambda: report_plots.curves(
-        {LONG: {f"{LONG} {n}": [(1, 1), (2, n), (16, 3 * n)] for n in range(1, 10)}, "b": {"c": [(1, 1), (300, 9)]}},
-        ("n", "v(n)"),
-        "n",
-    ),
-}
-
-
-def in_view(axis):
-    """The labels of the ticks that are drawn."""
-    low, high = sorted(axis.get_view_interval())
-    return [label for at, label in zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True) if low <= at <= high]
-
-
-@pytest.mark.parametrize("kind", PICTURES)
-def test_texts_lie_within_the_picture_and_cover_no_other(kind, monkeypatch):
-    agg = pytest.importorskip("matplotlib.backends.backend_agg")
-    figures = []
-    save = report_plots._png
-    monkeypatch.setattr(report_plots, "_png", lambda figure: figures.append(figure) or save(figure))
-    assert PICTURES[kind]().startswith(b"\x89PNG\r\n")
-    [figure] = figures
-    canvas = agg.FigureCanvasAgg(figure)
-    canvas.draw()
-    renderer, whole = canvas.get_renderer(), figure.bbox
-    for axis in figure.axes:
-        texts = [*axis.texts, axis.xaxis.label, axis.yaxis.label, axis.title, *in_view(axis.xaxis), *in_view(axis.yaxis)]
-        if axis.get_legend():
-            texts += axis.get_legend().get_texts()
-        boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts if text.get_text() and text.get_visible()]
-        for text, box in boxes:
-            assert whole.x0 - 1 <= box.x0 <= box.x1 <= whole.x1 + 1, text
-            assert whole.y0 - 1 <= box.y0 <= box.y1 <= whole.y1 + 1, text
-        for (text, box), (other, other_box) in combinations(boxes, 2):
-            apart = box.x1 <= other_box.x0 or other_box.x1 <= box.x0 or box.y1 <= other_box.y0 or other_box.y1 <= box.y0
-            assert apart, (text, other)
-
-
-def test_labels_are_broken_between_the_levels_of_a_chain():
-    label = "self:mxfp4 in match:smollm2-135m-instruct@4,self:mxfp4@8,suffix"
-    assert report_plots._wrapped(label) == "self:mxfp4 in\nmatch:smollm2-135m-instruct@4,\nself:mxfp4@8,suffix"
-
-
-def test_a_label_has_one_colour_in_every_panel(monkeypatch):
-    pytest.importorskip("matplotlib")
-    figures = []
-    monkeypatch.setattr(report_plots, "_png", lambda figure: figures.append(figure) or b"")
-    bar = report_plots.Bar(1.0)
-    report_plots.bars({"one": {"a": bar, "b": bar}, "two": {"b": bar}}, "x")
-    (_, second), (only,) = ([patch.get_facecolor() for patch in axis.patches] for axis in figures[0].axes)
-    assert second == only
 
 
 def test_formats_tasks_and_other_engines_have_their_tables_and_plots(drawn, tmp_path):
