@@ -16,7 +16,6 @@ PARAMS = {
     "greedy": SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0),
     "sampled": SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0, temperature=1.0, seed=7),
 }
-SPECS = ("none", "auto", "suffix", "self:mxfp4", "suffix,DRAFT@3")
 TOKEN_BYTES = 2 * 2 * 32 * 2  # of the target: layers, keys and values, dimensions, f16
 
 
@@ -37,10 +36,17 @@ def shown(answers: list[Completion]) -> list[Any]:
     return [(answer.token_ids, answer.logprobs) for answer in answers]
 
 
-@pytest.mark.parametrize("how", PARAMS)
-@pytest.mark.parametrize(
-    ("spec", "model"), [*((spec, "plain") for spec in SPECS), ("self:mxfp4", "windows"), ("mtp@3", "predicting")]
-)
+CASES = [
+    ("none", "plain", "greedy"),
+    ("auto", "plain", "sampled"),
+    ("suffix", "plain", "greedy"),
+    ("self:mxfp4", "plain", "sampled"),
+]
+CASES += [("suffix,DRAFT@3", "plain", how) for how in PARAMS]
+CASES += [("self:mxfp4", "windows", "greedy"), ("mtp@3", "predicting", "sampled")]
+
+
+@pytest.mark.parametrize(("spec", "model", "how"), CASES)
 def test_an_answer_is_that_of_a_fresh_model_whatever_the_cache_holds(
     opened: Callable[..., LLM], tmp_path: Path, spec: str, model: str, how: str
 ) -> None:
