@@ -249,10 +249,8 @@ def scaled(file: GgufFile, names: Names | None = None) -> dict[str, QuantTensor]
     return found
 
 
-def _read_config(
-    fields: Fields, family: Family, tensors: dict[str, QuantTensor], factors: Mapping[str, QuantTensor]
-) -> ModelConfig:
-    """Shapes and flags from metadata and from which tensors there are. Raises CheckpointError or ConfigError."""
+def _check_supported(fields: Fields, family: Family) -> None:
+    """Raise CheckpointError for a setting that changes the computation and is not computed in this family."""
     supported = {
         *(_SCALES if family.has_scales else ()),
         *(("logit_scale",) if family.has_logit_scale else ()),
@@ -269,13 +267,10 @@ def _read_config(
             continue
         if value is not None and not np.isin(np.array(value), neutral).all():
             fields.fail(key, f"it absent: {feature} is not supported")
-    context_length, num_layers = fields.integer("context_length"), _num_layers(fields)
-    hidden_size = fields.integer("embedding_length")
-    num_blocks = fields.integer("block_count")  # those for multi-token prediction, too
-    mixers = read_gguf(fields, family, num_layers, num_blocks, tensors)
-    nothing = (False,) * max(1, min(num_layers, 1 << 13))
-    recurs, feeds = (mixers.get(key) or nothing for key in ("layer_recurrent", "layer_feeds"))
-    attends = [i for i, (other, feed) in enumerate(zip(recurs, feeds, strict=True)) if not other and not feed]
+
+
+def _heads(fields: Fields, family: Family, hidden_size: int, attends: bool, num_blocks: int) -> tuple[int, int, int]:
+    """The number of query heads, and the numbers of a head and of them those that turn. attends: whether a layer has attention."""
     num_heads = fields.of_layers("attention.head_count", num_blocks, some=True) if attends else 1
     if num_heads < 1:
         fields.fail("attention.head_count", "at least 1")
@@ -293,6 +288,22 @@ def _read_config(
         fields.fail("rope.dimension_count", f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
     if not family.by_window and fields.integer("rope.dimension_count_swa", turned) != turned:
         fields.fail("rope.dimension_count_swa", f"that of other layers, {turned}")
+    return num_heads, head_dim, turned
+
+
+def _read_config(
+    fields: Fields, family: Family, tensors: dict[str, QuantTensor], factors: Mapping[str, QuantTensor]
+) -> ModelConfig:
+    """Shapes and flags from metadata and from which tensors there are. Raises CheckpointError or ConfigError."""
+    _check_supported(fields, family)
+    context_length, num_layers = fields.integer("context_length"), _num_layers(fields)
+    hidden_size = fields.integer("embedding_length")
+    num_blocks = fields.integer("block_count")  # those for multi-token prediction, too
+    mixers = read_gguf(fields, family, num_layers, num_blocks, tensors)
+    nothing = (False,) * max(1, min(num_layers, 1 << 13))
+    recurs, feeds = (mixers.get(key) or nothing for key in ("layer_recurrent", "layer_feeds"))
+    attends = [i for i, (other, feed) in enumerate(zip(recurs, feeds, strict=True)) if not other and not feed]
+    num_heads, head_dim, turned = _heads(fields, family, hidden_size, bool(attends), num_blocks)
     growth = fields.number("attention.temperature_scale", 0.0) if family.grows or family.latent else 0.0
     growth_length = fields.integer("rope.scaling.original_context_length", context_length) if growth else 0
     if growth and family.latent:

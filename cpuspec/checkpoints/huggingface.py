@@ -306,12 +306,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
     if has_local_rope and _read_rope_scaling(local, context_length, 0, family) is not None:
         local.fail("rope_type", "default in layers with a window")
     growth = rope.number("llama_4_scaling_beta", 0.0) if family.grows else 0.0
-    rope_base = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    alpha = rope.number("alpha", 0.0) if rope.value("alpha") else 0.0
-    if alpha and rope.text("rope_type", rope.text("type", "")) == "dynamic":
-        if not 0 < alpha <= 1e6:
-            rope.fail("alpha", "a number above 0, at most 1e6")
-        rope_base *= alpha ** (head_dim / max(head_dim - 2, 1))
+    rope_base = _rope_base(fields, rope, head_dim)
     scaling = _read_rope_scaling(rope, context_length, original, family)
     pre_attention = fields.number("query_pre_attn_scalar", head_dim)
     if pre_attention <= 0:
@@ -365,6 +360,17 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         factors = (1.0,) * turned_pairs + (gemma.STILL,) * (own["head_dim"] // 2 - turned_pairs)
         return replace(config, **own, rope_scaling=RopeScaling("factors", factors=factors) if turned < 1 else None)
     return replace(config, **read_latent(fields, rope, scaling)) if family.latent else config
+
+
+def _rope_base(fields: Fields, rope: Fields, head_dim: int) -> float:
+    """The base of rotary frequencies, which Hunyuan's "dynamic" scaling makes larger."""
+    rope_base = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    alpha = rope.number("alpha", 0.0) if rope.value("alpha") else 0.0
+    if alpha and rope.text("rope_type", rope.text("type", "")) == "dynamic":
+        if not 0 < alpha <= 1e6:
+            rope.fail("alpha", "a number above 0, at most 1e6")
+        rope_base *= alpha ** (head_dim / max(head_dim - 2, 1))
+    return rope_base
 
 
 def _clamped(fields: Fields, family: Family) -> str:
