@@ -8,7 +8,6 @@ from tokenizers import Tokenizer
 
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.checkpoint import tensor_shapes
-from cpuspec.checkpoints.families import FAMILIES
 from tools import make_tiny_model
 from tools.make_tiny_model import (
     CONTROL_TOKENS,
@@ -34,7 +33,7 @@ def test_a_vocabulary_without_room_for_bytes_is_refused():
         make_vocabulary(258)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_the_tokenizer_merges_words_and_gives_every_text_back(tmp_path, architecture):
     tokenizer = Tokenizer.from_file(str(make_tiny_hf(tmp_path / "hf", architecture) / "tokenizer.json"))
     text = "the cat sat on the mat, 2024 times:\n\tné 你好 🙂"
