@@ -1,18 +1,31 @@
 """Where a cache slot of the compiled backend keeps the keys and values of each layer, and how they are copied and lent as blocks.
 
-A slot is [kind of head][head][chunk] (`kernels.kv_rows`): heads whose keys and values are as long as each other's lie together.
+A slot is [kind of head][head][chunk] (`kernels.kv_rows`): heads whose keys and values are as long as each other's, and whose
+layers see as much, lie together.
+
+A layer with a window keeps its last rows alone, if the cache is much longer: chunks that no later row can see are given back to the
+system, and stay where they are in the slot's addresses. So no kernel and no bit differs. To its prefix cache these rows are states
+(`WindowRows`): a snapshot has the chunks that the next row sees.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from cpuspec.backends.recurrent_memory import RecurrentLayers
+from cpuspec.config import ModelConfig
 from cpuspec.formats import Format
-from cpuspec.formats.packing import commit
+from cpuspec.formats.packing import commit, decommit
 from cpuspec.formats.tensor import U8
 from cpuspec.kernels import kv_rows
-from cpuspec.layers import Layer
+from cpuspec.layers import Layer, keeping_layers
 from cpuspec.model.batch import I32
+from cpuspec.model.cache import SlotBytes
+
+SLACK = kv_rows.CHUNK  # tokens before a forward, to which a slot can be truncated after it: what draft models take back
+_APART = 8  # windows between two snapshots of a long prompt
 
 Memory = tuple[U8, ...]  # of a slot: [heads, bytes] for each kind
 
@@ -29,7 +42,12 @@ class _Kind:
     key_dims: int
     value_dims: int
     chunk_bytes: int
+    window: int  # 0 for none
     heads: int = 0
+
+    def first_chunk(self, length: int) -> int:
+        """The first chunk that the row behind so many tokens sees."""
+        return max(0, length + 1 - self.window) // kv_rows.CHUNK if self.window else 0
 
 
 class KVPlaces:
@@ -37,16 +55,16 @@ class KVPlaces:
 
     def __init__(self, layers: Sequence[Layer], format: Format) -> None:
         self._format = format.name
-        kinds: dict[tuple[int, int], _Kind] = {}
+        kinds: dict[tuple[int, int, int], _Kind] = {}
         first: list[tuple[_Kind, int]] = []  # of each layer that keeps keys and values, in order: the heads before it
         for layer in layers:
-            dims = layer.attention.dims, layer.attention.value_dims
-            kind = kinds.setdefault(dims, _Kind(*dims, kv_rows.chunk_bytes(format.name, *dims)))
+            dims, window = (layer.attention.dims, layer.attention.value_dims), layer.attention.window or 0
+            kind = kinds.setdefault((*dims, window), _Kind(*dims, kv_rows.chunk_bytes(format.name, *dims), window))
             first.append((kind, kind.heads))
             kind.heads += layer.attention.kv_heads
-        self._kinds, starts = list(kinds.values()), dict[int, int]()
+        self.kinds, starts = list(kinds.values()), dict[int, int]()
         self.chunk_bytes = 0
-        for kind in self._kinds:
+        for kind in self.kinds:
             starts[id(kind)] = self.chunk_bytes
             self.chunk_bytes += kind.heads * kind.chunk_bytes
         self._places = [Place(starts[id(kind)] + heads * kind.chunk_bytes, kind.chunk_bytes) for kind, heads in first]
@@ -59,7 +77,7 @@ class KVPlaces:
     def memory(self, slot: U8, num_chunks: int) -> Memory:
         """The parts of a slot's memory."""
         parts, at = [], 0
-        for kind in self._kinds:
+        for kind in self.kinds:
             size = num_chunks * kind.chunk_bytes
             parts.append(slot[at : at + kind.heads * size].reshape(kind.heads, size))
             at += kind.heads * size
@@ -67,26 +85,108 @@ class KVPlaces:
 
     def commit(self, memory: Memory, first: int, last: int) -> None:
         """Let chunks first..last of each head be used. Raises MemoryError."""
-        for kind, heads in zip(self._kinds, memory, strict=True):
+        for kind, heads in zip(self.kinds, memory, strict=True):
             for head in heads:
                 commit(head[first * kind.chunk_bytes : last * kind.chunk_bytes])
 
     def copy_rows(self, memory: Memory, rows: I32, first: int) -> None:
         """Copy keys and values from rising indices `rows` to `first` and following."""
-        for kind, heads in zip(self._kinds, memory, strict=True):
+        for kind, heads in zip(self.kinds, memory, strict=True):
             kv_rows.copy_rows(self._format, kind.key_dims, kind.value_dims, heads, rows, first)
 
-    def copy_prefix(self, source: Memory, target: Memory, length: int) -> None:
-        """Copy the chunks that hold the first `length` keys and values."""
-        for kind, ours, theirs in zip(self._kinds, target, source, strict=True):
+    def copy_prefix(self, source: Memory, target: Memory, length: int, but: Collection[int] = ()) -> None:
+        """Copy the chunks that hold the first `length` keys and values. but: numbers of kinds that are left out."""
+        for number, (kind, ours, theirs) in enumerate(zip(self.kinds, target, source, strict=True)):
+            if number in but:
+                continue
             used = kv_rows.num_chunks(length) * kind.chunk_bytes
             ours[:, :used] = theirs[:, :used]
 
-    def views(self, memory: Memory, number: int) -> tuple[U8, ...]:
-        """Keys, then values, of a chunk of each kind, as `BlockAccess` has them."""
+    def views(self, memory: Memory, number: int, but: Collection[int] = ()) -> tuple[U8, ...]:
+        """Keys, then values, of a chunk of each kind, as `BlockAccess` has them. but: numbers of kinds that are left out."""
         found: list[U8] = []
-        for kind, heads in zip(self._kinds, memory, strict=True):
+        for n, (kind, heads) in enumerate(zip(self.kinds, memory, strict=True)):
+            if n in but:
+                continue
             chunk = heads[:, number * kind.chunk_bytes :][:, : kind.chunk_bytes]
             keys = kv_rows.chunk_bytes(self._format, kind.key_dims, 0)
             found += [chunk[:, :keys], *([chunk[:, keys:]] if kind.value_dims else [])]
         return tuple(found)
+
+
+class WindowRows:
+    """The layers of a cache that keep their last rows alone: those whose window is much shorter than it. False if there are none.
+
+    A slot has the rows that the row behind its `least` tokens sees, and all later ones. kinds: the layers' numbers among those of
+    `KVPlaces`. apart, most_bytes: `apart` and `num_bytes` of `StateAccess`.
+    """
+
+    def __init__(self, places: KVPlaces, config: ModelConfig, capacity: int) -> None:
+        """Of heads and of models with other states there are none: what these keep is truncated and saved in other ways."""
+        self._places = places
+        self._rows = {n: kind.window + SLACK + kv_rows.CHUNK for n, kind in enumerate(places.kinds) if kind.window}
+        self._rows = {n: rows for n, rows in self._rows.items() if rows < capacity and not (config.head or config.is_recurrent)}
+        self.kinds = list(self._rows)
+        windows = [places.kinds[n].window for n in self.kinds]
+        self.apart = _APART * max(windows, default=0)
+        self.most_bytes = int(np.max(self.bytes_at(np.arange(max(windows, default=0) + 2 * kv_rows.CHUNK))))
+
+    def __bool__(self) -> bool:
+        return bool(self.kinds)
+
+    def sizes(self, per_slot: int) -> SlotBytes:
+        """The bytes of a slot, with so many of other states."""
+        rows = {n: self._places.kinds[n].heads * self._places.kinds[n].chunk_bytes // kv_rows.CHUNK for n in self.kinds}
+        windows = tuple((self._rows[n], size) for n, size in rows.items())
+        return SlotBytes(self._places.bytes_per_token - sum(rows.values()), per_slot, windows)
+
+    def give_back(self, memory: Memory, before: int, least: int) -> None:
+        """Let rows go, after `least` tokens instead of `before`."""
+        for kind, heads in self._of(memory):
+            first, last = kind.first_chunk(before), kind.first_chunk(least)
+            if first < last:
+                # A page that holds the end of the chunk before, which is gone, too, is given back with it.
+                first -= first > 0
+                for head in heads:
+                    decommit(head[first * kind.chunk_bytes : last * kind.chunk_bytes])
+
+    def clear(self, memory: Memory, num_chunks: int) -> None:
+        """Let all rows go, of a slot of so many chunks."""
+        for kind, heads in self._of(memory):
+            for head in heads:
+                decommit(head[: num_chunks * kind.chunk_bytes])
+
+    def bytes_at(self, length: Any) -> Any:
+        """Bytes of a snapshot of so many tokens, one number or an array of them."""
+        found = 0 * length
+        for n in self.kinds:
+            kind = self._places.kinds[n]
+            chunks = -(-length // kv_rows.CHUNK) - np.maximum(0, length + 1 - kind.window) // kv_rows.CHUNK
+            found = found + chunks * (kind.heads * kind.chunk_bytes)
+        return found
+
+    def take(self, memory: Memory, length: int, snapshot: U8) -> None:
+        """Copy the chunks that the row behind `length` tokens sees to U8 [bytes_at(length)]."""
+        for part, rows in self._parts(memory, length, snapshot):
+            part[:] = rows
+
+    def put(self, memory: Memory, length: int, snapshot: U8) -> None:
+        """Copy them back."""
+        for part, rows in self._parts(memory, length, snapshot):
+            rows[:] = part
+
+    def _of(self, memory: Memory) -> Iterator[tuple[_Kind, U8]]:
+        return ((self._places.kinds[n], memory[n]) for n in self.kinds)
+
+    def _parts(self, memory: Memory, length: int, snapshot: U8) -> Iterator[tuple[U8, U8]]:
+        """Of each kind its part of a snapshot, and the rows of a slot, [heads, bytes]."""
+        at = 0
+        for kind, heads in self._of(memory):
+            rows = heads[:, kind.first_chunk(length) * kind.chunk_bytes : kv_rows.num_chunks(length) * kind.chunk_bytes]
+            yield snapshot[at : at + rows.size].reshape(rows.shape), rows
+            at += rows.size
+
+
+def slot_bytes(config: ModelConfig, format: Format, capacity: int) -> SlotBytes:
+    """The bytes of a slot for up to `capacity` tokens of a model."""
+    return WindowRows(KVPlaces(keeping_layers(config), format), config, capacity).sizes(RecurrentLayers(config, 1).num_bytes)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from cpuspec import model
 from cpuspec.backends import memory_limit
 from cpuspec.backends.adapted import AdaptedRows
-from cpuspec.backends.kv_memory import KVPlaces, Memory
+from cpuspec.backends.kv_memory import SLACK, KVPlaces, Memory, WindowRows
 from cpuspec.backends.numa import copy_of_processor, new_pages_on, nodes_to_use, placed
 from cpuspec.backends.numba_program import Plans, ProgramWriter, Routing, at, round_up
 from cpuspec.backends.packed import content_hash, packed_matrices
@@ -70,7 +70,9 @@ class _Storage:
     address: int
     num_chunks: int
     recurrent: RecurrentMemory | None  # of a model with recurrent layers
+    windows: WindowRows
     room: int = 0  # chunks of each head that may be used
+    least: int = 0  # tokens that it can be truncated to, but for 0: rows before are gone where layers keep their last ones alone
 
     def grow(self, places: KVPlaces, num_chunks: int) -> None:
         """Let the first chunks of each head be used. Raises CacheError where there is no memory."""
@@ -80,6 +82,17 @@ class _Storage:
             except MemoryError:
                 raise CacheError("no memory for more tokens of a sequence; run fewer sequences, or shorter ones") from None
             self.room = num_chunks
+
+    def clear(self) -> None:
+        """Let all rows of layers go that keep their last ones alone."""
+        self.windows.clear(self.memory, self.room)
+        self.room = self.least = 0
+
+    def forget(self, least: int) -> None:
+        """Let those go that no row behind `least` tokens sees."""
+        if least > self.least:
+            self.windows.give_back(self.memory, self.least, least)
+            self.least = least
 
 
 class NumbaBackend:
@@ -195,24 +208,24 @@ class NumbaBackend:
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model, in the order that `kernels.attention` reads."""
-        places, recurrent = self._kv_places, self._recurrent
+        places, recurrent, windows = self._kv_places, self._recurrent, WindowRows(self._kv_places, self.config, capacity)
         num_chunks = kv_rows.num_chunks(capacity)
 
         def new_storage() -> _Storage:
             whole = reserved_bytes((num_chunks * places.chunk_bytes,))
             memory = recurrent.new_memory() if recurrent else None
-            return _Storage(places.memory(whole, num_chunks), at(whole), num_chunks, memory)
+            return _Storage(places.memory(whole, num_chunks), at(whole), num_chunks, memory, windows)
 
         def copy_rows(storage: _Storage, rows: I32, first: int) -> None:
             places.copy_rows(storage.memory, rows, first)
 
         def copy_prefix(source: _Storage, storage: _Storage, length: int) -> None:
             storage.grow(places, kv_rows.num_chunks(length))
-            places.copy_prefix(source.memory, storage.memory, length)
+            places.copy_prefix(source.memory, storage.memory, length, windows.kinds)
 
         def views(storage: _Storage, number: int) -> tuple[U8, ...]:
             storage.grow(places, number + 1)
-            return places.views(storage.memory, number)
+            return places.views(storage.memory, number, windows.kinds)
 
         return KVCache(
             num_slots,
@@ -223,8 +236,8 @@ class NumbaBackend:
             places.bytes_per_token,
             BlockAccess(kv_rows.CHUNK, simd.LANES, views),  # keys lie in blocks of LANES positions
             self._identity,
-            _state_access(recurrent) if recurrent else None,
-            recurrent.num_bytes if recurrent else 0,
+            _state_access(recurrent) if recurrent else _window_access(windows, places) if windows else None,
+            sizes=windows.sizes(recurrent.num_bytes if recurrent else 0),
         )
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
@@ -284,6 +297,10 @@ class NumbaBackend:
         if self._recurrent:
             self._recurrent.commit()
         cache.advance(batch)
+        for slot, length in zip(lists.slots, lengths, strict=True):
+            storage: _Storage = cache.storage(slot)
+            if storage.windows:
+                storage.forget(length - SLACK)
         output.weight_bytes = adapter_bytes + self._matrices.read_bytes(num_logits, int(entered.state["expert_bytes"]))
         if num_logits <= argmax.MOST_ROWS:
             output.best = self._picked[:num_logits]
@@ -391,6 +408,13 @@ class NumbaBackend:
         storages: list[_Storage] = [cache.storage(slot) for slot in slots]
         lengths = [cache.lengths[slot] for slot in slots]
         for number, storage in enumerate(storages):
+            if storage.least > lengths[number]:
+                if lengths[number]:
+                    raise CacheError(
+                        f"layers with a window have rows of a slot from {storage.least} tokens on, and it holds {lengths[number]}; "
+                        "truncate it to 0"
+                    )
+                storage.clear()
             chunks = kv_rows.num_chunks(lengths[number] + starts[number + 1] - starts[number])
             storage.grow(self._kv_places, chunks)
         return lengths, [storage.address for storage in storages], storages[0].num_chunks
@@ -474,6 +498,26 @@ def _state_access(recurrent: RecurrentLayers) -> StateAccess:
         lambda storage, length: length if memory_of(storage).folded <= length else 0,
         lambda storage, length, states: recurrent.take(memory_of(storage), length, states),
         lambda storage, states, length: recurrent.put(memory_of(storage), length, states),
+    )
+
+
+def _window_access(windows: WindowRows, places: KVPlaces) -> StateAccess:
+    """The rows of layers that keep their last ones alone."""
+
+    def put(storage: _Storage, states: U8, length: int) -> None:
+        storage.clear()
+        storage.grow(places, kv_rows.num_chunks(length))
+        windows.put(storage.memory, length, states)
+        storage.forget(length)
+
+    return StateAccess(
+        windows.most_bytes,
+        lambda storage, length: length if storage.least <= length else 0,
+        lambda storage, length, states: windows.take(storage.memory, length, states),
+        put,
+        windows.bytes_at,
+        windows.apart,
+        SLACK,
     )
 
 

@@ -27,8 +27,7 @@ from cpuspec.environment import usable_cores
 from cpuspec.errors import CheckpointError
 from cpuspec.evaluate.certify import file_identity
 from cpuspec.formats import QuantTensor
-from cpuspec.formats.kv import get_kv_format, stored_bytes
-from cpuspec.layers import keeping_layers
+from cpuspec.formats.kv import get_kv_format
 from cpuspec.metrics import read_bandwidth
 from cpuspec.settings import EngineConfig
 
@@ -208,10 +207,11 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
     experts, of which it reads those that its row goes through.
     """
     # They import numba.
-    from cpuspec.backends.recurrent_memory import RecurrentLayers
+    from cpuspec.backends.kv_memory import slot_bytes
     from cpuspec.kernels import isa
 
     config, tensors, kv_format = checkpoint.config, checkpoint.tensors, get_kv_format(EngineConfig.kv_format)
+    kept = slot_bytes(config, kv_format, config.context_length)
     share = config.experts.used / config.experts.count if config.experts else 1.0
     read_bytes = sum(
         t.num_bytes * (share if ".expert_" in name else 1)
@@ -235,11 +235,10 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
         if checkpoint.prediction_layers
         else None,
         "kv_format": kv_format.name,
-        "state_bytes_per_sequence": RecurrentLayers(config, 1).num_bytes,  # with the rows that can be truncated
-        "kv_bytes_per_token": sum(
-            mixer.kv_heads * (stored_bytes(kv_format, mixer.dims) + stored_bytes(kv_format, mixer.value_dims))
-            for mixer in (layer.attention for layer in keeping_layers(config))
-        ),
+        "state_bytes_per_sequence": kept.per_slot,  # with the rows that can be truncated
+        "window_bytes_per_sequence": kept.of(config.context_length) - config.context_length * kept.per_token - kept.per_slot,
+        "kv_bytes_per_token": kept.per_token,
+        "bytes_per_sequence": kept.of(config.context_length),
         "read_bytes_per_token": read_bytes,
         "processor": isa.describe(),
         "threads": threads,
@@ -354,6 +353,12 @@ def show_model(report: Report) -> None:
         ("size", f"{size(report['bytes'])}, {report['bits_per_weight']:.2f} bits per weight"),
         *_prediction(report["prediction"]),
         ("keys and values", f"{size(report['kv_bytes_per_token'])} per token of context, in {report['kv_format']}"),
+        *(
+            [("windows", f"{size(report['window_bytes_per_sequence'])} at most per sequence, of layers that keep their last rows")]
+            if report["window_bytes_per_sequence"]
+            else []
+        ),
+        ("sequence", f"{size(report['bytes_per_sequence'])} in all, of a sequence that fills the context"),
         *(
             [("recurrent state", f"{size(report['state_bytes_per_sequence'])} per sequence, however long it is, and once more")]
             if report["state_bytes_per_sequence"]

@@ -16,6 +16,7 @@ Numbers of 16 bits that are multiplied in pairs (bf16) lie in pairs: load p of a
 """
 
 import math
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -229,6 +230,14 @@ def commit(reserved: U8) -> None:
             SYSTEM.commit_pages(reserved.ctypes.data, reserved.nbytes)
     except OSError as error:
         raise MemoryError(f"no memory for {reserved.nbytes} bytes: {error}") from None
+
+
+def decommit(reserved: U8) -> None:
+    """Give back the whole pages of a contiguous part of `reserved_bytes`. Nothing reads it before it is committed and written."""
+    first, size = reserved.ctypes.data, mmap.PAGESIZE
+    start, end = -(-first // size) * size, (first + reserved.nbytes) // size * size
+    if start < end:
+        SYSTEM.decommit_pages(start, end - start)
 
 
 def _pages(shape: tuple[int, ...], of_bytes: Callable[[int], Any]) -> U8:

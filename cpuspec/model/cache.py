@@ -2,8 +2,9 @@
 
 The backend owns the storage of a slot; this file owns lengths and limits. Keys and values can be truncated anywhere. A recurrent
 layer's state covers some first tokens of the slot, and the inputs of later ones are kept as rows: it can be truncated among these.
-Below, the lengths are left that a snapshot of the states was taken at, and the empty slot. `truncate`, `keep_path` and `copy`
-therefore return the length that the slot really holds, and the caller feeds the rest again.
+Likewise a layer with a window may keep its last rows alone, which are then its state. Below, the lengths are left that a snapshot
+of the states was taken at, and the empty slot. `truncate`, `keep_path` and `copy` therefore return the length that the slot really
+holds, and the caller feeds the rest again.
 """
 
 from collections.abc import Callable
@@ -39,19 +40,50 @@ class BlockAccess:
 
 
 @dataclass(frozen=True)
+class SlotBytes:
+    """Bytes of a slot that holds tokens. per_token: of what is kept of every token; per_slot: of states, however many there are.
+
+    windows: of layers that keep their last rows alone, the most rows, and the bytes of one.
+    """
+
+    per_token: int
+    per_slot: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def of(self, length: int) -> int:
+        """Bytes of so many tokens."""
+        rows = sum(min(length, most) * size for most, size in self.windows)
+        return length * self.per_token + rows + (self.per_slot if length else 0)
+
+
+@dataclass(frozen=True)
 class StateAccess:
-    """How the states of recurrent layers leave a storage and come back, bit for bit.
+    """How the states of layers that do not keep rows of all tokens leave a storage and come back, bit for bit.
 
     reach(storage, length): the longest length, up to `length`, that the storage has all states of. A forward forgets those beyond
     its slot's length.
     take(storage, length, states): write those after `length` tokens, which the storage reaches, to U8 [num_bytes]. They depend on
     the tokens alone, wherever the storage has them folded. put(storage, states, length): the storage has these and no others.
+    num_bytes: of states after many tokens; bytes_at: after a number of tokens, or an array of numbers; None for always the same.
+    apart: tokens between snapshots of a long prompt. passed: rows that a forward may have behind a length that it still reaches.
     """
 
     num_bytes: int
     reach: Callable[[Any, int], int]
     take: Callable[[Any, int, U8], None]
     put: Callable[[Any, U8, int], None]
+    bytes_at: Callable[[Any], Any] | None = None
+    apart: int = 1024
+    passed: int = KEPT_ROWS
+
+    def size(self, length: int) -> int:
+        """Bytes of the states after so many tokens."""
+        return int(self.bytes_at(length)) if self.bytes_at else self.num_bytes
+
+    def sizes(self, capacity: int) -> list[int]:
+        """The different ones, after up to `capacity` tokens."""
+        every = self.bytes_at(np.arange(1, capacity + 1)) if self.bytes_at else self.num_bytes
+        return [int(size) for size in np.unique(every)]
 
 
 class KVCache:
@@ -65,7 +97,7 @@ class KVCache:
     states: None where nothing but keys and values is stored, which cover any length.
     blocks: for a cache whose contents may be kept outside of its slots; None where they may not.
     identity: of weights, arithmetic and layout: where it is the same, in whatever process, the same tokens give the same bytes.
-    bytes_per_slot: of a slot that holds a token, besides those of its tokens.
+    sizes: of slots; by default bytes_per_token for each token, and bytes_per_slot. Blocks have what is kept of every token.
     """
 
     def __init__(
@@ -80,18 +112,20 @@ class KVCache:
         identity: str = "",
         states: StateAccess | None = None,
         bytes_per_slot: int = 0,
+        sizes: SlotBytes | None = None,
     ) -> None:
         if num_slots < 1 or capacity < 1:
             raise CacheError(f"a cache needs at least one slot and one token, got {num_slots} slots of {capacity} tokens")
         self.num_slots = num_slots
         self.capacity = capacity
-        self.bytes_per_token = bytes_per_token
+        self.sizes = sizes or SlotBytes(bytes_per_token, bytes_per_slot)
+        self.bytes_per_token = self.sizes.per_token
         self.lengths = [0] * num_slots  # tokens that each slot holds
         self._longest = [0] * num_slots  # the most tokens that each slot held when it was shortened
         self._snapshots: list[dict[int, U8]] = [{} for _ in range(num_slots)]  # of each slot, by length, rising
         self.blocks = blocks
         self.identity = identity
-        self.bytes_per_slot = bytes_per_slot
+        self.bytes_per_slot = self.sizes.per_slot
         self._new_storage = new_storage
         self._copy_rows = copy_rows
         self._copy_prefix = copy_prefix
@@ -126,7 +160,7 @@ class KVCache:
 
     def bytes_of(self, length: int) -> int:
         """Bytes of a slot that holds so many tokens."""
-        return length * self.bytes_per_token + (self.bytes_per_slot if length else 0)
+        return self.sizes.of(length)
 
     def reachable(self, slot: int, length: int) -> int:
         """The longest length, up to `length`, that the slot can be truncated or copied to."""
@@ -150,9 +184,10 @@ class KVCache:
             return True
         if not 0 < length <= self.lengths[slot] or self.states.reach(self.storage(slot), length) < length:
             return False
-        taken = np.empty(self.states.num_bytes + len(beside), np.uint8)
-        self.states.take(self.storage(slot), length, taken[: self.states.num_bytes])
-        taken[self.states.num_bytes :] = beside
+        size = self.states.size(length)
+        taken = np.empty(size + len(beside), np.uint8)
+        self.states.take(self.storage(slot), length, taken[:size])
+        taken[size:] = beside
         self._snapshots[slot] = dict(sorted([*self._snapshots[slot].items(), (length, taken)]))
         return True
 
@@ -163,12 +198,13 @@ class KVCache:
     def restore_snapshot(self, slot: int, length: int, taken: U8) -> None:
         """Put a snapshot of `length` tokens into a slot that holds their keys and values. Raises CacheError if it does not fit."""
         assert self.states, "asked of caches with states only"
-        if taken.dtype != np.uint8 or taken.ndim != 1 or len(taken) < self.states.num_bytes or length != self.lengths[slot]:
+        size = self.states.size(length)
+        if taken.dtype != np.uint8 or taken.ndim != 1 or len(taken) < size or length != self.lengths[slot]:
             raise CacheError(
-                f"slot {slot} holds {self.lengths[slot]} tokens and takes uint8 [{self.states.num_bytes}] or more, "
+                f"slot {slot} holds {self.lengths[slot]} tokens and takes uint8 [{size}] or more, "
                 f"got {taken.dtype} {taken.shape} of {length} tokens"
             )
-        self.states.put(self.storage(slot), taken[: self.states.num_bytes], length)
+        self.states.put(self.storage(slot), taken[:size], length)
         self._snapshots[slot] = {length: taken}
 
     def truncate(self, slot: int, length: int) -> int:
@@ -221,7 +257,7 @@ class KVCache:
         if length and self.states:
             self.take_snapshot(source, length)
             self._snapshots[slot] = {taken: one for taken, one in self._snapshots[source].items() if taken <= length}
-            self.states.put(self.storage(slot), self._snapshots[slot][length][: self.states.num_bytes], length)
+            self.states.put(self.storage(slot), self._snapshots[slot][length][: self.states.size(length)], length)
         return length
 
     def block_shape(self, length: int) -> tuple[int, int]:
@@ -277,7 +313,7 @@ class KVCache:
         if self.states and self._snapshots[slot]:
             held = self._snapshots[slot]
             if length in held and self.states.reach(self.storage(slot), length) < length:
-                self.states.put(self.storage(slot), held[length][: self.states.num_bytes], length)
+                self.states.put(self.storage(slot), held[length][: self.states.size(length)], length)
             self._snapshots[slot] = {taken: one for taken, one in held.items() if taken <= length}
         return length
 

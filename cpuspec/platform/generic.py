@@ -115,6 +115,7 @@ SYSTEM = System(
     zeroed_pages=zeroed_pages,
     reserved_pages=zeroed_pages,
     commit_pages=lambda address, num_bytes: None,
+    decommit_pages=lambda address, num_bytes: None,
     populated_file=populated_file,
     release_pages=release_pages,
     lock_pages=lock_pages,

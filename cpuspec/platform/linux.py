@@ -206,6 +206,12 @@ def release_pages(pages: mmap.mmap, first: int, num_bytes: int) -> None:
     pages.madvise(mmap.MADV_DONTNEED, start, first + num_bytes - start)
 
 
+def decommit_pages(address: int, num_bytes: int) -> None:
+    """A kernel that refuses keeps them: their contents are never read."""
+    if advise := getattr(ctypes.CDLL(None), "madvise", None):
+        advise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(mmap.MADV_DONTNEED))
+
+
 def lock_pages(address: int, num_bytes: int) -> bool:
     """False where that is more than this user may lock."""
     lock = getattr(ctypes.CDLL(None), "mlock", None)
@@ -315,6 +321,7 @@ SYSTEM = replace(
     zeroed_pages=zeroed_pages,
     reserved_pages=zeroed_pages,
     populated_file=populated_file,
+    decommit_pages=decommit_pages,
     release_pages=release_pages,
     lock_pages=lock_pages,
     keep_freed_memory=keep_freed_memory,

@@ -34,6 +34,9 @@ class System:
     # The same, of which none may be touched before `commit_pages` (address, bytes) was called for it. Others: as above; nothing.
     reserved_pages: Callable[[int], mmap | Array[c_uint8]]
     commit_pages: Callable[[int, int], None]
+    # Give back some of these (address, bytes, both of whole pages), which nothing reads until they are committed again. Others:
+    # nothing.
+    decommit_pages: Callable[[int, int], None]
     # The first bytes of an open file (its descriptor), read-only, with all pages there at once. Others: as they are read.
     populated_file: Callable[[int, int], mmap]
     # Whether memory that was written can be made executable, as a compiler in this process needs. Others: True.

@@ -26,7 +26,7 @@ _ctypes: Any = ctypes  # other systems' ctypes lack its Windows half
 _RELATION_PROCESSOR_CORE = 0
 _CORE_HEADER, _GROUP_AFFINITY = 32, 16  # bytes before a core's masks, and of one mask with its group
 _JOB_LIMITS, _JOB_LIMIT_BYTES, _JOB_TIME, _PROCESS_MEMORY, _JOB_MEMORY = 9, 144, 4, 0x100, 0x200
-_COMMIT, _RESERVE, _RELEASE, _READ_WRITE = 0x1000, 0x2000, 0x8000, 4  # of VirtualAlloc and VirtualFree
+_COMMIT, _RESERVE, _DECOMMIT, _RELEASE, _READ_WRITE = 0x1000, 0x2000, 0x4000, 0x8000, 4  # of VirtualAlloc and VirtualFree
 _NO_WINDOW = 0x08000000  # a console of its own, which nobody sees: the terminal's Ctrl-C and Ctrl-Break do not reach it
 _TILES = 0b11 << 17  # the state of tile registers, by its bits in XCR0
 _EXCLUSIVE, _AT_ONCE = 2, 1  # flags of LockFileEx
@@ -151,6 +151,10 @@ def commit_pages(address: int, num_bytes: int) -> None:
     _check(_kernel32().VirtualAlloc(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _COMMIT, _READ_WRITE))
 
 
+def decommit_pages(address: int, num_bytes: int) -> None:
+    _check(_kernel32().VirtualFree(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _DECOMMIT))
+
+
 def start_helper(
     arguments: Sequence[str], cpu_s: int | None, memory_bytes: int, stdout: int, stderr: int
 ) -> subprocess.Popen[bytes]:
@@ -220,6 +224,7 @@ SYSTEM = replace(
     enable_tile_registers=enable_tile_registers,
     reserved_pages=reserved_pages,
     commit_pages=commit_pages,
+    decommit_pages=decommit_pages,
     start_helper=start_helper,
     try_lock=try_lock,
     cache_home=cache_home,

@@ -27,7 +27,7 @@ from cpuspec.errors import CacheError, ConfigError
 from cpuspec.formats.tensor import U8
 from cpuspec.metrics import PrefixStats, Spent, now_s
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
-from cpuspec.model.cache import KEPT_ROWS, KVCache
+from cpuspec.model.cache import KVCache, StateAccess
 from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.settings import EngineConfig
 from cpuspec.speculation.draft import Draft
@@ -40,9 +40,6 @@ MIN_SHARED_PREFIX = 0.1
 
 # Computing fewer tokens than this is quicker than waiting a step for them, or than storing them.
 _MANY = 32
-
-# Snapshots of a long prompt's states are this far apart.
-_APART = 1024
 
 # One row of 32 goes to the prompt that has waited longest. So few rows delay a short prompt by no step.
 _OLDEST_PART = 32
@@ -209,7 +206,7 @@ class Context:
         if self.hidden_layers and num_cached:
             num_cached = self._begin_hidden(seq, num_cached)
         if self.cache.states:
-            self._plan_snapshots(self._assignments[seq.id], self.cache.states.num_bytes, branch)
+            self._plan_snapshots(self._assignments[seq.id], self.cache.states, branch)
         self._tidy()
         self.num_acquired_tokens += len(seq.tokens)
         self.num_cached_tokens += num_cached
@@ -268,6 +265,7 @@ class Context:
         prefix, and OSError. Raises CacheError if the backend's cache cannot be saved.
         """
         store, held = self._wanted_store(), zip(self._all_kept(), self._salts, strict=True)
+        tokens = tokens[:-1] if self.cache.states else tokens  # the last token is always fed, so states behind it supply nothing
         shared = [shared_prefix(one, tokens) if its == salt else 0 for one, its in held]
         slot = max(range(len(shared)), key=shared.__getitem__)
         if shared[slot] > store.length(tokens, salt):
@@ -486,8 +484,8 @@ class Context:
         slot = assigned.slot
         if self.cache.states:
             taken = self.cache.snapshots(slot).get(num_cached)
-            if taken is not None and len(taken) > self.cache.states.num_bytes:
-                rows = taken[self.cache.states.num_bytes :].view(np.float32).reshape(len(self.hidden_layers), 1, -1)
+            if taken is not None and len(taken) > (size := self.cache.states.size(num_cached)):
+                rows = taken[size:].view(np.float32).reshape(len(self.hidden_layers), 1, -1)
                 assigned.hidden, assigned.num_hidden_kept = [tuple(rows)], 1
                 return num_cached
         if self.cache.reachable(slot, num_cached - 1) == num_cached - 1:
@@ -496,16 +494,16 @@ class Context:
             return num_cached - 1
         return num_cached
 
-    def _plan_snapshots(self, assigned: _Assignment, num_bytes: int, branch: int) -> None:
-        """Decide at which lengths of a prompt snapshots of so many bytes are taken. branch: where it leaves what is known.
+    def _plan_snapshots(self, assigned: _Assignment, states: StateAccess, branch: int) -> None:
+        """Decide at which lengths of a prompt snapshots of its states are taken. branch: where it leaves what is known.
 
         In this order, each unless another one is near: where its turns begin, its end, the branch, and every so many tokens.
         """
-        if not self._shares or (self._max_kept_bytes is not None and self._max_kept_bytes < num_bytes):
-            return
         seq = assigned.seq
+        if not self._shares or (self._max_kept_bytes is not None and self._max_kept_bytes < states.size(seq.num_prompt_tokens)):
+            return
         last, held = seq.num_prompt_tokens - 1, len(self._held[assigned.slot])  # the last token of a prompt is always fed
-        for length in (*reversed(seq.turns), last, branch, *range(_APART, last, _APART)):
+        for length in (*reversed(seq.turns), last, branch, *range(states.apart, last, states.apart)):
             others = (*self.cache.snapshots(assigned.slot), *assigned.snapshots)
             if held < length <= last and all(abs(length - other) >= _MANY for other in others):
                 assigned.snapshots.append(length)
@@ -606,7 +604,7 @@ class Context:
             first, start, size = len(tokens), len(self._held[feed.slot]), len(feed.tokens)
             if of_prompts:
                 size = min(size, feed.num_prompt)
-            if feed.snapshots and size > (until := feed.snapshots[0] - start) + KEPT_ROWS:
+            if feed.snapshots and self.cache.states and size > (until := feed.snapshots[0] - start) + self.cache.states.passed:
                 size = max(until, 1)
             if first + size > self.backend.max_rows:
                 size = min(self.backend.max_rows - first, size, feed.num_straight)  # a tree goes as a whole

@@ -72,10 +72,10 @@ class PrefixFiles:
     def __init__(self, cache: KVCache, vocab_size: int, hidden_layers: tuple[int, ...] = (), hidden_size: int = 0) -> None:
         assert cache.blocks, "asked of caches that have blocks only"
         self._cache, self._blocks, self._vocab_size = cache, cache.blocks, vocab_size
-        self._identity = hashlib.sha256(repr((cache.identity, cache.blocks.size)).encode()).hexdigest()[:32]
+        self._identity = hashlib.sha256(repr((cache.identity, cache.blocks.size, cache.sizes)).encode()).hexdigest()[:32]
         self._of_states = repr(hidden_layers).encode()
-        self._state_bytes = [cache.states.num_bytes] if cache.states else []
-        self._state_bytes += [num_bytes + 4 * hidden_size * len(hidden_layers) for num_bytes in self._state_bytes]
+        sizes = cache.states.sizes(cache.capacity) if cache.states else ()
+        self._state_bytes = {size + beside for size in sizes for beside in (0, 4 * hidden_size * len(hidden_layers))}
 
     def key(self, part: PrefixPart) -> bytes:
         """The key of a part: a hash of all tokens up to its end, and of what it has of these."""

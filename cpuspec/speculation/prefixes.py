@@ -220,7 +220,7 @@ class PrefixStore:
                 if block is None:
                     break
                 if one.is_snapshot and states:
-                    part = part._replace(states=block[: states.num_bytes])
+                    part = part._replace(states=block[: states.size(len(part.tokens))])
                 else:
                     part.tokens.extend(one.tokens[:number])
                     part.blocks.append(block[: self._cache.block_shape(number)[0]].copy())
