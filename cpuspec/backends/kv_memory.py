@@ -5,7 +5,7 @@ layers see as much, lie together.
 
 A layer with a window keeps its last rows alone, if the cache is much longer: chunks that no later row can see are given back to the
 system, and stay where they are in the slot's addresses. So no kernel and no bit differs. To its prefix cache these rows are states
-(`WindowRows`): a snapshot has the chunks that the next row sees.
+(`WindowRows`): a snapshot has those that the next row sees.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -20,11 +20,13 @@ from cpuspec.formats import Format
 from cpuspec.formats.packing import commit, decommit
 from cpuspec.formats.tensor import U8
 from cpuspec.kernels import kv_rows
+from cpuspec.kernels.simd import LANES
 from cpuspec.layers import Layer, keeping_layers
 from cpuspec.model.batch import I32
 from cpuspec.model.cache import SlotBytes
 
 SLACK = kv_rows.CHUNK  # tokens before a forward, to which a slot can be truncated after it: what draft models take back
+_STEPS = kv_rows.CHUNK // LANES
 _APART = 8  # windows between two snapshots of a long prompt
 
 Memory = tuple[U8, ...]  # of a slot: [heads, bytes] for each kind
@@ -49,12 +51,19 @@ class _Kind:
         """The first chunk that the row behind so many tokens sees."""
         return max(0, length + 1 - self.window) // kv_rows.CHUNK if self.window else 0
 
+    def first_step(self, length: Any) -> Any:
+        """The first step of LANES rows of a snapshot of so many tokens, a number or an array of them.
+
+        It is one more than the next row sees: a prompt that is there as a whole is fed its last token again.
+        """
+        return np.maximum(0, (length + 1 - self.window) // LANES - 1)
+
 
 class KVPlaces:
     """The places of layers with attention. chunk_bytes: of a chunk of all heads; bytes_per_token: of all keys and values."""
 
     def __init__(self, layers: Sequence[Layer], format: Format) -> None:
-        self._format = format.name
+        self.format = format.name
         kinds: dict[tuple[int, int, int], _Kind] = {}
         first: list[tuple[_Kind, int]] = []  # of each layer that keeps keys and values, in order: the heads before it
         for layer in layers:
@@ -92,7 +101,7 @@ class KVPlaces:
     def copy_rows(self, memory: Memory, rows: I32, first: int) -> None:
         """Copy keys and values from rising indices `rows` to `first` and following."""
         for kind, heads in zip(self.kinds, memory, strict=True):
-            kv_rows.copy_rows(self._format, kind.key_dims, kind.value_dims, heads, rows, first)
+            kv_rows.copy_rows(self.format, kind.key_dims, kind.value_dims, heads, rows, first)
 
     def copy_prefix(self, source: Memory, target: Memory, length: int, but: Collection[int] = ()) -> None:
         """Copy the chunks that hold the first `length` keys and values. but: numbers of kinds that are left out."""
@@ -109,7 +118,7 @@ class KVPlaces:
             if n in but:
                 continue
             chunk = heads[:, number * kind.chunk_bytes :][:, : kind.chunk_bytes]
-            keys = kv_rows.chunk_bytes(self._format, kind.key_dims, 0)
+            keys = kv_rows.chunk_bytes(self.format, kind.key_dims, 0)
             found += [chunk[:, :keys], *([chunk[:, keys:]] if kind.value_dims else [])]
         return tuple(found)
 
@@ -161,12 +170,17 @@ class WindowRows:
         found = 0 * length
         for n in self.kinds:
             kind = self._places.kinds[n]
-            chunks = -(-length // kv_rows.CHUNK) - np.maximum(0, length + 1 - kind.window) // kv_rows.CHUNK
-            found = found + chunks * (kind.heads * kind.chunk_bytes)
+            steps = -(-length // LANES) - kind.first_step(length)
+            found = found + steps * (kind.heads * kind.chunk_bytes * LANES // kv_rows.CHUNK)
         return found
 
+    def least(self, length: int) -> int:
+        """The least length of which a slot has all rows that got them by `put` of a snapshot of so many tokens."""
+        firsts = [(int(kind.first_step(length)), kind.window) for kind in (self._places.kinds[n] for n in self.kinds)]
+        return max(first and first * LANES + window - 1 for first, window in firsts)
+
     def take(self, memory: Memory, length: int, snapshot: U8) -> None:
-        """Copy the chunks that the row behind `length` tokens sees to U8 [bytes_at(length)]."""
+        """Copy the rows from `first_step` to `length` tokens, in whole steps of LANES, to U8 [bytes_at(length)]."""
         for part, rows in self._parts(memory, length, snapshot):
             part[:] = rows
 
@@ -179,12 +193,18 @@ class WindowRows:
         return ((self._places.kinds[n], memory[n]) for n in self.kinds)
 
     def _parts(self, memory: Memory, length: int, snapshot: U8) -> Iterator[tuple[U8, U8]]:
-        """Of each kind its part of a snapshot, and the rows of a slot, [heads, bytes]."""
+        """Keys, then values, of each chunk, and their part of a snapshot, [heads, bytes]."""
         at = 0
         for kind, heads in self._of(memory):
-            rows = heads[:, kind.first_chunk(length) * kind.chunk_bytes : kv_rows.num_chunks(length) * kind.chunk_bytes]
-            yield snapshot[at : at + rows.size].reshape(rows.shape), rows
-            at += rows.size
+            keys = kv_rows.chunk_bytes(self._places.format, kind.key_dims, 0)
+            first, last = int(kind.first_step(length)), -(-length // LANES)
+            for chunk in range(first // _STEPS, kv_rows.num_chunks(length)):
+                start, end = max(first - chunk * _STEPS, 0), min(last - chunk * _STEPS, _STEPS)
+                for of_chunk, size in ((0, keys // _STEPS), (keys, (kind.chunk_bytes - keys) // _STEPS)):
+                    begin = chunk * kind.chunk_bytes + of_chunk
+                    rows = heads[:, begin + start * size : begin + end * size]
+                    yield snapshot[at : at + rows.size].reshape(rows.shape), rows
+                    at += rows.size
 
 
 def slot_bytes(config: ModelConfig, format: Format, capacity: int) -> SlotBytes:

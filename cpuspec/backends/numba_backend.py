@@ -61,6 +61,8 @@ from cpuspec.settings import EngineConfig
 
 _log = logging.getLogger(__name__)
 
+_MANY_ROWS = 1 << 30  # more than a forward has
+
 
 @dataclass(slots=True)
 class _Storage:
@@ -508,7 +510,7 @@ def _window_access(windows: WindowRows, places: KVPlaces) -> StateAccess:
         storage.clear()
         storage.grow(places, kv_rows.num_chunks(length))
         windows.put(storage.memory, length, states)
-        storage.forget(length)
+        storage.forget(windows.least(length))
 
     return StateAccess(
         windows.most_bytes,
@@ -517,7 +519,8 @@ def _window_access(windows: WindowRows, places: KVPlaces) -> StateAccess:
         put,
         windows.bytes_at,
         windows.apart,
-        SLACK,
+        passed=_MANY_ROWS,
+        waits=SLACK,
     )
 
 

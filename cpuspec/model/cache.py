@@ -66,6 +66,7 @@ class StateAccess:
     the tokens alone, wherever the storage has them folded. put(storage, states, length): the storage has these and no others.
     num_bytes: of states after many tokens; bytes_at: after a number of tokens, or an array of numbers; None for always the same.
     apart: tokens between snapshots of a long prompt. passed: rows that a forward may have behind a length that it still reaches.
+    waits: tokens that may follow before the next forward forgets a state.
     """
 
     num_bytes: int
@@ -75,6 +76,7 @@ class StateAccess:
     bytes_at: Callable[[Any], Any] | None = None
     apart: int = 1024
     passed: int = KEPT_ROWS
+    waits: int = 0
 
     def size(self, length: int) -> int:
         """Bytes of the states after so many tokens."""

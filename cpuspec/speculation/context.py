@@ -127,6 +127,7 @@ class Context:
         self._salts = [""] * num_slots  # of the sequences that they were computed for
         self._free = list(range(num_slots))  # least recently used first
         self._latest: list[tuple[int, list[F32]]] = [(0, [])] * num_slots  # hidden states of each slot's last rows, and their first
+        self._untaken: list[list[int]] = [[] for _ in range(num_slots)]  # of free slots, lengths that want a snapshot if they leave
         self._used = [0] * num_slots  # when each slot was released, by `_clock`
         self._clock = 0
         self._shares = True  # whether sequences may use what was computed for others
@@ -251,6 +252,7 @@ class Context:
             del held[self.cache.truncate(assigned.slot, len(self._kept(seq, held))) :]
             if not self._shares:
                 self._held[assigned.slot] = []
+            self._untaken[assigned.slot] = [length for length in assigned.snapshots if length <= len(self._held[assigned.slot])]
             self._clock += 1
             self._used[assigned.slot] = self._clock
             self._free.append(assigned.slot)
@@ -447,8 +449,9 @@ class Context:
                 fits = self._max_kept_bytes // self.cache.bytes_per_token
             tokens = self._held[slot][: fits if length is None else length]
             with suppress(MemoryError):
-                if self.cache.states:
-                    self.cache.take_snapshot(slot, len(tokens), self._hidden_at(slot, len(tokens)))
+                for wanted in (*self._untaken[slot], len(tokens)) if self.cache.states else ():
+                    if wanted <= len(tokens):
+                        self.cache.take_snapshot(slot, wanted, self._hidden_at(slot, wanted))
                 self._store.save(slot, tokens, used, self._salts[slot])
 
     def _give_up(self, slot: int) -> None:
@@ -500,9 +503,12 @@ class Context:
         In this order, each unless another one is near: where its turns begin, its end, the branch, and every so many tokens.
         """
         seq = assigned.seq
-        if not self._shares or (self._max_kept_bytes is not None and self._max_kept_bytes < states.size(seq.num_prompt_tokens)):
-            return
         last, held = seq.num_prompt_tokens - 1, len(self._held[assigned.slot])  # the last token of a prompt is always fed
+        assigned.snapshots += [length for length in self._untaken[assigned.slot] if length <= held]
+        self._untaken[assigned.slot] = []
+        fits = self._max_kept_bytes is None or self._max_kept_bytes >= states.size(seq.num_prompt_tokens)
+        if not self._shares or not (fits or (states.waits and self._store and self._store.queue)):
+            return
         for length in (*reversed(seq.turns), last, branch, *range(states.apart, last, states.apart)):
             others = (*self.cache.snapshots(assigned.slot), *assigned.snapshots)
             if held < length <= last and all(abs(length - other) >= _MANY for other in others):
@@ -516,8 +522,10 @@ class Context:
         return np.concatenate(rows).view(np.uint8) if rows else np.empty(0, np.uint8)
 
     def _take_snapshots(self, feed: _Feed) -> None:
-        """Take those that the feed's slot has reached."""
-        while feed.snapshots and feed.snapshots[0] <= self.cache.lengths[feed.slot]:
+        """Take those that the feed's slot has reached and the next forward forgets."""
+        assert self.cache.states, "asked of caches with states only"
+        waits = 0 if self.hidden_layers else self.cache.states.waits  # the hidden state beside it is the last forward's
+        while feed.snapshots and feed.snapshots[0] <= self.cache.lengths[feed.slot] - waits:
             length = feed.snapshots.pop(0)
             with suppress(MemoryError):
                 self.cache.take_snapshot(feed.slot, length, self._hidden_at(feed.slot, length))

@@ -155,8 +155,9 @@ def test_a_slot_is_truncated_to_rows_that_are_there_or_to_nothing(caches: Any) -
     both.read(1200)  # from the beginning
 
 
-@every_model
-@pytest.mark.parametrize("length", [10, 255, 256, 700, 1100])
+@pytest.mark.parametrize(
+    ("model", "length"), [*((model, 700) for model in MODELS), *(("gemma3, 300 tokens", length) for length in (10, 255, 256, 1100))]
+)
 def test_a_snapshot_brings_the_rows_back(caches: Any, model: str, length: int) -> None:
     both = caches(model)
     cache = both.cache

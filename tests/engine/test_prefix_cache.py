@@ -63,7 +63,8 @@ def test_an_answer_is_that_of_a_fresh_model_whatever_the_cache_holds(
             again = llm.generate(prompts[::-1], params)[::-1]
             assert shown(one_by_one) == expected, f"one after the other, {name}"
             assert shown(again) == expected, f"together, {name}"
-            assert sum(answer.stats.num_cached_tokens for answer in one_by_one) > 900
+            num_cached = sum(answer.stats.num_cached_tokens for answer in one_by_one)
+            assert num_cached > (600 if model == "windows" else 900)  # which goes on from snapshots alone
             for stats in llm.prefix_stats():
                 assert stats.limit_bytes is not None
                 assert stats.kept_bytes <= stats.limit_bytes
