@@ -1,4 +1,6 @@
-"""Prefixes of models with recurrent layers, or of windows whose last rows alone are kept: no answer depends on which snapshots of their states were there, and from where.
+"""Prefixes of models with recurrent layers, and of windows whose last rows alone are kept.
+
+No answer depends on which snapshots of their states were there, and from where.
 
 The faults that were reported of other engines' caches of such states, beside draft heads or without, are tests by name.
 """
