@@ -110,7 +110,8 @@ def model_bytes(model: Path, context: int) -> tuple[int, dict[str, int]]:
     files = [model] if model.is_file() else model.glob("*.safetensors")
     config = report["config"]
     in_f16 = 2 * 2 * config["num_layers"] * config["num_kv_heads"] * config["head_dim"]
-    return sum(file.stat().st_size for file in files), {OWN: context * report["kv_bytes_per_token"], PEER: context * in_f16}
+    own = context * report["kv_bytes_per_token"] + report["window_bytes_per_sequence"]
+    return sum(file.stat().st_size for file in files), {OWN: own, PEER: context * in_f16}
 
 
 def start(command: Sequence[str], prompt: str, new_tokens: int, context: int, environment: Mapping[str, str] | None = None) -> Run:

@@ -1,6 +1,6 @@
 """Models of unusual layers answer the same however they are run: drafts, threads, batches, chunks of prompts, joins, kept prefixes.
 
-`python -m tests.engine.test_ways 100` asks so many prompts, instead of a few, and prints what it compared.
+`python -m tests.engine.test_ways 100` asks so many prompts, instead of a few, and prints what it compared; models may be named.
 """
 
 import sys
@@ -16,13 +16,17 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError
 from cpuspec.settings import EngineConfig, SamplingParams
-from tests.backends.models import GEMMA4, LATENT, MIXTURES, RECURRENT
+from tests.backends.models import GEMMA4, LATENT, MIXTURES, RECURRENT, SMALL
 from tools.make_tiny_model import make_tiny_gguf
 
 SETTINGS = EngineConfig(context_length=128, max_rows=64, keep_packed=False, prefix_cache_gb=0, head_format="file")
 PREDICTS = ("qwen35", "qwen35moe", "qwen3next", "deepseek2")
 MODELS = {**RECURRENT, **GEMMA4, "gemma4-moe": {**MIXTURES["gemma4-moe"], "num_layers": 4}}
 MODELS |= {name: {**LATENT[name], "num_layers": 3} for name in ("deepseek2", "deepseek_v2", "mistral4")}
+# Of long contexts windows keep their last rows alone. Prompts of these models begin with one of two texts of so many tokens.
+LONG = {"windows": 600, "gpt-oss": 640}
+MODELS["windows"] = {"architecture": "gemma3", **SMALL, "num_layers": 3, "window": 40}
+MODELS["gpt-oss"] = {"architecture": "gpt-oss", **SMALL, "num_layers": 3, "window": 100}
 
 # Who drafts, threads, sequences at once, and other settings.
 WAYS = [
@@ -44,21 +48,25 @@ def _prompts(count: int) -> list[list[int]]:
     return found
 
 
-def check_ways(checkpoint: Checkpoint, num_prompts: int, predicts: bool, part: slice = slice(None)) -> int:
+def check_ways(checkpoint: Checkpoint, num_prompts: int, predicts: bool, part: slice = slice(None), num_before: int = 0) -> int:
     """Half of the answers are greedy and half have a seed; they have different lengths. Returns how many were compared.
 
-    part: of the ways.
+    part: of the ways. num_before: tokens before those of each prompt.
     """
-    prompts = _prompts(num_prompts)
+    before = np.random.default_rng(1).integers(0, 300, (2, num_before)).tolist()
+    prompts = [[*before[number % 2], *prompt] for number, prompt in enumerate(_prompts(num_prompts))]
+    # A draft model reads long prompts in a few rounds.
+    usual = replace(SETTINGS, context_length=128 + 2 * num_before, **{"prompt_rows": 256, "max_rows": 256} if num_before else {})
     params = [SamplingParams(max_tokens=8 + number % 9, ignore_eos=True) for number in range(num_prompts)]
     params[1::2] = [replace(one, temperature=0.8, seed=number) for number, one in enumerate(params[1::2])]
-    with LLM(checkpoint, "none", settings=replace(SETTINGS, threads=1, max_sequences=1)) as llm:
+    with LLM(checkpoint, "none", settings=replace(usual, threads=1, max_sequences=1)) as llm:
+        assert bool(llm._context.cache.sizes.windows) == bool(num_before)
         wanted = [answer.token_ids for answer in llm.generate(prompts, params)]
     assert len({tuple(answer) for answer in wanted}) > num_prompts // 2
     compared = 0
     recurs = checkpoint.config.is_recurrent
     for draft, threads, sequences, others in [*WAYS, *(OWN_WAYS if predicts else []), *([] if recurs else TREE_WAYS)][part]:
-        settings, step = replace(SETTINGS, threads=threads, max_sequences=sequences, **others), 1  # type: ignore[arg-type]
+        settings, step = replace(usual, threads=threads, max_sequences=sequences, **others), 1  # type: ignore[arg-type]
         if "skip" in draft and checkpoint.config.layer_owners:
             continue  # the layers that would be left out are read by others
         if "self" in draft or "skip" in draft:
@@ -68,7 +76,7 @@ def check_ways(checkpoint: Checkpoint, num_prompts: int, predicts: bool, part: s
             assert got == wanted[::step], f"{draft}, {threads} threads, {sequences} sequences, {others}"
             assert draft in ("none", "auto") or sum(level.num_draft_tokens for level in llm.levels.values()), draft
         compared += len(got)
-    kept = replace(SETTINGS, threads=2, max_sequences=4, prefix_cache_dir=str(checkpoint.path.parent / "prefixes"))
+    kept = replace(usual, threads=2, max_sequences=4, prefix_cache_dir=str(checkpoint.path.parent / "prefixes"))
     for start in ("first", "after a restart"):
         for gigabytes in (0, 1):  # on the disk alone, and in memory
             with LLM(checkpoint, "ngram@3", settings=replace(kept, prefix_cache_gb=gigabytes)) as llm:
@@ -84,13 +92,15 @@ def check_ways(checkpoint: Checkpoint, num_prompts: int, predicts: bool, part: s
 
 def _checkpoint(directory: Path, model: str) -> Checkpoint:
     options = MODELS[model] | {"predicts": True, "num_layers": 5} if model in PREDICTS else MODELS[model]
+    options = options | {"context_length": 2048} if model in LONG else options
     return open_checkpoint(make_tiny_gguf(directory / "tiny.gguf", weight_format="q8_0", **options))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "gpt-oss"])  # which is like the other one with windows
 def test_answers_are_those_of_plain_decoding_in_every_way(tmp_path: Path, model: str) -> None:
     """Each model in half of the ways: in the others those beside it in the list, and all where a number of prompts is named."""
-    assert check_ways(_checkpoint(tmp_path, model), 8, model in PREDICTS, slice(list(MODELS).index(model) % 2, None, 2))
+    part, before = slice(list(MODELS).index(model) % 2, None, 2), LONG.get(model, 0)
+    assert check_ways(_checkpoint(tmp_path, model), 4 if before else 8, model in PREDICTS, part, before)
 
 
 # ---------------------------------------------------------------------------------------------- faults of others, by their reports
@@ -178,6 +188,7 @@ def test_ollama_18541_a_layer_that_is_never_right_soon_drafts_no_more(predicting
 
 
 if __name__ == "__main__":
-    for name in MODELS:
+    for name in sys.argv[2:] or MODELS:
         with TemporaryDirectory() as place:
-            print(name, check_ways(_checkpoint(Path(place), name), int(sys.argv[1]), name in PREDICTS), "answers are the same")
+            count = check_ways(_checkpoint(Path(place), name), int(sys.argv[1]), name in PREDICTS, num_before=LONG.get(name, 0))
+            print(name, count, "answers are the same")
