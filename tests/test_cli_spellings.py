@@ -39,6 +39,8 @@ def test_options_of_other_programs_are_read(command: str, typed: str, read: str)
     ("command", "typed", "why"),
     [
         ("serve", "a --api-key x", "CPUSPEC_API_KEY"),
+        ("chat", "a --image b.png", "models read text only; say in words"),
+        ("generate", "a --mirostat 2", "use --temperature"),
         ("serve", "a -p hi", "PROMPT, which this command does not have"),
         ("generate", "a -ctk q4_1", "here it is --kv-format, and q4_1 is none of it"),
         ("generate", "a -np 4", "--max-sequences, which this command does not have"),

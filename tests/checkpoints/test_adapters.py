@@ -156,7 +156,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
     [
         (_drop("layers.0.self_attn.q_proj.lora_A"), "one of the two parts"),
         (_drop("lora"), "no matrices"),
-        (_set(use_dora=True), "use_dora"),
+        (_set(use_dora=True), "use_dora.*merge_and_unload"),
         (_set(peft_type="IA3"), "peft_type"),
         (_set(modules_to_save=["lm_head"]), "modules_to_save"),
         (_set(bias="all"), "bias"),
@@ -180,6 +180,13 @@ def test_what_is_no_adapter_of_the_model_is_refused(tmp_path: Path, change: Call
     open_adapter(tmp_path / "lora", open_checkpoint(model).config, "tiny")
     change(tmp_path / "lora")
     with pytest.raises(CheckpointError, match=why):
+        open_adapter(tmp_path / "lora", open_checkpoint(model).config, "tiny")
+
+
+def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    model = make_tiny_hf(tmp_path / "model", "qwen3moe")
+    write_peft(tmp_path / "lora", model)
+    with pytest.raises(CheckpointError, match=r"experts\.\d+\.\w+_proj.* is no matrix of tiny that an adapter can change here"):
         open_adapter(tmp_path / "lora", open_checkpoint(model).config, "tiny")
 
 
