@@ -5,9 +5,24 @@ python tools/make_coming_from.py
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cpuspec.cli.spellings import LLAMA, OLLAMA, OTHER_COMMANDS, SPELLINGS, VLLM
+from cpuspec.server import llama_server
 from cpuspec.server.fields import NEUTRAL, REFUSED, SAME_NAMES, TRANSLATED
+from cpuspec.server.messages import MessagesBody
+from cpuspec.server.ollama import GenerateBody
+from cpuspec.server.responses import ResponsesBody
+from cpuspec.server.schema import Body, ChatBody, CompletionBody, SamplingFields
+
+BODIES: tuple[tuple[str, type[Body]], ...] = (
+    ("`/v1/chat/completions`", ChatBody),
+    ("`/v1/completions`", CompletionBody),
+    ("`/v1/responses`", ResponsesBody),
+    ("`/v1/messages`", MessagesBody),
+    ("`/completion`", llama_server.CompletionBody),
+    ("`/infill`", llama_server.InfillBody),
+)
 
 # vLLM's and llama-cpp-python's Python.
 PYTHON = (
@@ -58,6 +73,7 @@ def page() -> str:
             )
             rows.append((", ".join(f"`{name}`" for name in one.names), here))
         parts += [f"### {program}", _table(("there", "here"), rows)]
+    taken = set().union(*(_taken(body) for body in (GenerateBody, *(body for _, body in BODIES))))
     same = [(f"`{names[0]}`", ", ".join(f"`{name}`" for name in names[1:])) for names in SAME_NAMES]
     parts += [
         "## Python",
@@ -65,13 +81,22 @@ def page() -> str:
         "## Fields of requests",
         "Names of one field; each endpoint takes all of them:",
         _table(("field", "other names"), same),
+        f"Of sampling, taken by every endpoint that answers: {_listed(_taken(SamplingFields))}.",
+        _table(("endpoint", "takes besides"), [(path, _listed(_taken(body) - _taken(SamplingFields))) for path, body in BODIES]),
+        "Ollama's endpoints take what its API has, and the fields of chat completions.",
         f"Translated into fields of the endpoint: {_listed(TRANSLATED)}.",
-        f"Ignored, with a note in the response's header where the value asks for something: {_listed(NEUTRAL)}, and unknown ones.",
+        "Ignored, with a note in the response's header where the value asks for something: unknown fields, those of other endpoints, "
+        f"and {_listed(NEUTRAL.keys() - TRANSLATED.keys() - REFUSED.keys() - taken)}.",
         "Refused, because the answer would be another one: "
         + ", ".join(f"`{name}` (send `{instead}`)" for name, instead in REFUSED.items())
         + ".",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _taken(body: type[Body]) -> set[str]:
+    """The fields of a body that are looked at; those that change nothing may hold anything."""
+    return {name for name, field in body.model_fields.items() if field.annotation is not Any}
 
 
 def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -43,6 +43,7 @@ _Unused: Any = ignoring("keep_alive", "truncate", "shift")
 
 class OllamaChatBody(ChatBody, _Unused):
     messages: list[dict[str, Any]] = Field(default_factory=list)
+    prompt_logprobs: Any = None  # ignored
 
 
 class GenerateBody(ChatBody, _Unused):
@@ -54,6 +55,7 @@ class GenerateBody(ChatBody, _Unused):
     context: list[int] = Field(default_factory=list)  # tokens of the conversation until now, as the last answer gave them
     raw: bool = False
     template: str = ""
+    prompt_logprobs: Any = None  # ignored
 
 
 class EmbedBody(Body):
