@@ -85,7 +85,7 @@ def page() -> str:
         _table(("endpoint", "takes besides"), [(path, _listed(_taken(body) - _taken(SamplingFields))) for path, body in BODIES]),
         "Ollama's endpoints take what its API has, and the fields of chat completions.",
         f"Translated into fields of the endpoint: {_listed(TRANSLATED)}.",
-        "Ignored, with a note in the response's header where the value asks for something: unknown fields, those of other endpoints, "
+        "Ignored, with a note in the response's header where the value asks for something: unknown fields, those of others, "
         f"and {_listed(NEUTRAL.keys() - TRANSLATED.keys() - REFUSED.keys() - taken)}.",
         "Refused, because the answer would be another one: "
         + ", ".join(f"`{name}` (send `{instead}`)" for name, instead in REFUSED.items())
