@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpuspec import LLM
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.quality import Scorer, logits_of
 from cpuspec.sampling import log_softmax
 from cpuspec.settings import EngineConfig, SpecConfig
-from tools.make_tiny_model import make_tiny_gguf
+from tests.checkpoints.test_adapters import write_peft
+from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install 'cpuspec[eval]'")
 
@@ -156,3 +158,18 @@ def test_what_texts_share_is_not_computed_again_and_changes_nothing(lm: HarnessL
     for tokens, first in ((text, 0), ([*text[:30], 5, 6, 7], 29), (text, 35), (text[:10], 9), ([1, 2], 0)):
         rows = np.concatenate(list(scorer.logits(tokens, first)))
         assert np.array_equal(rows, np.concatenate(list(logits_of(backend, tokens, 16, first))))
+
+
+def test_scores_are_those_with_the_adapters_of_the_settings(tmp_path: Path) -> None:
+    model = make_tiny_hf(tmp_path / "model")
+    write_peft(tmp_path / "lora", model)
+    tokens, checkpoint = [1, 2, 3, 4, 5], open_checkpoint(model)
+    settings = EngineConfig(threads=1, max_rows=16, keep_packed=False, lora=(str(tmp_path / "lora"),))
+    with open_harness(checkpoint, backend="numpy", settings=settings) as lm:
+        ((found, _),) = lm._loglikelihood_tokens([(("", ""), tokens[:3], tokens[3:])])
+    with LLM(checkpoint, "none", "numpy", settings=settings) as llm:
+        with_adapter, without = (
+            sum(one.logprob for one in llm.score([tokens], lora_request=adapters)[0][-2:]) for adapters in (None, {})
+        )
+    assert found == pytest.approx(with_adapter, abs=1e-4)
+    assert abs(found - without) > 0.01, "else the adapter changes nothing"
