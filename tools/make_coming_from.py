@@ -73,7 +73,8 @@ def page() -> str:
             )
             rows.append((", ".join(f"`{name}`" for name in one.names), here))
         parts += [f"### {program}", _table(("there", "here"), rows)]
-    taken = set().union(*(_taken(body) for body in (GenerateBody, *(body for _, body in BODIES))))
+    bodies: list[type[Body]] = [GenerateBody, *(body for _, body in BODIES)]
+    taken = set().union(*map(_taken, bodies))
     same = [(f"`{names[0]}`", ", ".join(f"`{name}`" for name in names[1:])) for names in SAME_NAMES]
     parts += [
         "## Python",
