@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("spec", [*SPECS, *MORE_SPECS])
+@pytest.mark.parametrize(  # each draft in one way, and one in all
+    ("spec", "how"),
+    dict.fromkeys([*zip([*SPECS, *MORE_SPECS], cycle(WAYS), strict=False), *(("auto", how) for how in WAYS)]),
+)
 def test_answers_are_the_same_with_and_without_drafts(spec: str, how: str, files: dict[str, str], plain: LLM) -> None:
     """Greedy or of a seed, with and without a grammar, all in one batch."""
     free = SamplingParams(max_tokens=20, **WAYS[how])

@@ -16,7 +16,6 @@ from llvmlite import binding
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels import isa
 from cpuspec.platform import SYSTEM
 from cpuspec.settings import EngineConfig
@@ -30,7 +29,7 @@ FEATURES = {"avx2": _V3, "avx_vnni": (*_V3, "avxvnni"), "avx512_vnni": _V4}  # b
 
 def _chosen_and_digest(path: str) -> str:
     digest = hashlib.sha256()
-    for kv_format in KV_FORMATS:
+    for kv_format in ("f16", "int4"):  # numbers, and codes behind a rotation
         backend = make_backend("numba", open_checkpoint(path), EngineConfig(threads=1, max_rows=32, kv_format=kv_format))
         cache = backend.new_cache(1, 64)
         for tokens in (range(5, 25), [3], [1, 4, 1]):  # many rows, and so few that weights are read in streams
