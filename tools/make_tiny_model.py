@@ -13,7 +13,7 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -324,24 +324,9 @@ def tiny_config(
         shared_size = intermediate_size
     every = family.unrotated_every or num_layers + 1
     recurrent = _recurrent(family, hidden_size, num_layers, mixers, mamba2)
-    mixture: dict[str, Any] = {}
-    if family.experts is not None:
-        layers = tuple(i not in dense_layers for i in range(num_layers))
-        mixture = {
-            "experts": Experts(
-                **{
-                    **{"count": num_experts, "used": num_used, "size": expert_size},
-                    "normalised": family.gguf_defaults.get("expert_weights_norm", True),
-                    "score": family.hf_defaults.get("score_function", "softmax"),
-                    "shifted": any(family.hf_defaults.get(key) for key in ("moe_router_enable_expert_bias", "use_expert_bias")),
-                    **family.experts,
-                    **router,
-                }
-            ),
-            "layer_experts": layers if dense_layers else (),
-            "shared_size": shared_size,
-            "shared_gate": shared_size > 0 and family.gates_shared,
-        }
+    mixture = _mixture(
+        family, num_layers, dense_layers, shared_size, {"count": num_experts, "used": num_used, "size": expert_size, **router}
+    )
     scales: dict[str, Any] = {
         "embedding_scale": math.sqrt(hidden_size) if family.scales_embeddings else 1.0,
         "query_scale": query_scale,
@@ -409,6 +394,27 @@ def tiny_config(
         **{"qk_norm": family.hf_defaults.get("use_qk_norm", False) if qk_norm is None else qk_norm, **family.flags},
     )
     return _by_window(config, same_values, shared_layers, layer_input_size) if family.by_window else config
+
+
+def _mixture(
+    family: Family, num_layers: int, dense_layers: Sequence[int], shared_size: int, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments of ModelConfig about experts; none for families without. facts: fields of `Experts`."""
+    if family.experts is None:
+        return {}
+    settings = family.hf_defaults
+    own = {
+        "normalised": family.gguf_defaults.get("expert_weights_norm", True),
+        "score": settings.get("score_function", "softmax"),
+        "shifted": any(settings.get(key) for key in ("moe_router_enable_expert_bias", "use_expert_bias")),
+        **family.experts,
+    }
+    return {
+        "experts": Experts(**{**own, **facts}),
+        "layer_experts": tuple(i not in dense_layers for i in range(num_layers)) if dense_layers else (),
+        "shared_size": shared_size,
+        "shared_gate": shared_size > 0 and family.gates_shared,
+    }
 
 
 def _by_window(config: ModelConfig, same_values: bool, shared_layers: int, layer_input_size: int) -> ModelConfig:
