@@ -170,15 +170,6 @@ def find_named(name: str) -> Recipe | ChainRecipe | None:
     return None
 
 
-def find_recipe(name: str) -> Recipe:
-    """The model called `name`, as `find_named` reads it. Raises ConfigError with the nearest names if there is none."""
-    found = find_named(name)
-    if isinstance(found, Recipe):
-        return found
-    near = f": that is a chain of {found.target} and drafts for it" if found else did_you_mean(name, known_names())
-    raise ConfigError(f"no model is called {name!r}{near}; `cpuspec models` lists the names that there are")
-
-
 def recipe_of(path: Path) -> Recipe | None:
     """The recipe whose file this seems to be, by its name and its size, or, in huggingface_hub's cache, by its repository."""
     try:
@@ -220,12 +211,8 @@ def _size(name: str) -> tuple[float, str]:
     )
 
 
-def read_recipe(path: Path) -> Recipe:
-    """Read and check one model's file. Raises ConfigError: file, key, got, wanted."""
-    return _recipe(path, _read_toml(path))
-
-
 def _read(path: Path) -> Recipe | ChainRecipe:
+    """Read and check one file. Raises ConfigError: file, key, got, wanted."""
     raw = _read_toml(path)
     return _chain(path, raw) if _is_chain(raw) else _recipe(path, raw)
 

@@ -11,7 +11,7 @@ import pytest
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.checkpoints.recipes import find_recipe, read_recipe
+from cpuspec.checkpoints.recipes import find_named
 from cpuspec.errors import ConfigError
 from cpuspec.settings import SAMPLING_FIELDS, SamplingDefaults
 from tests.checkpoints.conftest import TINIEST
@@ -151,13 +151,13 @@ def test_a_recipe_with_a_wrong_sampling_table_is_refused(tmp_path: Path, table: 
     path = tmp_path / "tiny.toml"
     path.write_text(recipe_text(table))
     with pytest.raises(ConfigError, match=wanted):
-        read_recipe(path)
+        find_named(str(path))
 
 
 def test_shipped_models_have_the_defaults_of_their_makers() -> None:
     wanted = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
-    assert find_recipe("qwen2.5-coder-1.5b-instruct").sampling.fields() == wanted
-    assert find_recipe("smollm2-135m-instruct").sampling.temperature
+    assert find_named("qwen2.5-coder-1.5b-instruct").sampling.fields() == wanted
+    assert find_named("smollm2-135m-instruct").sampling.temperature
 
 
 def test_the_file_goes_before_its_recipe_field_by_field_and_nothing_applies_it_by_itself(

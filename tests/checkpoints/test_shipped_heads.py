@@ -8,7 +8,7 @@ import pytest
 
 from cpuspec.checkpoints.download import fetch
 from cpuspec.checkpoints.heads import find_reader
-from cpuspec.checkpoints.recipes import BesideSource, PackageSource, Recipe, load_all, load_recipes, read_recipe
+from cpuspec.checkpoints.recipes import BesideSource, PackageSource, Recipe, find_named, load_all, load_recipes
 from cpuspec.errors import DownloadError
 
 _MOST_BYTES = 24_000_000
@@ -47,7 +47,7 @@ def test_other_bytes_than_the_recipe_names_are_refused(tmp_path: Path) -> None:
     text = (Path(fetch(recipe)).parents[1] / file.name).read_text()
     file.write_text(text[: text.index("# models/heads/pyproject.toml")])
     with pytest.raises(DownloadError, match=r"has other bytes: sha256 .* install again"):
-        fetch(read_recipe(file))
+        fetch(find_named(str(file)))
 
 
 @pytest.mark.parametrize("recipe", SHIPPED, ids=lambda recipe: recipe.name)

@@ -12,7 +12,7 @@ import numpy as np
 
 from cpuspec.backends import packed
 from cpuspec.checkpoints.download import fetch
-from cpuspec.checkpoints.recipes import find_recipe, load_all, read_recipe
+from cpuspec.checkpoints.recipes import find_named, load_all
 from cpuspec.cli.parity import describe_parity
 from cpuspec.engine.assemble import check_spec, model_and_spec
 from cpuspec.evaluate.parity import GreedyAnswer, LogitRow, ModelIdentity, Question, Recording, compare_sides
@@ -216,7 +216,7 @@ def recipe_or_chain(rng: random.Random, directory: Path) -> None:
     _, spec = model_and_spec(str(path), None)
     check_spec(spec)
     if is_recipe:
-        read_recipe(path)
+        find_named(str(path))
     load_all()
 
 
@@ -240,7 +240,7 @@ def marker(rng: random.Random, directory: Path) -> None:
     path.write_bytes(CONTENT)
     seen = {"bytes": len(CONTENT), "mtime_ns": path.stat().st_mtime_ns, "sha256": sha256}
     path.with_name("m.gguf.verified").write_bytes(mutate_json(seen, rng))
-    assert fetch(find_recipe("fuzzed")) == path
+    assert fetch(find_named("fuzzed")) == path
 
 
 def kept_costs(rng: random.Random, directory: Path) -> None:
