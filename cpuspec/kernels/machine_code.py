@@ -199,15 +199,15 @@ def _compiling_alone(path: Path) -> Iterator[None]:
     lock = path.with_suffix(".lock")
     with ExitStack() as held:
         with suppress(OSError, CpuspecError):
+            held.callback(_remove, lock)  # after it was closed, as Windows wants it
             file = held.enter_context(lock.open("wb"))
-            held.callback(_remove, lock)
             while not SYSTEM.try_lock(file):
                 time.sleep(0.05)
         yield
 
 
 def _remove(path: Path) -> None:
-    with suppress(OSError):  # that another process waits for on Windows
+    with suppress(OSError):  # there is none, or another process of Windows waits for it
         path.unlink()
 
 
