@@ -9,10 +9,11 @@ import typer
 from cpuspec.backends import make_backend
 from cpuspec.cli import INTERRUPTED, options
 from cpuspec.cli.console import counted, emit_json, exit_codes, note
-from cpuspec.cli.opening import open_target
+from cpuspec.cli.opening import open_model, open_target
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import StepProgress, busy
 from cpuspec.cli.train_heads import block, check_is_installed, distill, eagle3, export, mtp, tell
+from cpuspec.engine.assemble import model_and_spec
 from cpuspec.errors import ConfigError
 from cpuspec.metrics import now_s
 
@@ -197,7 +198,8 @@ def auto(
 ) -> None:
     """Make a draft for a model: its answers, their states, a head (or --from a small model), and a chain in OUT that uses it.
 
-    Then `cpuspec generate OUT/NAME.toml` and `serve` draft with it. Ctrl-C ends a run, and the same command goes on.
+    Then `cpuspec generate OUT/NAME.toml` and `serve` draft with it. Where MODEL is a chain, its other drafts stay beside the new
+    one. Ctrl-C ends a run, and the same command goes on.
     """
     check_is_installed()
     from cpuspec.checkpoints.download import resolve_model
@@ -208,7 +210,9 @@ def auto(
 
     _check_files(prompts or [], "--prompts")
     _check_files(exclude or [], "--exclude")
-    checkpoint = open_target(model)
+    with options.usage_errors():
+        target, spec = model_and_spec(options.checked_text(model, "MODEL"), None)
+    checkpoint = open_model(target)
     named = tuple(one.strip() for one in (functions or "").split(",") if one.strip())
     has_prompts = bool(prompts or named)
     makes_up = not has_prompts and make_tokenizer(checkpoint).has_chat_template
@@ -222,11 +226,14 @@ def auto(
                 max_answer_tokens=max_answer_tokens,
                 exclude=tuple(exclude or ()),
             ),
-            *(max_tokens, None if source is None else resolve_model(source), hours, vocab_size, intermediate_size, epochs),
+            max_tokens,
+            None if source is None else resolve_model(source),
+            tuple(one for one in spec.levels if one.drafter not in ("auto", source, f"text:{source}")),
+            *(hours, vocab_size, intermediate_size, epochs),
             bf16=multiplies_bf16(running.settings.device),
         )
-    path = Path(model)
-    name = str(path.resolve()) if path.exists() else model
+    path = Path(target)
+    name = str(path.resolve()) if path.exists() else target
     with StepProgress(tenths=True) as progress:
         listener = Listener(_Notes().of_answers, _Notes().of_extraction, progress, tell)
         done = tune(checkpoint, name, out, plan, running.backend, running.settings, listener)

@@ -68,13 +68,14 @@ class AutoPlan:
     """What a run makes and how long it may take.
 
     answers, max_tokens: the prompts, and of all answers the tokens. source: a head, or a small model, to go on with; None for a new
-    head. hours: of all stages together, of which answers take up to half and training the rest; 0 for no limit. vocab_size,
-    intermediate_size: of a new head. epochs: of each training.
+    head. beside: other drafts that the chain names. hours: of all stages together, of which answers take up to half and training
+    the rest; 0 for no limit. vocab_size, intermediate_size: of a new head. epochs: of each training.
     """
 
     answers: AnswerPlan
     max_tokens: int = 500_000
     source: Path | None = None
+    beside: tuple[LevelSpec, ...] = ()
     hours: float = 8.0
     vocab_size: int = 8192
     intermediate_size: int = 0
@@ -263,10 +264,11 @@ class _Run:
         return path
 
     def spec(self) -> SpecConfig:
-        """Auto, with the draft to choose."""
+        """Auto, with the draft to choose, and others: heads first, since they cost less."""
         path = str(self._draft().resolve())
         by_text = self.small is not None and not same_tokens(make_tokenizer(self._target), make_tokenizer(self.small))
-        return SpecConfig((LevelSpec("auto"), LevelSpec(f"text:{path}" if by_text else path)))
+        own, beside = LevelSpec(f"text:{path}" if by_text else path), self._plan.beside
+        return SpecConfig((LevelSpec("auto"), *((own, *beside) if self.small is None else (*beside, own))))
 
     def tried(self, spec: SpecConfig) -> dict[str, Any]:
         """Tokens a forward, and the speed over plain decoding, on prompts of answers that nothing was trained on."""
@@ -315,7 +317,12 @@ class _Run:
 def _write_chain(out: Path, model: str, spec: SpecConfig) -> Path:
     """The chain's file, named after the directory."""
     name = re.sub(r"[^a-z0-9._-]+", "-", out.resolve().name.lower()).strip("-._")[:100] or "tuned"
-    levels = ", ".join(f"{{drafter = {_quoted(level.drafter)}}}" for level in spec.levels)
+    plain = [level == LevelSpec(level.drafter) for level in spec.levels]  # as a table, which a path may have any characters in
+    told = [
+        f"{{drafter = {_quoted(one.drafter)}}}" if is_plain else _quoted(str(one))
+        for one, is_plain in zip(spec.levels, plain, strict=True)
+    ]
+    levels = ", ".join(told)
     lines = [
         "# Made by `cpuspec train auto`: the model and the draft that was trained for it.",
         f"name = {_quoted(name)}",

@@ -166,5 +166,12 @@ def test_the_command_makes_a_chain_that_generate_takes(target: Checkpoint, plan:
     assert f"use it: cpuspec generate {chain}" in done.stderr
     drafted = CliRunner().invoke(app, ["generate", chain, "--raw", "the things", "--max-tokens", "4", "--threads", "1"])
     assert drafted.exit_code == 0, drafted.output
+    small = tiny(tmp_path, num_layers=1)
+    again = ["train", "auto", chain, str(tmp_path / "more"), *options, "--from", str(small.path), "--json"]
+    done = CliRunner().invoke(app, again)
+    assert done.exit_code == 0, done.output
+    name, spec = model_and_spec(json.loads(done.stdout)["chain"]["path"], None)
+    drafters = ["auto", str(out / "draft.gguf"), str(tmp_path / "more" / "draft" / "model.gguf")]
+    assert (name, [one.drafter for one in spec.levels]) == (str(target.path), drafters), "a chain keeps what it has"
     wrong = CliRunner().invoke(app, ["train", "auto", str(target.path), str(out), "--from", "no/such.gguf"])
     assert (wrong.exit_code, "no/such.gguf" in wrong.stderr) == (2, True)
