@@ -158,6 +158,14 @@ def test_a_scaling_added_by_hand_keeps_the_base_that_the_file_has(tmp_path: Path
         ({"rope_interleaved": True}, "rope_interleaved is True, wanted false"),
         ({"is_causal": False}, "is_causal is False, wanted true"),
         ({"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}, "wanted a family without delta nets whose"),
+        (
+            {"architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text"},
+            "wanted a family without several streams of rows",
+        ),
+        (
+            {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"},
+            "wanted a family without attention to tokens",
+        ),
         ({"architectures": None, "model_type": "gpt_neox"}, "architectures is absent, wanted one of LlamaForCausalLM"),
     ],
 )
