@@ -18,6 +18,7 @@ from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, ke
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, Experts, Mamba2, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
+from cpuspec.formats.format import hadamard
 from cpuspec.formats.kv import get_kv_format, remembered
 from cpuspec.layers import Layer, keeping_layers
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
@@ -49,7 +50,7 @@ class Model:
     centres: Mapping[int, NDArray[np.float32]]  # of `key_centres`
     embedding: QuantTensor
     weights: Mapping[str, Array]
-    rounded_inputs: frozenset[str]  # matrices whose inputs are rounded to int8
+    rounded_inputs: Mapping[str, int]  # matrices whose inputs are rounded to int8, with the inputs that are rotated together or 0
     layer_embedding: QuantTensor | None = None
 
 
@@ -82,7 +83,9 @@ class NumpyBackend:
         self.threads = 1
         tensors = weight_tensors(checkpoint, casts)
         unread(tensors)
-        in_codes = frozenset(name for name, tensor in tensors.items() if tensor.format.affine)
+        in_codes = {
+            name: tensor.format.block_size * tensor.format.rotated for name, tensor in tensors.items() if tensor.format.affine
+        }
         made = np.dtype(dtype)
 
         def load(tensors: Mapping[str, WeightTensor]) -> dict[str, Array]:
@@ -99,7 +102,7 @@ class NumpyBackend:
             key_centres(self.config, get_kv_format(engine.kv_format), tensors),
             checkpoint.tensors["embed"],
             weights,
-            in_codes if engine.activations == "int8" else frozenset(),
+            in_codes if engine.activations == "int8" else {},
             checkpoint.tensors.get("layer_embed"),
         )
 
@@ -209,8 +212,7 @@ class Forward:
         name, products = layer.weight(part), []
         for head, given in enumerate(np.split(x, layer.attention.heads, axis=1)):
             on_inputs(given, (name,), head)
-            rounded = _in_int8(given) if name in self._model.rounded_inputs else given
-            products.append(rounded @ self._model.weights[name][head].T)
+            products.append(self._rounded(given, name) @ self._model.weights[name][head].T)
         return np.stack(products, axis=1)
 
     def attention(self, layer: Layer, q: Array, k: Array | None, v: Array | None) -> Array:
@@ -431,7 +433,7 @@ class Forward:
         one = ... if expert is None else expert
         matrix = self._model.weights[name][one]
         self.expert_bytes += 0 if expert is None else matrix.nbytes
-        y = (_in_int8(x) if name in self._model.rounded_inputs else x) @ matrix.T
+        y = self._rounded(x, name) @ matrix.T
         for rows, adapters in self._adapted:
             for adapter, scale in adapters:
                 if name in adapter.pairs:
@@ -439,6 +441,10 @@ class Forward:
                     y[rows] += self._number(scale) * (x[rows] @ down.T @ up.T)
         bias = self._model.weights.get(name + "_bias")
         return y if bias is None else y + bias[one]
+
+    def _rounded(self, x: Array, name: str) -> Array:
+        """Inputs of a matrix as they are multiplied."""
+        return _in_int8(x, self._model.rounded_inputs[name]) if name in self._model.rounded_inputs else x
 
     def _softcapped(self, x: Array, cap: float) -> Array:
         return np.tanh(x / self._number(cap)) * self._number(cap) if cap else x
@@ -494,9 +500,11 @@ def _latent_row(vector: Array, turned: Array) -> Array:
     return np.concatenate([part for pair in halves for part in pair], axis=-1)
 
 
-def _in_int8(x: Array) -> Array:
-    """Rows [T, K] with each 32 consecutive numbers rounded to multiples of 1/127 of the largest of them."""
-    groups = x.reshape(len(x), -1, 32)
+def _in_int8(x: Array, rotated: int) -> Array:
+    """Rows [T, K] with each 32 consecutive numbers rounded to multiples of 1/127 of the largest of them; or each `rotated`, while
+    they are multiplied with Hadamard's matrix.
+    """
+    groups = hadamard(x, rotated).reshape(len(x), -1, rotated or 32)
     scales = np.abs(groups).max(axis=2, keepdims=True) / groups.dtype.type(127)
     steps = np.rint(groups / np.where(scales > 0, scales, groups.dtype.type(1)))
-    return (steps * scales).reshape(x.shape)
+    return hadamard((steps * scales).reshape(x.shape), rotated)

@@ -31,7 +31,8 @@ from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, Experts, Mamba2
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
-from cpuspec.formats.kv import get_kv_format, hadamard, hadamard_size
+from cpuspec.formats.format import hadamard
+from cpuspec.formats.kv import get_kv_format, hadamard_size
 from cpuspec.layers import Layer, attention_layers, keeping_layers
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache

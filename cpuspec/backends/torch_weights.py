@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpuspec.formats import Cast, QuantTensor
-from cpuspec.formats.format import Format, Scales, scales_of
+from cpuspec.formats.format import Format, Scales, hadamard, scales_of
 
 # Values unpacked at a time: a product of codes needs memory for them besides its result.
 _CHUNK_VALUES = 1 << 22
@@ -81,7 +81,7 @@ class Codes:
     """Weights in as few bits as their format has, or a few more, which become `dtype` when they are multiplied.
 
     The codes of a row lie side by side: the lowest bits of its bytes are the row's first part, and so on. They keep the tensor's
-    order of inputs.
+    order of inputs, and rotated formats stay rotated: inputs are rotated, too.
     """
 
     def __init__(self, tensor: QuantTensor, dtype: torch.dtype, device: torch.device) -> None:
@@ -90,6 +90,8 @@ class Codes:
         self.shape, self.dtype, self.bits, self.zero = tensor.shape, dtype, _kept_bits(format), affine.zero
         self._order = None if tensor.order is None else torch.from_numpy(tensor.order).to(device)
         self.levels = None if affine.levels is None else torch.tensor(affine.levels, dtype=torch.float32, device=device)
+        matrix = hadamard(np.eye(format.block_size, dtype=np.float32), format.block_size) if format.rotated else None
+        self._rotation = None if matrix is None else torch.from_numpy(matrix).to(device)
         pieces = []
         for rows in self._chunks():
             parts = format.split(tensor.data[rows])
@@ -104,6 +106,8 @@ class Codes:
     def times(self, x: Tensor) -> Tensor:
         """F32 [T, K] -> F32 [T, N]."""
         x = x if self._order is None else x[:, self._order]
+        if self._rotation is not None:
+            x = (x.unflatten(1, (-1, len(self._rotation))) @ self._rotation).flatten(1)
         if self._kernel and 0 < len(x) <= FEW_ROWS:
             return self._kernel(x.to(self.dtype).contiguous(), self.codes, self.scales, self.bits, self.zero, self.levels)
         x, y = x.to(self.dtype), x.new_empty((len(x), self.shape[0]))
@@ -112,7 +116,7 @@ class Codes:
         return y
 
     def values(self, rows: slice) -> Tensor:
-        """Some rows dequantized, F32 [rows, K], in the tensor's order."""
+        """Some rows dequantized, F32 [rows, K], in the tensor's order, and rotated where its format is."""
         d, s, base, z = Scales(*(None if each is None else each[rows].to(torch.float32) for each in self.scales))
         mask = (1 << self.bits) - 1
         codes = torch.cat([self.codes[rows] >> shift & mask for shift in range(0, 8, self.bits)], dim=1)

@@ -33,7 +33,7 @@ def quantize(
         str | None,
         option(
             "TYPE",
-            "Of a file: a type of llama-quantize, by default q4_k_m, or nl4_g32 or nl4_xs. "
+            "Of a file: a type of llama-quantize, by default q4_k_m, or nl4_g32, nl4_xs or nl4_r. "
             "Of a directory: w4a16, w4a16_asym, w8a8, w8a16, fp8_dynamic.",
             "--type",
         ),

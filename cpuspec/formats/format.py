@@ -34,6 +34,21 @@ CHUNK_VALUES = 1 << 17
 OWN_GGUF_TYPES = 0x43500000
 
 
+_MOST = float(np.finfo(np.float32).max)
+
+
+def hadamard(rows: F32, size: int) -> F32:
+    """Rows [..., D], each `size` numbers times Hadamard's matrix, which is its own inverse; 0: the same rows."""
+    if size == 0:
+        return rows
+    turned, half = rows.reshape(-1, size), size // 2
+    while half:
+        pairs = turned.reshape(-1, 2, half)
+        turned = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
+        half //= 2
+    return (turned * (np.float32(1) / np.sqrt(np.float32(size)))).reshape(rows.shape)
+
+
 @dataclass(frozen=True)
 class CodeField:
     """The field of a block that holds all codes, or `bits` bits of each.
@@ -154,7 +169,9 @@ class Format:
     gguf_type, safetensors_dtype: the type of such a tensor in these files, if they can hold it.
     encode_weighed: as encode_blocks, with an importance of each value, F32 [n, block_size]; only for formats with a search of their
     own.
-    free_codes: whether a code may have any value whatever its neighbours are. Codes that come from points of a grid may not.
+    free_codes: whether the code of a value may be chosen by itself. Codes of points of a grid, and rotated ones, may not.
+    rotated: whether a block holds its values times Hadamard's matrix. Parts, planes and the affine form are then those of the
+    rotated values; `decode` and `encode` rotate. Kernels multiply them with rotated activations.
     Formats of the KV cache are neither packed nor stored in files, so they have no planes and no types.
     """
 
@@ -174,6 +191,7 @@ class Format:
     safetensors_dtype: str | None = None
     encode_weighed: Callable[..., Parts] | None = None
     free_codes: bool = True
+    rotated: bool = False
 
     def __post_init__(self) -> None:
         if (self.affine is None) == (self.decode_numbers is None):
@@ -261,7 +279,7 @@ class Format:
             if self.block_size > 1 and not finite.all():
                 raise FormatError(f"{self.name} cannot hold {chunk[~finite][0]}: every value must be finite")
             with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-                encoded = self.join(self.encode_blocks(chunk))
+                encoded = self.join(self.encode_blocks(self.turned(chunk)))
                 lost = finite & ~np.isfinite(self._decode_blocks(encoded))
             if lost.any():
                 raise FormatError(f"{self.name} cannot hold {chunk[lost][0]}: f16 is exceeded; use bf16 or f32")
@@ -271,4 +289,9 @@ class Format:
     def _decode_blocks(self, blocks: U8) -> F32:
         """U8 [n, block_bytes] -> F32 [n, block_size]."""
         parts = self.split(blocks)
-        return self.affine.decode(parts) if self.affine else self.decode_numbers(parts)  # type: ignore[misc]
+        values = self.affine.decode(parts) if self.affine else self.decode_numbers(parts)  # type: ignore[misc]
+        return hadamard(values, self.block_size) if self.rotated else values
+
+    def turned(self, blocks: F32) -> F32:
+        """Values [n, block_size] as blocks hold them: rotated, or as they are. What exceeds f32 becomes its largest number."""
+        return np.nan_to_num(hadamard(blocks, self.block_size), nan=_MOST) if self.rotated else blocks

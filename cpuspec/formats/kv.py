@@ -12,7 +12,7 @@ import numpy as np
 
 from cpuspec.errors import FormatError
 from cpuspec.formats.floats import BF16, F16, F32_FORMAT
-from cpuspec.formats.format import F32, U8, Affine, CodeField, Format, Parts
+from cpuspec.formats.format import F32, U8, Affine, CodeField, Format, Parts, hadamard
 
 LANES = 16  # stored rows are padded with zeros to whole vectors, and to whole groups
 GROUP, INT4_GROUP = 32, 64  # numbers with a scale
@@ -69,18 +69,6 @@ def hadamard_size(format: Format, dims: int) -> int:
     """
     size = dims & -dims
     return size if format is INT4 and size >= LANES else 0
-
-
-def hadamard(rows: F32, size: int) -> F32:
-    """Rows [..., D], each `size` numbers (`hadamard_size`) times Hadamard's matrix, which is its own inverse; 0: the same rows."""
-    if size == 0:
-        return rows
-    turned, half = rows.reshape(-1, size), size // 2
-    while half:
-        pairs = turned.reshape(-1, 2, half)
-        turned = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
-        half //= 2
-    return (turned * (np.float32(1) / np.sqrt(np.float32(size)))).reshape(rows.shape)
 
 
 def stored_dims(format: Format, dims: int) -> int:

@@ -109,7 +109,7 @@ def _plain_factors(row: Format) -> Callable[..., Any] | None:
 def _codes_decoder(row: Format) -> Decoder | None:
     """The decoder of a format of codes; None where its factors are packed in a way that is not known here."""
     factors_of = _PACKED.get(row.name) or _plain_factors(row)
-    if row.affine is None or factors_of is None or not row.code_fields or row.code_bits > 8:
+    if row.affine is None or row.rotated or factors_of is None or not row.code_fields or row.code_bits > 8:
         return None
     factors, fields = compiled(factors_of), cast(Any, row.layout.fields)
     low = row.code_fields[0]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cpuspec.kernels import isa
-from cpuspec.kernels.products import LOW_BYTES, MINIMUM_FIELDS, ORDERS, SCALE, SHIFT, VALUE_SUM, start_of
+from cpuspec.kernels.products import CODE_SUM, LOW_BYTES, MINIMUM_FIELDS, ORDERS, SCALE, SHIFT, VALUE_SUM, start_of
 from cpuspec.kernels.readers import Group
 
 MOST_ROWS = 6
@@ -34,12 +34,21 @@ class Products:
     num_scales: int
     zero: int
     num_minima: int
+    moved: bool  # whether each output has a zero point of its own
     vnni: bool  # whether the processor has dot products of bytes (AVX-VNNI)
 
     @classmethod
     def of(cls, order: str, group: Group) -> "Products":
         """How this processor multiplies a group."""
-        return cls(order, group.bits, len(group.scales), group.zero, len(group.minima), isa.dot_isa() == "avx_vnni")
+        return cls(
+            order,
+            group.bits,
+            len(group.scales),
+            group.zero,
+            len(group.minima),
+            group.moves is not None,
+            isa.dot_isa() == "avx_vnni",
+        )
 
     @property
     def in_words(self) -> bool:
@@ -80,13 +89,20 @@ class Products:
         """Add a group's products with `rows` rows, 1 to MOST_ROWS, to their totals, in the order of `products.add_dots`.
 
         Codes lie as `ymm.laid` has them. Factors are scales, minima (two of them times -1/32), and the sum of weights if
-        `shifted`.
+        `shifted`, or moves if `moved`.
         """
         place = _Places(self.order, rows)
         sums, weights, inputs = place.sums, place.weights, place.inputs
         for part in range(self.num_scales):
             yield from (self._vnni_dots if self.vnni else self._dots)(place, part)
-            if self.zero:
+            if self.moved:
+                yield from place.load_factor(self.num_scales + self.num_minima)
+                for row, own in enumerate(sums):
+                    yield f"vpbroadcastd {place.record(row, CODE_SUM)}, {inputs}"
+                    for half in _HALVES:
+                        yield f"vpmaddwd {weights[half]}, {inputs}, {place.products[0]}"
+                        yield f"vpaddd {place.products[0]}, {own[half]}, {own[half]}"
+            elif self.zero:
                 field, shift = start_of(self.zero, self.num_scales, part)
                 for row, own in enumerate(sums):
                     yield f"vpbroadcastd {place.record(row, field)}, {inputs}"
@@ -95,6 +111,11 @@ class Products:
                     yield from (f"vpaddd {inputs}, {total}, {total}" for total in own)
             yield from (f"vcvtdq2ps {total}, {total}" for *_, total in place.each)
             yield from place.load_factor(part)
+            if self.order == "rotated":  # one scale and no minimum; the scale of the row comes at the end of a panel
+                for row, half, total in place.each:
+                    yield f"vfmadd213ps {place.at(TOTALS, row, half)}, {weights[half]}, {total}"
+                    yield f"vmovaps {total}, {place.at(TOTALS, row, half)}"
+                return
             for row, half, total in place.each:
                 before = place.at(SCRATCH, row, half, _NUMBERS)
                 yield f"vfmadd213ps {before}, {weights[half]}, {total}" if part else f"vmulps {weights[half]}, {total}, {total}"

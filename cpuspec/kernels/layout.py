@@ -194,7 +194,8 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             used=_I64,  # not 0: rows are pairs, and this the experts of a row
             heads=_I64,  # not 0: rows have the numbers of so many heads, which go to activations head by head
             apart=_I64,  # from the numbers of one head to those of the next
-            **dict.fromkeys(("int8", "int16", "f32", "bf16", "rounded"), _I64),  # where each order is written, 0 for nowhere
+            # Where each order is written, 0 for nowhere.
+            **dict.fromkeys(("int8", "int16", "f32", "bf16", "rounded", "rotated"), _I64),
         ),
         "linear": _record(
             num_tensors=_I64,

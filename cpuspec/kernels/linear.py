@@ -16,7 +16,7 @@ from cpuspec.kernels import isa, machine_code, tiles, ymm
 from cpuspec.kernels.ops import F32, F32X16, I1, Ops, Value, Variable, fma
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.passes import Operands, Pass, block_of, pass_of
-from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_group, sum_of_weights
+from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_group, add_rotated_group, end_panel, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, FLOAT_CODES, INTO_FIRST, NUMBERS, PAIRED, READERS
 
 # Rows that one pass over a tile serves at most; then eight, or what is left of them: a tile that is unpacked again for one row
@@ -42,17 +42,24 @@ _Sums = Callable[[Value, int], Value]  # (stream, row) -> 16 sums of products
 
 
 def activation_order(format_name: str, precise: bool = False) -> str:
-    """The order of activations that a format wants: of ORDERS, "int16" rather than "int8" where precise."""
+    """The order of activations that a format wants: of ORDERS, "int16" rather than "int8" where precise. Rotated activations in 8
+    bits are precise (benchmarks/LOG.md).
+    """
     if format_name == PAIRED:
         return "bf16" if isa.has_bf16_tiles() else "rounded"
     if format_name in NUMBERS or format_name in FLOAT_CODES:
         return "f32"
+    if FORMATS[format_name].rotated:
+        return "rotated"
     return "int16" if precise else "int8"
 
 
 def prompt_order(format_name: str, precise: bool = False) -> str:
-    """`activation_order` for tokens of prompts in bf16, for which codes are dequantized where bf16 has tile registers."""
-    return activation_order(PAIRED if format_name in READERS and isa.has_bf16_tiles() else format_name, precise)
+    """`activation_order` for tokens of prompts in bf16, for which codes are dequantized where bf16 has tile registers, but those of
+    rotated weights.
+    """
+    dequantizes = format_name in READERS and not FORMATS[format_name].rotated and isa.has_bf16_tiles()
+    return activation_order(PAIRED if dequantizes else format_name, precise)
 
 
 def _few_rows(name: str, order: str, counts: Iterable[int]) -> Callable[[Pass], None]:
@@ -97,19 +104,27 @@ def _quantized_sums(p: Pass, name: str, order: str, rows: int, acts: Value, bloc
     share = panel // _GROUPS
     groups = p.operands.in_features >> 5
     stride = block_rows * record_bytes
+    rotated = order == "rotated"
     if rows > _STREAMED_ROWS:  # of one tile, in registers
         sums = o.variables(rows)
     else:
         room = o.room(64 * rows * _STREAMS)
+    if rotated:
+        of_panels = o.room(64 * rows * _STREAMS)
 
     def total(stream: Value, row: int, align: int | None = None) -> Variable:
         if rows > _STREAMED_ROWS:
             return sums[row]
         return o.variable_at(room + stream * (64 * rows) + 64 * row, F32X16, align)
 
+    def of_all(stream: Value, row: int) -> Variable:
+        """The sums of all panels, where `total` has those of one."""
+        return o.variable_at(of_panels + stream * (64 * rows) + 64 * row, F32X16) if rotated else total(stream, row)
+
     with o.loop(streams) as stream:
         for row in range(rows):
             total(stream, row).set(o.number(0.0, F32X16))
+            of_all(stream, row).set(o.number(0.0, F32X16))
     with o.loop(groups.rounded_up(_GROUPS)) as panels:
         first = panels * _GROUPS
         inside = (groups - first).smaller(_GROUPS)
@@ -124,9 +139,14 @@ def _quantized_sums(p: Pass, name: str, order: str, rows: int, acts: Value, bloc
                 group = READERS[name](here, inside, index)
                 shifted = sum_of_weights(group) if order == "int8" else None
                 for row in range(rows):
-                    own = total(stream, row)
-                    own.set(add_group(group, shifted, records + row * record_bytes, own.get()))
-    return lambda stream, row: total(stream, row).get()
+                    own, record = total(stream, row), records + row * record_bytes
+                    add = add_rotated_group if rotated else partial(add_group, shifted=shifted)
+                    own.set(add(group, record=record, total=own.get()))
+        if rotated:
+            with o.loop(streams) as stream:
+                for row in range(rows):
+                    end_panel(total(stream, row), acts + first * stride + row * record_bytes, of_all(stream, row))
+    return lambda stream, row: of_all(stream, row).get()
 
 
 def _number_sums(p: Pass, name: str, rows: int, acts: Value, block_rows: Value) -> _Sums:
@@ -333,7 +353,7 @@ def _ymm_linear(name: str, order: str) -> Callable[..., None]:
 
 def _linear(name: str, order: str) -> Callable[..., None]:
     """The kernel of a format, to be compiled."""
-    in_tiles = isa.has_tiles() and name in READERS
+    in_tiles = isa.has_tiles() and name in READERS and order != "rotated"
     most = _MOST_ROWS if name in READERS and not in_tiles else _MOST_OF_NUMBERS
     few = BLOCK_ROWS if in_tiles else BLOCK_ROWS - 1  # whose passes have streams
     streamed_rows = few if name in READERS else 0

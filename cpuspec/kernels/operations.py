@@ -5,6 +5,7 @@ Operands are fields of `layout`'s records. The backend that writes a program kno
 
 from numba import types
 
+from cpuspec.formats.packing import PANEL
 from cpuspec.kernels import layout, simd
 from cpuspec.kernels.adapters import expand, num_chunks, num_pieces, shrink
 from cpuspec.kernels.argmax import peak, peaks_of_row, pick
@@ -53,7 +54,9 @@ from cpuspec.platform import SYSTEM
 # Cycles of the time stamp counter, some microseconds, that a piece is waited for before it is repeated.
 _PATIENCE = 8000
 
-_INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
+_INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES, _ROTATED_BYTES = (
+    ORDERS[order] for order in ("int8", "int16", "f32", "bf16", "rotated")
+)
 
 
 @emitted
@@ -87,7 +90,7 @@ def _prepare(op, state, threads, item):
     """A part of a row to activations."""
     rows, features = _rows_to_prepare(op, state), op.features
     parts = parts_of_row(op.features, rows, threads)
-    part = part_of_row(features, parts)
+    part = part_of_row(features, parts, PANEL if op.rotated != 0 else 32)
     place, first = item // parts, item % parts * part
     if op.used != 0:
         place += state.first_pair
@@ -107,9 +110,10 @@ def _prepare(op, state, threads, item):
     f32 = op.f32 + inputs * _F32_BYTES if op.f32 != 0 else 0
     bf16 = op.bf16 + inputs * _BF16_BYTES if op.bf16 != 0 else 0
     rounded = op.rounded + inputs * _F32_BYTES if op.rounded != 0 else 0
+    rotated = op.rotated + inputs * _ROTATED_BYTES if op.rotated != 0 else 0
     prepare_row(
         op.kind, source, other, op.weight, op.order, op.eps, features, first, min(features, first + part),
-        int8, int16, f32, bf16, rounded, place - block, block_rows,
+        int8, int16, f32, bf16, rounded, rotated, place - block, block_rows,
     )  # fmt: skip
 
 

@@ -3,16 +3,21 @@
 Everything works on one row (or one head) by addresses. Row buffers are padded with zeros to whole vectors of 16 numbers.
 """
 
+from numba import types
+
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT
+from cpuspec.formats.packing import PANEL
 from cpuspec.kernels import isa, simd
 from cpuspec.kernels.options import compiled, inlined
 from cpuspec.kernels.products import (
     BLOCK_ROWS,
+    CODE_SUM,
     LOW_BYTES,
     MINUS_8_SUMS,
     MINUS_16_SUMS,
     MINUS_32_HIGH,
     MINUS_32_LOW,
+    MINUS_40_SUMS,
     MINUS_128_SUMS,
     ORDERS,
     SCALE,
@@ -20,9 +25,11 @@ from cpuspec.kernels.products import (
     VALUE_SUM,
 )
 
-_INT8_RECORD, _INT16_RECORD, _BF16_RECORD = ORDERS["int8"], ORDERS["int16"], ORDERS["bf16"]
+_INT8_RECORD, _INT16_RECORD, _BF16_RECORD, _ROTATED_RECORD = (ORDERS[order] for order in ("int8", "int16", "bf16", "rotated"))
 
 _IN_PAIRS = isa.dot_isa() == "avx2"  # how "int16" records hold their numbers, see `products`
+
+_room_for_panel = simd.operation((), types.int64, lambda o: o.room(4 * PANEL))
 
 # What `prepare_row` does before it writes activations.
 PLAIN, NORM, SILU, GELU, LAYER_NORM, SILU_ALONE, GELU_ALONE, SWIGLU_OAI, SIGMOID, RELU2, RELU2_ALONE = range(11)
@@ -235,13 +242,15 @@ def _prepared(kind, row, other, weight, order, scale, mean, at):
 
 
 @compiled
-def prepare_row(kind, row, other, weight, order, eps, features, first, end, int8, int16, f32, bf16, rounded, place, block_rows):
-    """Write activations of inputs first..end (multiples of 32, or the row's end) of one row.
+def prepare_row(
+    kind, row, other, weight, order, eps, features, first, end, int8, int16, f32, bf16, rounded, rotated, place, block_rows
+):
+    """Write activations of inputs first..end (multiples of 32, or of PANEL for `rotated`, or the row's end) of one row.
 
     kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other; GELU gelu(x) * other; LAYER_NORM (x - mean(x)) / deviation(x) *
     weight + other; SILU_ALONE silu(x); GELU_ALONE gelu(x); SWIGLU_OAI as `config.SWIGLU_ALPHA`, of x and other; SIGMOID
     sigmoid(x) * other; RELU2, RELU2_ALONE max(x, 0)^2, times other. int8 to
-    rounded: address of the row's block in that order, 0 where it is not wanted; place: the row's place in its block of block_rows.
+    rotated: address of the row's block in that order, 0 where it is not wanted; place: the row's place in its block of block_rows.
     Rows, others and weights are padded with zeros to whole groups. order: address of int32 indices, padded likewise with their own,
     where a matrix has the inputs in another order; else 0.
     """
@@ -250,6 +259,7 @@ def prepare_row(kind, row, other, weight, order, eps, features, first, end, int8
         scale = _norm_factor(row, features, eps)
     elif kind == LAYER_NORM:
         mean, scale = _mean_and_factor(row, features, eps)
+    panel = _room_for_panel() if rotated != 0 else 0
     for start in range(first, end, 32):
         low = _prepared(kind, row, other, weight, order, scale, mean, start * 4)
         high = _prepared(kind, row, other, weight, order, scale, mean, start * 4 + 64)
@@ -261,6 +271,13 @@ def prepare_row(kind, row, other, weight, order, eps, features, first, end, int8
         if bf16 != 0:
             simd.store_bf16(bf16 + record * _BF16_RECORD, low)
             simd.store_bf16(bf16 + record * _BF16_RECORD + 32, high)
+        if rotated != 0:
+            numbers = panel + start % PANEL * 4
+            simd.store_f32(numbers, low)
+            simd.store_f32(numbers + 64, high)
+            if start % PANEL == PANEL - 32:
+                stride = block_rows * _ROTATED_RECORD
+                quantize_rotated(panel, rotated + record * _ROTATED_RECORD - (PANEL // 32 - 1) * stride, stride)
         at, stride = (start * block_rows + place) * 4, block_rows * 4
         if f32 != 0:
             simd.scatter_f32(f32 + at, stride, min(16, end - start), low)
@@ -301,6 +318,28 @@ def quantize_to_int16(low, high, record):
         _split_bytes(low_codes, record)
         _split_bytes(high_codes, record + 16)
     _write_sums(record, scale, simd.to_float(0), simd.sum_lanes_i32(low_codes), simd.sum_lanes_i32(high_codes))
+
+
+@compiled
+def quantize_rotated(numbers, record, stride):
+    """Multiply PANEL numbers with Hadamard's matrix, in place, and write their "rotated" records, `stride` bytes apart: codes
+    -127..127 around zero.
+    """
+    hadamard_head(numbers, PANEL, PANEL)
+    largest = simd.splat_f32(0.0)
+    for at in range(numbers, numbers + 4 * PANEL, 64):
+        largest = simd.max_f32(largest, simd.abs_f32(simd.load_f32(at)))
+    scale = simd.max_lanes(largest) / simd.to_float(127)
+    inverse = simd.splat_f32(simd.inverse_or_zero(scale))
+    for at in range(numbers, numbers + 4 * PANEL, 128):
+        low_codes, high_codes = (simd.nearest_i32(simd.load_f32(at) * inverse), simd.nearest_i32(simd.load_f32(at + 64) * inverse))
+        simd.store_i8(record, low_codes)
+        simd.store_i8(record + 16, high_codes)
+        simd.poke_f32(record + SCALE, scale)
+        total = simd.int32(simd.sum_lanes_i32(low_codes) + simd.sum_lanes_i32(high_codes))
+        simd.poke_i32(record + MINUS_40_SUMS, simd.int32(-40 * total))
+        simd.poke_i32(record + CODE_SUM, total)
+        record += stride
 
 
 @compiled

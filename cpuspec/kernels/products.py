@@ -8,25 +8,28 @@ Activations come in one of these orders, in blocks of up to BLOCK_ROWS rows:
   "bf16"   [group][row] records of 32 numbers rounded to bf16, for bf16 weights on processors that multiply them in tile registers;
            of prompts also for codes, which are dequantized to bf16.
   "rounded"  [input][row] the same numbers, in f32, for processors that do not.
-The last two are padded with zeros to whole groups. A record of integers holds 32 signed bytes, then at the offsets below the scale,
-the shift and what formats with a zero point or a minimum need of the sums; then in "int16" order the 32 low bytes. On processors
-that multiply with AVX2 alone an "int16" record has numbers of 16 bits in the place of both, those of the first 16 inputs and of the
-last, the second and third of each four swapped.
+  "rotated"  [group][row] records of 64 bytes, for formats whose weights are rotated: each 256 inputs times Hadamard's matrix,
+           x = scale * byte with one scale for all 256. So sums of groups need no scale of the inputs before a panel ends.
+"bf16" and "rounded" are padded with zeros to whole groups. A record of integers holds 32 signed bytes, then at the offsets below
+the scale, the shift and what formats with a zero point or a minimum need of the sums; then in "int16" order the 32 low bytes. On
+processors that multiply with AVX2 alone an "int16" record has numbers of 16 bits in the place of both, those of the first 16 inputs
+and of the last, the second and third of each four swapped.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from cpuspec.kernels.isa import dot_isa
-from cpuspec.kernels.ops import F32, F32X16, I8, I32, I32X16, Value, bf16_pairs, dot_bytes, fma, vector_of
+from cpuspec.kernels.ops import F32, F32X16, I8, I16, I32, I32X16, Value, Variable, bf16_pairs, call, dot_bytes, fma, vector_of
 from cpuspec.kernels.readers import Group
 
 BLOCK_ROWS = 16  # rows of a block of activations, which lie together
 SCALE, SHIFT, VALUE_SUM, MINUS_8_SUMS, MINUS_16_SUMS, MINUS_128_SUMS, MINUS_32_LOW, MINUS_32_HIGH = range(32, 64, 4)
+MINUS_40_SUMS, CODE_SUM = SHIFT, VALUE_SUM  # of "rotated" records, which have the scale and these sums alone
 LOW_BYTES = 64
 
 # Bytes of activations for each row and group of 32 inputs (where rows are side by side, for each row and 32 inputs).
-ORDERS: Mapping[str, int] = MappingProxyType({"int8": 64, "int16": 128, "f32": 128, "bf16": 64, "rounded": 128})
+ORDERS: Mapping[str, int] = MappingProxyType({"int8": 64, "int16": 128, "f32": 128, "bf16": 64, "rounded": 128, "rotated": 64})
 
 
 def row_bytes(order: str, features: int) -> int:
@@ -35,7 +38,7 @@ def row_bytes(order: str, features: int) -> int:
 
 
 # Fields of a record that have sums of inputs times -zero, by zero: of the whole group, or of each half.
-_SUMS = {8: MINUS_8_SUMS, 16: MINUS_16_SUMS, 128: MINUS_128_SUMS}
+_SUMS = {8: MINUS_8_SUMS, 16: MINUS_16_SUMS, 40: MINUS_40_SUMS, 128: MINUS_128_SUMS}
 MINIMUM_FIELDS = (MINUS_32_LOW, MINUS_32_HIGH)  # what the minima of two halves of a group are multiplied with, times -1/32
 
 
@@ -108,12 +111,18 @@ def start_of(zero: int, num_scales: int, part: int) -> tuple[int, int]:
     shifted to the left.
     """
     known = {32: MINIMUM_FIELDS[part]} if num_scales == 2 else _SUMS
-    nearest = max(factor for factor in known if factor <= zero)
+    nearest = max(factor for factor in known if zero % factor == 0)
     return known[nearest], (zero // nearest).bit_length() - 1
 
 
 def start(record: Value, group: Group, part: int) -> Value:
-    """`start_of` in every lane."""
+    """`start_of` in every lane, or the products of the row's sum with moves."""
+    if group.moves is not None:
+        words, halves = vector_of(I16), []
+        for lanes in (range(8), range(8, 16)):
+            operands = [some.shuffled(lanes).bits(words) for some in (group.moves, (record + CODE_SUM).every(I32))]
+            halves.append(call("llvm.x86.avx2.pmadd.wd", vector_of(I32, 8), *operands))
+        return halves[0].shuffled(range(16), halves[1])
     field, shift = start_of(group.zero, len(group.scales), part)
     return (record + field).every(I32).shifted(shift)
 
@@ -134,6 +143,22 @@ def add_group(group: Group, shifted: Value | None, record: Value, total: Value) 
         else:
             dots.append(_dot(begin, vectors, record + first))
     return add_dots(dots, group.scales, shifted, group.minima, record, total)
+
+
+def add_rotated_group(group: Group, record: Value, total: Value) -> Value:
+    """total + scale * integer dot, for "rotated" records. `end_panel` multiplies with the scale of the row."""
+    return add_rotated_dot(_dot(start(record, group, 0), group.codes, record), group.scales[0], total)
+
+
+def add_rotated_dot(dot: Value, scale: Value, total: Value) -> Value:
+    """`add_rotated_group` where the integer dot is known."""
+    return fma(dot.sitofp(F32X16), scale, total)
+
+
+def end_panel(of_panel: Variable, record: Value, total: Variable) -> None:
+    """Add the sums of a panel's groups, from a row of "rotated" records, to a total, and begin again from zero."""
+    total.set(fma(of_panel.get(), (record + SCALE).every(F32), total.get()))
+    of_panel.set(total.get().like(0.0))
 
 
 def _dot(total: Value, vectors: list[Value], address: Value) -> Value:

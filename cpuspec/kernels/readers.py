@@ -10,7 +10,7 @@ from cpuspec.formats import FORMATS, Format, nl4
 from cpuspec.formats.format import Plane
 from cpuspec.formats.packing import GROUP, TILE
 from cpuspec.kernels import isa
-from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, Value, lookup_bytes, lookup_f32, vector_of
+from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, I32X16, Value, lookup_bytes, lookup_f32, vector_of
 
 # Bytes of weights to ask for in advance: with many rows the processor does not look so far ahead itself (benchmarks/LOG.md).
 _, AHEAD, INTO_FIRST = isa.reading()
@@ -25,6 +25,7 @@ class Group:
     scales: list[Value]  # one for the group, or one for each half of it
     zero: int = 0  # zero point of the codes
     minima: tuple[Value, ...] = ()  # added to every weight of the group, or of each half of it
+    moves: Value | None = None  # added to the codes of each row in the place of -zero: whole numbers, their low 16 bits
 
 
 @dataclass(frozen=True)
@@ -153,20 +154,21 @@ def _iq4_xs(panel: Panel) -> _Scales:
 def _nl4(panel: Panel) -> _Scales:
     top = panel["head"].load(vector_of(I16)) & (0xFFFF - nl4.MOVE_BITS)
     move = (panel["head"].u16_codes() & nl4.MOVE_BITS) + nl4.LEAST_MOVE
-    return _moved(top, move)
+    scale = top.bits(vector_of(F16)).fpext(F32X16)
+    return [scale], (scale * move.sitofp(F32X16),)
 
 
 def _nl4_xs(panel: Panel) -> _Scales:
+    scale, move = _xs_scales_and_moves(panel)
+    return [scale], (scale * move.sitofp(F32X16),)
+
+
+def _xs_scales_and_moves(panel: Panel) -> tuple[Value, Value]:
     """A panel is a superblock."""
     head, own = panel["head"].i32(), panel["steps"].i32() >> _in_lanes(panel.group * 4)
     halves = ((head & 0xFF) - (own & 7) & 0xFF) << 7 | (own & 8) << 12
     move = (head >> _in_lanes(panel.group * 3 + 8) & 7) * 2 + nl4.LEAST_MOVE
-    return _moved(halves.trunc(vector_of(I16)), move)
-
-
-def _moved(half: Value, move: Value) -> _Scales:
-    scale = half.bits(vector_of(F16)).fpext(F32X16)
-    return [scale], (scale * move.sitofp(F32X16),)
+    return halves.trunc(vector_of(I16)).bits(vector_of(F16)).fpext(F32X16), move
 
 
 def _grids(panel: Panel) -> _Scales:
@@ -271,6 +273,24 @@ def _reader(row: Format) -> Reader:
     return read
 
 
+def _nl4_r(at: Value, groups: Value, group: Value) -> Group:
+    """The record of nl4_xs. Codes are moved here, once for all rows: a group then has whole numbers, one scale and no minimum.
+
+    With AVX2 alone codes keep their six bits, of which two pairs of products fit 16 bits, and sums are moved.
+    """
+    panel = Panel(nl4.NL4_R, at, groups, group)
+    scale, move = _xs_scales_and_moves(panel)
+    if isa.dot_isa() == "avx2":
+        zero = -nl4.LEVELS[0]
+        codes = [lookup_bytes([zero + level for level in nl4.LEVELS], code) for code in panel.codes(0)]
+        return Group(6, codes, [scale], zero, moves=move - zero & 0xFFFF)
+    zero = 40  # above the furthest level with a move
+    steps = (move - nl4.LEAST_MOVE).bits(vector_of(I8, 64)).shuffled([byte & ~3 for byte in range(64)])
+    table = [zero + nl4.LEAST_MOVE + level for level in nl4.LEVELS]
+    codes = [(lookup_bytes(table, code).bits(vector_of(I8, 64)) + steps).bits(I32X16) for code in panel.codes(0)]
+    return Group(7, codes, [scale], zero)
+
+
 @dataclass(frozen=True)
 class FloatCodes:
     """How codes become floats, input after input, under a scale for `size` inputs that follows the codes in a panel."""
@@ -312,7 +332,9 @@ _FLOAT_CODES: Mapping[str, Callable[[Format], FloatCodes]] = MappingProxyType(
 )
 _BYTES_OF_16_NUMBERS = {"f32": 64, "f16": 32}
 
-READERS: Mapping[str, Reader] = MappingProxyType({name: _reader(row) for name, row in FORMATS.items() if row.reader in _SCALES})
+READERS: Mapping[str, Reader] = MappingProxyType(
+    {name: _reader(row) for name, row in FORMATS.items() if row.reader in _SCALES} | {nl4.NL4_R.name: _nl4_r}
+)
 NUMBERS: Mapping[str, tuple[int, str]] = MappingProxyType(
     {name: (_BYTES_OF_16_NUMBERS[row.reader], row.reader) for name, row in FORMATS.items() if row.reader in _BYTES_OF_16_NUMBERS}
 )

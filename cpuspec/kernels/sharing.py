@@ -96,6 +96,6 @@ def parts_of_row(features, rows, threads):
 
 
 @compiled
-def part_of_row(features, parts):
-    """Inputs of each of `parts` parts of a row, whole groups of 32; the last part may have fewer."""
-    return (features + 32 * parts - 1) // (32 * parts) * 32
+def part_of_row(features, parts, unit):
+    """Inputs of each of `parts` parts of a row, a multiple of `unit`; the last parts may have fewer."""
+    return (features + unit * parts - 1) // (unit * parts) * unit

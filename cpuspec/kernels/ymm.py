@@ -17,12 +17,12 @@ from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
 from cpuspec.kernels.ops import F32X16, I8, I16, I32, I64, LANES, VOID, Ops, Value, Variable, call, vector_of
 from cpuspec.kernels.passes import Pass
-from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_dots, start, sum_of_weights, weigh
+from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_dots, add_rotated_dot, end_panel, start, sum_of_weights, weigh
 from cpuspec.kernels.readers import AHEAD, INTO_FIRST, READERS, Group
 
 # Rows that are multiplied while weights are unpacked, by the order of activations: up to _WHOLE with both halves of a tile, more
 # with one after the other. Inputs of 16 bits take twice the products, beside which unpacking to the stack counts less.
-FEW, _WHOLE = {"int8": 8, "int16": 4}, 4
+FEW, _WHOLE = {"int8": 8, "int16": 4, "rotated": 8}, 4
 MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
 
 _GROUPS = PANEL // GROUP
@@ -83,7 +83,10 @@ def add_rows(order: str, read: Callable[[Value], Group], address: Value, records
         whole = [_whole(part[row]) for part in dots]
         if group.zero and not signed:
             whole = [dot + start(record, group, part) for part, dot in enumerate(whole)]
-        total.set(add_dots(whole, group.scales, shifted, group.minima, record, total.get()))
+        if order == "rotated":
+            total.set(add_rotated_dot(whole[0], group.scales[0], total.get()))
+        else:
+            total.set(add_dots(whole, group.scales, shifted, group.minima, record, total.get()))
 
 
 def _times(products: Products, total: Any, codes: Value, inputs: Value) -> Value:
@@ -145,18 +148,18 @@ class _Unpacked:
         """sample: any group of the weights, for what all have in common."""
         self._products = Products.of(order, sample)
         self._code_bytes = 64 * len(laid(self._products, sample))
-        self._factor_bytes = 64 * (len(sample.scales) + len(sample.minima) + self._products.shifted)
+        self._factor_bytes = 64 * (len(sample.scales) + len(sample.minima) + self._products.shifted + self._products.moved)
         self._codes, self._factors = o.room(self._code_bytes * _GROUPS), o.room(self._factor_bytes * _GROUPS)
         self._scratch = o.room(SCRATCH_BYTES)
 
     def put(self, place: Value, group: Group) -> None:
-        """Keep a group: its codes, its scales, its minima, the factor of shifts."""
+        """Keep a group: its codes, its scales, its minima, the factor of shifts or moves."""
         to = self._codes + place * self._code_bytes
         for n, codes in enumerate(laid(self._products, group)):
             (to + 64 * n).store(codes)
         to = self._factors + place * self._factor_bytes
         minima = [minimum * (-1 / 32) for minimum in group.minima] if len(group.minima) == 2 else list(group.minima)
-        weights = [sum_of_weights(group)] if self._products.shifted else []
+        weights = [sum_of_weights(group)] if self._products.shifted else [group.moves] if group.moves is not None else []
         for n, value in enumerate([*group.scales, *minima, *weights]):
             (to + 64 * n).store(value)
 
@@ -187,9 +190,11 @@ def rows_pass(name: str, order: str, p: Pass) -> None:
     share = panel // _GROUPS
     groups = p.operands.in_features >> 5
     sums = o.room(64 * MANY)  # or of BLOCK_ROWS for each stream
+    of_panels = o.room(64 * MANY) if order == "rotated" else sums  # sums of one panel, where those of all are apart
     num_blocks = rows.rounded_up(BLOCK_ROWS)
     with o.loop(streams * (num_blocks * BLOCK_ROWS)) as index:
         (sums + index * 64).store(o.number(0.0, F32X16))
+        (of_panels + index * 64).store(o.number(0.0, F32X16))
     with o.loop(groups.rounded_up(_GROUPS)) as panels, o.loop(streams) as stream:
         first = panels * _GROUPS
         inside = (groups - first).smaller(_GROUPS)
@@ -203,7 +208,8 @@ def rows_pass(name: str, order: str, p: Pass) -> None:
             block_rows = (rows - block).smaller(BLOCK_ROWS)
             stride = block_rows * record_bytes
             records = p.acts + block * p.operands.row_bytes + first * stride
-            totals = sums + (stream * BLOCK_ROWS + block) * 64
+            at = (stream * BLOCK_ROWS + block) * 64
+            totals = of_panels + at
             pieces, step = _pieces(block_rows)
             with o.loop(pieces) as piece:
                 row = piece * step
@@ -217,5 +223,9 @@ def rows_pass(name: str, order: str, p: Pass) -> None:
 
                 counts = range(1, MOST_ROWS + 1)
                 o.switch((block_rows - row).smaller(step), {number: partial(add, number) for number in counts})
+            if order == "rotated":
+                with o.loop(block_rows) as row:
+                    own, all_panels = (o.variable_at(room + at + row * 64, F32X16) for room in (of_panels, sums))
+                    end_panel(own, records + row * record_bytes, all_panels)
     with o.loop(streams) as stream, o.loop(rows) as row:
         p.finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())

@@ -69,9 +69,7 @@ def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, Q
     )
     f32 = get_format("f32")
     values, embedding = _Values(weights, done), weights.checkpoint.tensors["embed"]
-    model = Model(
-        config, np.dtype(np.float32), f32, {}, embedding, values, frozenset(), weights.checkpoint.tensors.get("layer_embed")
-    )
+    model = Model(config, np.dtype(np.float32), f32, {}, embedding, values, {}, weights.checkpoint.tensors.get("layer_embed"))
     return decode(config, _Watched(Forward(model, batch, cache), on_inputs, with_logits))
 
 

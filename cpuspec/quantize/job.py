@@ -29,7 +29,7 @@ from cpuspec.quantize.gptq import GptqSettings
 from cpuspec.quantize.imatrix import Importance, collect, of_matrices
 from cpuspec.quantize.prediction import writable
 from cpuspec.quantize.run import gptq_all, keep_vectors, round_all
-from cpuspec.quantize.scaling import awq, smoothquant
+from cpuspec.quantize.scaling import awq, balanced, smoothquant
 from cpuspec.quantize.store import TensorStore, Workspace
 from cpuspec.quantize.weights import Weights
 from cpuspec.text import make_tokenizer
@@ -177,6 +177,12 @@ def quantize(
         if chunks is not None and "awq" in job.methods:
             on_step("awq", 0, 1)
             weights = awq(weights, chunks, formats)
+        if any(format.rotated for format in formats.values()) and not checkpoint.config.experts:
+            if chunks is not None and not of_inputs:
+                of_inputs = of_matrices(measure_importance(weights, chunks, on_step), weights, name_of)
+            if of_inputs:
+                on_step("balancing", 0, 1)
+                weights = balanced(weights, formats, of_inputs)
         of_inputs = {name: means / weights.inputs.get(name, np.float32(1)) ** 2 for name, means in of_inputs.items()}
         if chunks is not None and "gptq" in job.methods:
             outside = gptq_all(weights, formats, chunks, job.gptq, store, partial(on_step, "gptq"))

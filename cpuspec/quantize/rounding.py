@@ -37,7 +37,8 @@ class Grid(NamedTuple):
 def encode(format: Format, values: F32, importance: F32 | None = None) -> U8:
     """Rows [N, K] in the format, U8 [N, row_bytes(K)].
 
-    importance: of the K inputs, such as the mean squares of what they are multiplied with; None where all count the same.
+    importance: of the K inputs, such as the mean squares of what they are multiplied with; None where all count the same, as they
+    do in a rotated format (`scaling.balanced` makes up for that).
     Raises FormatError as `Format.encode` does.
     """
     find = _search_of(format)
@@ -51,8 +52,12 @@ def encode(format: Format, values: F32, importance: F32 | None = None) -> U8:
         if not np.abs(x).max(initial=0) < _SAFE:
             out[start : start + step] = encode_compiled(format, x)  # refuses what the format cannot hold
             continue
+        if format.rotated:
+            x = format.turned(x.reshape(-1, format.block_size)).reshape(x.shape)
         weights = (
-            np.ones_like(x) if importance is None else importance * np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.square(x))
+            np.ones_like(x)
+            if importance is None or format.rotated
+            else importance * np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.square(x))
         )
         blocks, weights = x.reshape(-1, format.block_size), weights.reshape(-1, format.block_size)
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -98,7 +103,7 @@ def _search_of(format: Format) -> Callable[[F32, F32], Parts] | None:
         return None
     if format.name == "nl4_g32":
         return lambda x, weights: nl4.parts_of(x, *fit.moved(x, weights, nl4.LEVELS, nl4.MOVES, signs=True))
-    if format.name == "nl4_xs":
+    if format.name in ("nl4_xs", "nl4_r"):
         return partial(nl4.encode_xs, search_grids=_grids_of_nl4_xs)
     if format.encode_weighed and format.reader == "grids":
         return partial(format.encode_weighed, nearest=_nearest_points)

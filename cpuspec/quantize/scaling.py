@@ -1,6 +1,6 @@
-"""AWQ and SmoothQuant: factors of inputs that move from matrices into what feeds them, so that less is lost when they are rounded.
+"""AWQ, SmoothQuant and balancing: factors of inputs that move from matrices into what feeds them, so that rounding loses less.
 
-Both leave what the model computes as it is. The inputs of q, k and v, and of gate and up, are divided in the norm before them; AWQ
+All leave what the model computes as it is. The inputs of q, k and v, and of gate and up, are divided in the norm before them; AWQ
 also divides those of o in v, and those of down in up. (AWQ: arXiv 2306.00978, SmoothQuant: arXiv 2211.10438.)
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from cpuspec.formats import Format
 from cpuspec.formats.tensor import F32
-from cpuspec.layers import attention_layers
+from cpuspec.layers import Attention, attention_layers
 from cpuspec.model.batch import I32
 from cpuspec.quantize.calibration import run
 from cpuspec.quantize.rounding import encode
@@ -42,34 +42,82 @@ def smoothquant(weights: Weights, chunks: I32, strength: float) -> Weights:
 
 def awq(weights: Weights, chunks: I32, formats: Mapping[str, Format]) -> Weights:
     """Multiply columns by mean|x|^ratio, with the ratio of each group of matrices that loses least of their outputs."""
-    config = weights.checkpoint.config
     inputs: dict[str, F32] = {}
     outputs: dict[str, F32] = {}
-    attending = {layer.index: layer.attention for layer in attention_layers(config)}
 
     def on_inputs(x: F32, names: tuple[str, ...]) -> None:
-        layer, part = layer_parts(names[0])
-        feeder = f"layers.{layer}.{'v' if part == 'o' else 'up'}" if part in ("o", "down") else _norm_before(weights, names[0])
-        if part == "down" and not config.gated:
-            feeder = None  # between them is more than a factor
-        if part == "o" and (attending[int(layer)].value_norm or not attending[int(layer)].makes_values):
-            feeder = None  # a norm would take the factors away, and keys are of the same matrix
-        if feeder is None or not all(formats[name].affine for name in names):
+        feeder = _feeder(weights, names[0])
+        if feeder is None or not all(formats[name].affine and not formats[name].rotated for name in names):
             return
-        sizes = np.maximum(np.abs(x).mean(axis=0), _LEAST)
-        if part == "o":
-            # Query heads that share values share factors, too.
-            mixer = attending[int(layer)]
-            heads = sizes.reshape(mixer.kv_heads, -1, mixer.value_dims)
-            sizes = np.broadcast_to(heads.mean(axis=1, keepdims=True), heads.shape).reshape(-1)
+        sizes = _shared(weights, names[0], np.maximum(np.abs(x).mean(axis=0), _LEAST))
         factors = _best_factors(weights, names, formats, sizes, (x.T @ x) / np.float32(len(x)))
         inputs.update(dict.fromkeys(names, factors))
-        if part == "o":
-            factors = factors.reshape(mixer.kv_heads, -1, mixer.value_dims)[:, 0].reshape(-1)
-        _divide(weights, outputs, feeder, factors)
+        _divide(weights, outputs, feeder, _of_feeder(weights, names[0], factors))
 
     run(weights, chunks, on_inputs, MappingProxyType({}))
     return replace(weights, inputs=inputs, outputs=outputs)
+
+
+def balanced(weights: Weights, formats: Mapping[str, Format], means: Mapping[str, F32]) -> Weights:
+    """Multiply columns by (mean square of the input / mean square of the column)^(1/4), where all matrices that read the input have
+    rotated formats.
+
+    Rotated columns are all rounded alike, by an error that grows with the sum of all columns' squares. These factors make the error
+    of the outputs least: they take the place of an importance of inputs. means: of the inputs [K], by matrix.
+    """
+    own = replace(weights, inputs={}, outputs={})
+    inputs, outputs = dict(weights.inputs), dict(weights.outputs)
+
+    def on_inputs(x: F32, names: tuple[str, ...]) -> None:
+        feeder = _feeder(own, names[0])
+        if feeder is None or names[0] not in means or not all(formats[name].rotated for name in names):
+            return
+        squares = [np.square(own.matrix(name)) for name in names]
+        of_columns = np.sum([one.mean(axis=0) / max(one.mean(), _LEAST**3) for one in squares], axis=0)
+        of_inputs, of_columns = (_shared(own, names[0], some) for some in (means[names[0]], of_columns))
+        factors = (np.maximum(of_inputs, _LEAST**2) / np.maximum(of_columns, _LEAST**3)) ** np.float32(0.25)
+        factors = (factors / np.sqrt(factors.max() * factors.min())).astype(np.float32)
+        inputs.update(dict.fromkeys(names, factors))
+        _divide(own, outputs, feeder, _of_feeder(own, names[0], factors))
+
+    run(own, np.zeros((1, 1), np.int32), on_inputs, MappingProxyType({}))  # for what reads the same inputs; one token shows it
+    return replace(weights, inputs=inputs, outputs=outputs)
+
+
+def _feeder(weights: Weights, name: str) -> str | None:
+    """The norm or matrix whose outputs, and nothing else, decide what a matrix is multiplied with; None where there is none."""
+    layer, part = layer_parts(name)
+    if part == "down":
+        return f"layers.{layer}.up" if weights.checkpoint.config.gated else None  # else between them is more than a factor
+    if part == "o":
+        # A norm would take the factors away; or keys are of the same matrix.
+        mixer = _mixer(weights, name)
+        return f"layers.{layer}.v" if mixer.makes_values and not mixer.value_norm else None
+    return _norm_before(weights, name)
+
+
+def _mixer(weights: Weights, name: str) -> Attention:
+    """The attention of a matrix's layer."""
+    return next(
+        layer.attention for layer in attention_layers(weights.checkpoint.config) if layer.index == int(layer_parts(name)[0])
+    )
+
+
+def _shared(weights: Weights, name: str, sizes: F32) -> F32:
+    """Numbers of a matrix's inputs, of which query heads that share values share theirs: the means over these heads."""
+    if layer_parts(name)[1] != "o":
+        return sizes
+    mixer = _mixer(weights, name)
+    heads = sizes.reshape(mixer.kv_heads, -1, mixer.value_dims)
+    return np.broadcast_to(heads.mean(axis=1, keepdims=True), heads.shape).reshape(-1)
+
+
+def _of_feeder(weights: Weights, name: str, factors: F32) -> F32:
+    """The factors of a matrix's inputs as those of the feeder's outputs."""
+    if layer_parts(name)[1] != "o":
+        return factors
+    mixer = _mixer(weights, name)
+    return factors.reshape(mixer.kv_heads, -1, mixer.value_dims)[:, 0].reshape(-1)
 
 
 def _divide(weights: Weights, outputs: dict[str, F32], feeder: str, factors: F32) -> None:

@@ -9,7 +9,8 @@ from cpuspec.formats.grouped import group_integers
 # Formats with an offset that is no multiple of the scale: f32 rounds them once more.
 WITH_OFFSETS = {name for name in FORMATS if name in ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k") or name.startswith(("int2", "int3"))}
 FLOATS = ["f32", "f16", "bf16", "fp8_g32", "fp8_g128", "nf4_g64", "fp4_g64"]
-BLOCKS = [name for name in FORMATS if name not in FLOATS]
+ROTATED = [name for name, row in FORMATS.items() if row.rotated]
+BLOCKS = [name for name in FORMATS if name not in FLOATS + ROTATED]
 
 
 def _tensor(name: str, seed: int = 0) -> QuantTensor:
@@ -77,6 +78,6 @@ def test_a_zero_point_beyond_four_bits_becomes_an_offset() -> None:
     assert np.array_equal(grouped.values(), changed.dequantize())
 
 
-@pytest.mark.parametrize("name", FLOATS)
-def test_floats_are_no_integers(name: str) -> None:
+@pytest.mark.parametrize("name", FLOATS + ROTATED)
+def test_floats_and_rotated_codes_are_no_integers(name: str) -> None:
     assert group_integers(_tensor(name)) is None

@@ -11,14 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.formats import FORMATS, QuantTensor
-from cpuspec.formats.format import F32, U8, per_group, scales_of
-from cpuspec.formats.packing import GROUP
+from cpuspec.formats.format import F32, U8, hadamard, per_group, scales_of
+from cpuspec.formats.packing import GROUP, PANEL
 from cpuspec.kernels.products import (
+    CODE_SUM,
     LOW_BYTES,
     MINUS_8_SUMS,
     MINUS_16_SUMS,
     MINUS_32_HIGH,
     MINUS_32_LOW,
+    MINUS_40_SUMS,
     MINUS_128_SUMS,
     ORDERS,
     SCALE,
@@ -104,11 +106,16 @@ def gelu_times(x: F32, other: F32) -> F32:
 
 
 def quantized(x: F32, order: str) -> Inputs:
-    """Rows [T, K] in the codes of an order of `products`, "int8" or "int16"."""
+    """Rows [T, K] in the codes of an order of `products`, "int8", "int16" or "rotated"."""
     groups, half = x.reshape(len(x), -1, GROUP), np.float32(0.5)
+    if order == "rotated":
+        groups = hadamard(x, PANEL).reshape(groups.shape)
     if order == "int8":
         smallest, largest = groups.min(2), groups.max(2)
         shift, scale = smallest * half + largest * half, (largest * half - smallest * half) / np.float32(127)
+    elif order == "rotated":
+        scale = np.repeat(np.abs(groups).reshape(len(x), -1, PANEL).max(2) / np.float32(127), PANEL // GROUP, axis=1)
+        shift = np.zeros_like(scale)
     else:
         scale = np.abs(groups).max(2) / np.float32(127 * 256)
         shift = np.zeros_like(scale)
@@ -127,6 +134,12 @@ def records(inputs: Inputs, order: str, in_words: bool) -> U8:
         out[:, :, offset : offset + data.shape[2]] = data
 
     low_bytes = codes.astype(np.int8)
+    if order == "rotated":
+        put(0, codes, "i1")
+        put(SCALE, inputs.scale, "<f4")
+        put(MINUS_40_SUMS, -40 * codes.sum(2), "<i4")
+        put(CODE_SUM, codes.sum(2), "<i4")
+        return out
     if order == "int8":
         put(0, codes, "i1")
     elif in_words:
@@ -220,6 +233,25 @@ def codes_times(tensor: Weights, inputs: Inputs) -> F32:
     total = np.zeros((len(inputs.codes), len(tensor.codes)), np.float32)
     for group in range(inputs.codes.shape[1]):
         total = add_group(total, of_group(tensor, group), of_group(inputs, group))
+    return total
+
+
+def add_rotated_group(total: F32, group: Weights, inputs: Inputs) -> F32:
+    """total [T, N] + the products of one group of rotated weights, without the scales of the rows."""
+    return fma((inputs.codes @ group.codes.T).astype(np.float32), group.scales[:, 0], total)
+
+
+def rotated_times(tensor: QuantTensor, inputs: Inputs) -> F32:
+    """Products [T, N] of rotated weights and rows: groups with the scales of weights, then panels with those of rows."""
+    own, moves = weights(tensor), -tensor.format.split(tensor.data)["z"].astype(np.int64)
+    own = own._replace(codes=own.codes + moves[:, :, None])
+    total = np.zeros((len(inputs.codes), len(own.codes)), np.float32)
+    of_panel = np.zeros_like(total)
+    for group in range(own.codes.shape[1]):
+        of_panel = add_rotated_group(of_panel, of_group(own, group), of_group(inputs, group))
+        if (group + 1) % (PANEL // GROUP) == 0:
+            total = fma(of_panel, inputs.scale[:, group, None], total)
+            of_panel[:] = 0
     return total
 
 

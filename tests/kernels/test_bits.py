@@ -38,7 +38,7 @@ def _codes(name: str) -> QuantTensor:
         parts[part] = (0.01 * rng.standard_normal(parts[part].shape)).astype("<f2")
     if "e" in parts:
         parts["e"] = rng.integers(110, 140, parts["e"].shape, np.uint8)
-    if name == "nl4_xs":  # scales of every size that a group's steps can be taken from
+    if name in ("nl4_xs", "nl4_r"):  # scales of every size that a group's steps can be taken from
         parts["head"] = parts["head"] & ~np.uint32(0xFF) | rng.integers(7, 100, parts["head"].shape, np.uint32)
     return QuantTensor(format, (OUT_FEATURES, in_features), format.join(parts))
 
@@ -59,12 +59,20 @@ def _products(tensor: QuantTensor, order: str, x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(out[:, : tensor.shape[0]])
 
 
-@pytest.mark.parametrize("order", ["int8", "int16"])
-@pytest.mark.parametrize("name", READERS)
+def _wanted(tensor: QuantTensor, inputs: reference.Inputs) -> np.ndarray:
+    if tensor.format.rotated:
+        return reference.rotated_times(tensor, inputs)
+    return reference.codes_times(reference.weights(tensor), inputs)
+
+
+CODES = [(name, order) for name in READERS for order in (("rotated",) if FORMATS[name].rotated else ("int8", "int16"))]
+
+
+@pytest.mark.parametrize(("name", "order"), CODES)
 def test_products_of_codes_are_those_of_the_reference_for_any_number_of_rows(name: str, order: str) -> None:
     tensor = _codes(name)
     x = _rows(max(ROWS), tensor.shape[1])
-    wanted = _bits(reference.codes_times(reference.weights(tensor), reference.quantized(x, order)))
+    wanted = _bits(_wanted(tensor, reference.quantized(x, order)))
     for rows in ROWS:
         assert np.array_equal(_bits(_products(tensor, order, x[:rows])), wanted[:rows]), f"{rows} rows"
 
@@ -131,7 +139,7 @@ def test_norms_and_gates_are_those_of_the_reference(kind: int, features: int) ->
     eps = np.float32(1e-5)
     padded = [np.pad(part, (0, -features % 32)) for part in (row, other, weight)]
     got = np.empty(features, np.float32)
-    prepare_row(kind, *(part.ctypes.data for part in padded), 0, eps, features, 0, features, 0, 0, got.ctypes.data, 0, 0, 0, 1)
+    prepare_row(kind, *(part.ctypes.data for part in padded), 0, eps, features, 0, features, 0, 0, got.ctypes.data, 0, 0, 0, 0, 1)
     if kind == NORM:
         wanted = reference.normed(row, weight, eps)
     else:
@@ -139,9 +147,9 @@ def test_norms_and_gates_are_those_of_the_reference(kind: int, features: int) ->
     assert np.array_equal(_bits(got), _bits(wanted))
 
 
-@pytest.mark.parametrize("order", ["int8", "int16"])
-def test_records_of_inputs_are_those_of_the_reference(order: str) -> None:
-    x = _rows(BLOCK_ROWS + 4, PANEL + 96)
+@pytest.mark.parametrize(("order", "features"), [("int8", PANEL + 96), ("int16", PANEL + 96), ("rotated", 3 * PANEL)])
+def test_records_of_inputs_are_those_of_the_reference(order: str, features: int) -> None:
+    x = _rows(BLOCK_ROWS + 4, features)
     wanted = reference.records(reference.quantized(x, order), order, in_words=isa.dot_isa() == "avx2")
     blocks = [block.swapaxes(0, 1).ravel() for block in (wanted[:BLOCK_ROWS], wanted[BLOCK_ROWS:])]  # [group][row]
     assert np.array_equal(activations(x, order)[: wanted.size], np.concatenate(blocks))

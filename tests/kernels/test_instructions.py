@@ -4,13 +4,16 @@ too. `test_bits.py` compares what this processor runs with the same reference.
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from llvmlite import ir
 
+from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, TILE
+from cpuspec.kernels import isa
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
 from cpuspec.kernels.ops import I64, VOID, Value
 from cpuspec.kernels.readers import READERS
@@ -20,8 +23,8 @@ from tests.kernels import reference
 def _products(name: str, order: str, vnni: bool) -> Products:
     function = ir.Function(ir.Module(), ir.FunctionType(VOID, [I64] * 3), name="read")
     builder = ir.IRBuilder(function.append_basic_block())
-    group = READERS[name](*(Value(builder, argument) for argument in function.args))
-    return replace(Products.of(order, group), vnni=vnni)
+    with patch.object(isa, "dot_isa", lambda: "avx_vnni" if vnni else "avx2"):
+        return Products.of(order, READERS[name](*(Value(builder, argument) for argument in function.args)))
 
 
 @dataclass
@@ -132,7 +135,8 @@ def _memory(products: Products, rows: int) -> tuple[list[bytearray], np.ndarray]
     codes = rng.integers(0, 1 << products.bits, (TILE, GROUP))
     codes[0] = (1 << products.bits) - 1  # sums that are as large as they can be
     scales, minima = (rng.standard_normal((TILE, count)).astype("f4") for count in (products.num_scales, products.num_minima))
-    weights = reference.Weights(codes - products.zero, scales, minima)
+    moves = rng.integers(-39, -24, TILE) if products.moved else np.full(TILE, -products.zero)
+    weights = reference.Weights(codes + moves[:, None], scales, minima)
     wide = products.order == "int16"
     largest = 32512 if wide else 127
     numbers = rng.integers(-largest, largest + 1, (rows, GROUP))
@@ -150,9 +154,11 @@ def _memory(products: Products, rows: int) -> tuple[list[bytearray], np.ndarray]
         laid = vectors
     factors = [*scales.T, *(minima.T * np.float32(-1 / 32) if products.num_minima == 2 else minima.T)]
     factors += [reference.sum_of_weights(weights)] if products.shifted else []
+    factors += [(moves & 0xFFFF).astype("<u4").view("f4")] if products.moved else []
     records = reference.records(reference.Inputs(*(part[:, None] for part in inputs)), products.order, products.in_words)
     memory = [laid.tobytes(), np.array(factors).tobytes(), records.tobytes(), totals.tobytes(), bytes(SCRATCH_BYTES)]
-    return [bytearray(part) for part in memory], reference.add_group(totals, weights, inputs)
+    add_group = reference.add_rotated_group if products.order == "rotated" else reference.add_group
+    return [bytearray(part) for part in memory], add_group(totals, weights, inputs)
 
 
 def _totals(instructions: Iterable[str], memory: list[bytearray]) -> bytes:
@@ -163,11 +169,11 @@ def _totals(instructions: Iterable[str], memory: list[bytearray]) -> bytes:
     return bytes(processor.memory[3])
 
 
+CODES = [(name, order) for name in READERS for order in (("rotated",) if FORMATS[name].rotated else ("int8", "int16"))]
 both_processors = pytest.mark.parametrize("vnni", [False, True], ids=["avx2", "avx_vnni"])
 
 
-@pytest.mark.parametrize("order", ["int8", "int16"])
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(("name", "order"), CODES)
 @both_processors
 def test_the_instructions_for_every_processor_give_the_bits_of_the_reference(vnni: bool, name: str, order: str) -> None:
     products = _products(name, order, vnni)

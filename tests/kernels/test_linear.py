@@ -9,7 +9,8 @@ from numba.extending import intrinsic
 
 from benchmarks.linear_alone import activations, multiply
 from cpuspec.formats import FORMATS, QuantTensor
-from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack
+from cpuspec.formats.format import hadamard
+from cpuspec.formats.packing import PANEL, TILE, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels.isa import dot_isa, features, has_bf16_tiles, lookup_isa
 from cpuspec.kernels.linear import ORDERS, activation_order
 from cpuspec.kernels.ops import Ops, lookup_bytes
@@ -49,8 +50,9 @@ def _decoded(x: np.ndarray, order: str) -> np.ndarray:
             codes = codes.reshape(-1, 8, 4)[:, :, [0, 2, 1, 3]].reshape(-1, 32)
         elif order == "int16":
             codes = codes * 256 + records[:, 64:96].view(np.int8)
+        shift = np.zeros_like(shift) if order == "rotated" else shift
         out.append((codes * scale[:, None] + shift[:, None]).ravel())
-    return np.array(out)
+    return hadamard(np.array(out), PANEL if order == "rotated" else 0)
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from cpuspec.formats import QuantTensor, get_format
 from cpuspec.quantize.compressed_output import SCHEMES, formats_of
 from cpuspec.quantize.job import Job, quantize
 from cpuspec.quantize.rounding import encode
-from cpuspec.quantize.scaling import awq, smoothquant
+from cpuspec.quantize.scaling import awq, balanced, smoothquant
 from cpuspec.quantize.weights import Weights
 from cpuspec.settings import EngineConfig
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
@@ -40,19 +40,40 @@ def with_values(weights: Weights) -> Checkpoint:
     return replace(weights.checkpoint, tensors=tensors)
 
 
-@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+@pytest.mark.parametrize("method", ["awq", "smoothquant", "balanced"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_moved_factors_leave_the_model_as_it_is(tmp_path: Path, architecture: str, method: str) -> None:
     source = open_checkpoint(make_tiny_hf(tmp_path / "hf", architecture))
     weights, chunks = Weights(source), chunks_for(source)
     shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-    formats = {name: get_format("q4_0") for name, shape in shapes.items() if len(shape) == 2}
-    moved = awq(weights, chunks, formats) if method == "awq" else smoothquant(weights, chunks, 0.5)
-    assert moved.inputs
+    formats = {name: get_format("nl4_r" if method == "balanced" else "q4_0") for name, shape in shapes.items() if len(shape) == 2}
+    means = {name: np.random.default_rng(2).lognormal(0, 2, shapes[name][1]).astype(np.float32) for name in formats}
+    moved = {
+        "awq": lambda: awq(weights, chunks, formats),
+        "smoothquant": lambda: smoothquant(weights, chunks, 0.5),
+        "balanced": lambda: balanced(weights, formats, means),
+    }[method]()
+    assert {name.rsplit(".", 1)[1] for name in moved.inputs} >= {"q", "k", "v", "gate", "up"}
     found = compare_backends(
         make_backend("numpy", source, ENGINE), make_backend("numpy", with_values(moved), ENGINE), chunks[0].tolist()
     )
     assert found.max_abs_logit_difference < 2e-3
+
+
+@pytest.mark.parametrize("name", ["layers.0.q", "layers.1.gate"])
+def test_balanced_columns_of_rotated_formats_lose_less_of_the_outputs(tmp_path: Path, name: str) -> None:
+    source = open_checkpoint(make_tiny_gguf(tmp_path / "source.gguf", weight_format="f16", hidden_size=256, intermediate_size=512))
+    weights, format = Weights(source), get_format("nl4_r")
+    means = {one: np.random.default_rng(2).lognormal(0, 2, source.tensors[one].shape[1]) for one in weights.matrices}
+    moved = balanced(weights, dict.fromkeys(weights.matrices, format), means)
+
+    def error(values: np.ndarray, factors: np.ndarray | float) -> float:
+        return float((np.square((format.decode(encode(format, values)) - values) / factors) * means[name]).sum())
+
+    assert error(moved.matrix(name), moved.inputs[name]) < 0.6 * error(weights.matrix(name), 1)
+    assert error(moved.matrix(name), moved.inputs[name]) < 0.6 * error(
+        weights.matrix(name) * means[name] ** 0.5, means[name] ** 0.5
+    )
 
 
 def test_awq_loses_less_than_rounding(tmp_path: Path) -> None:
@@ -195,6 +216,7 @@ def test_a_directory_is_of_the_language_model_that_was_read(tmp_path: Path) -> N
         (Job("w8a8", ("awq",)), "out", "calibration"),
         (Job("nl4_g32"), "out", ".gguf"),
         (Job("nl4_xs"), "out", ".gguf"),
+        (Job("nl4_r"), "out", ".gguf"),
         (Job("w4a16"), "hf", "itself"),
     ],
 )
