@@ -7,7 +7,7 @@ import training
 
 def line(step: int, tokens: int, seconds: float, accepted: list[float]) -> dict:
     told = {"step": step, "epoch": step / 10, "tokens": tokens, "seconds": seconds, "rate": 0.1, "loss": None}
-    return told | {"accepted": accepted, "said": [], "mean_length": 1 + sum(accepted)}
+    return told | {"accepted": accepted, "said": [], "mean_length": 1 + sum(accepted), "sharpness": 1.0}
 
 
 def test_what_the_log_says_is_noted(tmp_path, measured):
