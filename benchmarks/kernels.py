@@ -1,14 +1,18 @@
 """Where a linear layer's time goes: every format's kernel on matrices streamed from memory, over 1 to 64 rows, 1 and 2 threads.
 
     python benchmarks/kernels.py --formats q4_0,q4_k --rounds 3
+    python benchmarks/kernels.py --formats q4_k --threads 1 --rows 1,2,4,8 --readers 1
 
 Beside the speed of a bare read of memory, and of multiply-adds that read nothing: bytes in vector lanes and, where there are
 any, in tile registers, and f32 in vector lanes. A kernel cannot be faster than either. Needs no model.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -28,6 +32,16 @@ from cpuspec.kernels import isa
 from cpuspec.kernels.linear import activation_order
 from cpuspec.kernels.ops import F32X16, I32X16, LANES, Ops, Value, dot_bytes, fma
 from cpuspec.metrics import read_bandwidth
+
+# Another process, which reads memory until it is ended.
+_READER = """
+import numpy as np
+values = np.array_split(np.ones(1 << 27, np.float32), 64)
+print("reading", flush=True)
+while True:
+    for part in values:
+        part.max()
+"""
 
 OUT_FEATURES = 16384  # outputs of one matrix stay in the caches, as a layer's do
 
@@ -50,9 +64,35 @@ def main(
     precise: Annotated[bool, typer.Option("--precise", help="16-bit activations where a format reads integers.")] = False,
     in_features: Annotated[int, typer.Option(help="Inputs of a matrix, a multiple of 256.", min=256)] = 2048,
     megabytes: Annotated[int, typer.Option(help="Weights to stream; more than the caches hold by far.", min=1)] = 512,
+    readers: Annotated[
+        int, typer.Option(help="Other processes that read memory meanwhile, so that each core has less of it.", min=0)
+    ] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")] = None,
 ) -> None:
     """Print a table for each format."""
+    with _reading(readers):
+        _measure(formats, rows, threads, rounds, precise, in_features, megabytes, readers, json_file)
+
+
+@contextmanager
+def _reading(readers: int) -> Iterator[None]:
+    """So many processes that read memory."""
+    processes = [subprocess.Popen([sys.executable, "-c", _READER], stdout=subprocess.PIPE) for _ in range(readers)]
+    try:
+        for process in processes:
+            assert process.stdout
+            process.stdout.readline()
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _measure(
+    formats: str, rows: str, threads: str, rounds: int, precise: bool, in_features: int, megabytes: int, readers: int,
+    json_file: Path | None,
+) -> None:  # fmt: skip
     names, counts, teams = _names(formats), _numbers(rows), _numbers(threads)
     if in_features % PANEL:
         raise typer.BadParameter(f"--in-features {in_features}: wanted a multiple of {PANEL}")
@@ -85,7 +125,7 @@ def main(
         print(f"\nG multiply-adds/s of {kind} at most: {', '.join(rates)}")
     head = record("kernels", f"{OUT_FEATURES} x {in_features}", passed)
     peaks_by_name = {kind: {str(team): value for team, value in by_team.items()} for kind, by_team in peaks.items()}
-    save(head | {"peak_multiply_adds_per_s": peaks_by_name, "kernels": kernels}, json_file)
+    save(head | {"peak_multiply_adds_per_s": peaks_by_name, "readers": readers, "kernels": kernels}, json_file)
 
 
 def make_matrices(format_name: str, in_features: int, num_bytes: int) -> list[PackedTensor]:

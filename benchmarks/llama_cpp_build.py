@@ -4,6 +4,7 @@ Libraries are chosen through LD_LIBRARY_PATH, and llama.cpp itself tells what it
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from peers_errors import PeerError
 
 _SYSTEM_INFO = Path(__file__).resolve().parent / "peer_workers" / "llama_cpp_system_info.py"
 _TIMEOUT_S = 60
+_CACHE = "CMakeCache.txt"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,20 @@ class Build:
     def about(self) -> str:
         """Which libraries these are and what they use, in words."""
         where = f"{self.variant.parent.name}/{self.variant.name}" if self.variant else "its own"
-        return f"libraries: {where}; system info: {self.system_info or 'unknown, as there is no libllama.so'}"
+        flags = self.flags or "unknown, as there is no CMakeCache.txt beside or above the programs"
+        info = self.system_info or "unknown, as there is no libllama.so"
+        return f"libraries: {where}; system info: {info}; build flags: {flags}"
+
+    @property
+    def flags(self) -> str:
+        """What CMake was told for this build, from the file that it leaves in the directory of a build; "" where there is none."""
+        caches = [path for path in (self.programs / _CACHE, self.programs.parent / _CACHE) if path.is_file()]
+        found = (
+            re.findall(r"^(GGML_\w+:BOOL=ON|CMAKE_(?:BUILD_TYPE|C(?:XX)?_FLAGS):\w+=.+)$", caches[0].read_text("utf-8"), re.M)
+            if caches
+            else []
+        )
+        return " ".join(re.sub(r":\w+=", "=", one, count=1) for one in found)
 
     def find(self, pattern: str) -> Path | None:
         """The first file whose name matches, in the variant or else beside the programs; None if there is none."""

@@ -41,7 +41,7 @@ from cpuspec.config import ModelConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import CpuspecError
 
-LLAMA_CPP = "llama.cpp"
+LLAMA_CPP, IK_LLAMA_CPP = "llama.cpp", "ik_llama.cpp"
 
 EngineKey = tuple[str, str]  # an instruction set and an engine's name
 
@@ -65,8 +65,11 @@ PYTHON_PEERS = {
     "torch": PythonPeer("torch", exported=False),
     "torch-onednn": PythonPeer("torch", exported=False, arguments=("onednn",)),
 }
+# llama.cpp as it ships; with threads that sleep while they wait, and with one thread less, which is what helps it beside a busy
+# process; its fork. By name: arguments of llama-bench, and how many threads less it has.
+LLAMA_PEERS = {LLAMA_CPP: ((), 0), "llama.cpp-poll-0": (("--poll", "0"), 0), "llama.cpp-spare-core": ((), 1), IK_LLAMA_CPP: ((), 0)}
 ENVIRONMENTS = tuple(dict.fromkeys(peer.environment for peer in PYTHON_PEERS.values()))
-PEERS = (LLAMA_CPP, *PYTHON_PEERS)
+PEERS = (*LLAMA_PEERS, *PYTHON_PEERS)
 FIGURES = {"decode": QUIET, "prefill": Figure("prefill"), "forwards": Figure("forwards"), "busy": BUSY}
 
 _ROOT = Path(__file__).resolve().parent
@@ -77,9 +80,12 @@ def main(
     model: Annotated[str | None, typer.Argument(help="Recipe name or GGUF file.")] = None,
     shape: Annotated[str | None, typer.Option(help="Known shape with random weights instead, such as qwen2.5-0.5b.")] = None,
     weight_format: Annotated[str, typer.Option("--format", help="Weights of a --shape, for cpuspec and llama.cpp.")] = "q4_0",
-    peers: Annotated[str, typer.Option(help="Engines to measure beside cpuspec.")] = ",".join(PEERS),
+    peers: Annotated[str, typer.Option(help=f"Engines to measure beside cpuspec, of {', '.join(PEERS)}.")] = ",".join(
+        (LLAMA_CPP, *PYTHON_PEERS)
+    ),
     python: Annotated[list[str] | None, typer.Option(help="Interpreter of a peer's environment: openvino=PATH; repeat.")] = None,
     llama_cpp: Annotated[Path | None, typer.Option(help="Directory of llama.cpp's programs: llama-bench, forward-cost.")] = None,
+    ik_llama_cpp: Annotated[Path | None, typer.Option(help="The same, of ik_llama.cpp.")] = None,
     isa: Annotated[
         str, typer.Option(help=f"Instruction sets, of {', '.join((NATIVE, *FEATURES))}; native is all that the processor has.")
     ] = NATIVE,
@@ -109,7 +115,9 @@ def main(
     except (PeerError, CpuspecError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from error
-    launcher = _Launcher(checkpoint, store, threads, asked, counts, timeout, llama_cpp, llama_cpp_variants, interpreters)
+    launcher = _Launcher(
+        checkpoint, store, threads, asked, counts, timeout, llama_cpp, llama_cpp_variants, interpreters, ik_llama_cpp
+    )
     engines: dict[EngineKey, Peer] = {}
     failed: dict[EngineKey, str] = {}
     try:
@@ -153,13 +161,13 @@ def _part(
     # An engine that failed on the way is no longer there, and neither are its samples.
     here = {name: engine for (one, name), engine in engines.items() if one == isa}
     own = here[OWN].instructions
-    builds = {LLAMA_CPP: build_text(here[LLAMA_CPP].instructions, own)} if LLAMA_CPP in here else {}
+    builds = {name: build_text(here[name].instructions, own) for name in (LLAMA_CPP, IK_LLAMA_CPP) if name in here}
     return {
         "instructions": {OWN: own, **builds},
         "engines": {name: engine.about for name, engine in here.items()},
         "failed": {name: reason for (one, name), reason in failed.items() if one == isa},
         **summarize(
-            {name: samples[isa, name] for name in here}, dict.fromkeys((OWN, LLAMA_CPP), num_bytes), rounds.read_bytes_per_s
+            {name: samples[isa, name] for name in here}, dict.fromkeys((OWN, *LLAMA_PEERS), num_bytes), rounds.read_bytes_per_s
         ),
     }
 
@@ -239,14 +247,19 @@ class _Launcher:
     llama_cpp: Path | None
     llama_cpp_variants: Path | None
     interpreters: Mapping[str, Path]
+    ik_llama_cpp: Path | None = None
 
     def engine(self, isa: str, name: str, prepare_only: bool) -> Peer | None:
         """The engine in an instruction set, ready to be measured; None after preparing it only. Raises PeerError."""
-        if name == LLAMA_CPP:
-            if self.llama_cpp is None:
-                raise PeerError("where its programs are is not known; give --llama-cpp DIRECTORY")
-            build = find_build(self.llama_cpp, self.llama_cpp_variants, isa)
-            return LlamaCpp(build, self.checkpoint.path, self.threads, self.rows, self.timeout)
+        if name in LLAMA_PEERS:
+            is_fork, (arguments, spared) = name == IK_LLAMA_CPP, LLAMA_PEERS[name]
+            programs = self.ik_llama_cpp if is_fork else self.llama_cpp
+            if programs is None:
+                raise PeerError(f"where its programs are is not known; give --{'ik-' * is_fork}llama-cpp DIRECTORY")
+            if spared >= self.threads:
+                raise PeerError(f"of {self.threads} thread none can be spared")
+            build = find_build(programs, None if is_fork else self.llama_cpp_variants, isa)
+            return LlamaCpp(build, self.checkpoint.path, self.threads - spared, self.rows, self.timeout, arguments)
         if name != OWN and isa != NATIVE:
             raise PeerError(f"it chooses its instructions itself; --isa {NATIVE} measures it")
         peer = PythonPeer(OWN) if name == OWN else PYTHON_PEERS[name]

@@ -48,6 +48,7 @@ class LlamaCpp:
     threads: int
     rows: Sequence[int]
     timeout: float
+    arguments: tuple[str, ...] = ()  # more ones of llama-bench
     about: str = field(init=False)
     instructions: str | None = field(init=False)
 
@@ -65,7 +66,8 @@ class LlamaCpp:
             output = self._run("forward-cost", str(self.model), str(self.threads), "1", str(ROWS_DEPTH), "0")
             return parse_forward_cost(output, self.rows)
         prompt, new = (PREFILL, 0) if figure.kind == "prefill" else (0, DECODE)
-        tests = ("-p", str(prompt), "-n", str(new), "-d", str(figure.depth), "-r", "1")
+        depth = ("-d", str(figure.depth)) if figure.depth else ()  # forks may have no such option
+        tests = ("-p", str(prompt), "-n", str(new), *depth, "-r", "1", *self.arguments)
         seconds, about = parse_llama_bench(
             self._run("llama-bench", "-m", str(self.model), "-t", str(self.threads), *tests, "-o", "json")
         )
@@ -77,7 +79,7 @@ class LlamaCpp:
 
     def _about_build(self) -> str:
         without = "" if self.build.find("forward-cost") else "; no forward-cost there, so no forwards over several rows"
-        return f"{self.build.about}{without}"
+        return f"{self.build.about}{without}; {self.threads} threads{''.join(f' {one}' for one in self.arguments)}"
 
     def _run(self, program: str, *arguments: str) -> str:
         command = [str(self.build.find(program)), *arguments]

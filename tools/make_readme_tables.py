@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ def _tables(results: Mapping[str, Result]) -> str:
                 compared.setdefault(_who(part["instructions"]), []).append(result | part)
     tables = {title: _table(group, _beside_peers(group)) for title, group in compared.items()}
     tables |= {title: _table(group, _by_itself(group)) for title, group in alone.items()}
+    tables |= {f"serving, with {title}": _serving_table(group) for title, group in _serving(results.values()).items()}
     tables["any instruction set: the bits are the same"] = _table(list(results.values()), _BITS)
     return "".join(f"**{title}**\n\n{table}\n" for title, table in tables.items() if table)
 
@@ -98,6 +99,40 @@ def _table(results: Sequence[Result], labels: Sequence[tuple[str, str, Cell]]) -
     models = sorted((m for m in models if any(cells[m] for _, cells in rows)), key=lambda m: (-sum(bool(c[m]) for _, c in rows), m))
     lines = [["", *(Path(model).stem for model in models)], ["---"] * (len(models) + 1)]
     lines += [[label, *(cells[model] or "" for model in models)] for label, cells in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+# Columns of the table of servers under load: the heading, the name of a figure behind "8 clients, ", and a factor.
+_LOAD: Sequence[tuple[str, str, float]] = (
+    ("tokens/s", "output tokens/s", 1),
+    ("first token, s: p50", "p50 ttft, ms", 1e-3),
+    ("p95", "p95 ttft, ms", 1e-3),
+    ("each next, ms: p50", "p50 tpot, ms", 1),
+    ("p95", "p95 tpot, ms", 1),
+)
+
+
+def _serving(results: Iterable[Result]) -> dict[str, list[Result]]:
+    """Results of servers under load, by the instruction sets of all engines."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        if result["benchmark"] == "serving":
+            sets = dict.fromkeys([result["machine"]["isa"], *result.get("instructions", {}).values()])
+            groups.setdefault(" and ".join(sets), []).append(result)
+    return groups
+
+
+def _serving_table(results: Sequence[Result]) -> str:
+    """A row for each engine under each load of a model, medians only; drafts without their settings."""
+    lines = [["model", "prompts", "clients", "engine and drafts", *(heading for heading, *_ in _LOAD)], ["---"] * (4 + len(_LOAD))]
+    for result in sorted(results, key=lambda result: result["model"]):
+        figures = result["figures"]
+        prompts = ", ".join(re.split(r"[.:]", one)[0] for one in result["prompts"])
+        for clients in sorted({int(name.split()[0]) for name in figures}):
+            columns = [(figures.get(f"{clients} clients, {name}", {}), times) for _, name, times in _LOAD]
+            for engine in columns[0][0]:
+                medians = [_number(column[engine]["median"] * times) if engine in column else "" for column, times in columns]
+                lines.append([Path(result["model"]).stem, prompts, str(clients), engine.partition(" --")[0], *medians])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -141,6 +176,9 @@ def _beside_peers(results: Sequence[Result]) -> list[tuple[str, str, Cell]]:
         *(("peers", f"decoding at a depth of {n} tokens, over llama.cpp", _over(f"decode @ d{n}", "llama.cpp")) for n in depths),
         ("peers", "decoding beside one busy process, of the speed without", _share("busy_share", OWN)),
         ("peers", "the same, llama.cpp", _share("busy_share", "llama.cpp")),
+        ("peers", "decoding beside one busy process, over llama.cpp", _over("decode, busy", "llama.cpp")),
+        ("peers", "the same, over llama.cpp with --poll 0", _over("decode, busy", "llama.cpp-poll-0")),
+        ("peers", "the same, over llama.cpp with one thread less", _over("decode, busy", "llama.cpp-spare-core")),
         ("peers", "prefill of 512 tokens, tokens/s", _own("prefill")),
         ("peers", "prefill over llama.cpp on the same file", _over("prefill", "llama.cpp")),
         ("peers", "prefill over the best of all peers", _over_best("prefill")),
@@ -154,7 +192,7 @@ def _beside_peers(results: Sequence[Result]) -> list[tuple[str, str, Cell]]:
 def _by_itself(results: Sequence[Result]) -> list[tuple[str, str, Cell]]:
     """(benchmark, label, cell) of each row that is about cpuspec's own time."""
     figures = [(r["benchmark"], figure) for r in results for figure in r.get("figures", ())]
-    others = dict.fromkeys((benchmark, figure) for benchmark, figure in figures if benchmark != "kernels")
+    others = dict.fromkeys((benchmark, figure) for benchmark, figure in figures if benchmark not in ("kernels", "serving"))
     steps = dict.fromkeys(arm for r in results if r["benchmark"] == "overhead" for arm in r["us_per_step"])
     return [
         *(("overhead", f"a step besides the compiled forward, drafts {arm}", _overhead(arm)) for arm in steps),

@@ -24,10 +24,15 @@ from cpuspec.kernels.simd import LANES
 from cpuspec.layers import Layer, keeping_layers
 from cpuspec.model.batch import I32
 from cpuspec.model.cache import SlotBytes
+from cpuspec.platform import SYSTEM
 
 SLACK = kv_rows.CHUNK  # tokens before a forward, to which a slot can be truncated after it: what draft models take back
 _STEPS = kv_rows.CHUNK // LANES
 _APART = 8  # windows between two snapshots of a long prompt
+
+# A head's cache has small pages up to here, since each huge one is zeroed whole. Behind it huge pages save a long context 3 to 6 %
+# of its time (benchmarks/LOG.md). What windows give back by chunks has small ones.
+_SMALL_PAGES_CHUNKS = 16
 
 Memory = tuple[U8, ...]  # of a slot: [heads, bytes] for each kind
 
@@ -96,6 +101,9 @@ class KVPlaces:
         """Let chunks first..last of each head be used. Raises MemoryError."""
         for kind, heads in zip(self.kinds, memory, strict=True):
             for head in heads:
+                if first <= _SMALL_PAGES_CHUNKS < last and not kind.window:
+                    later = head[_SMALL_PAGES_CHUNKS * kind.chunk_bytes :]
+                    SYSTEM.prefer_huge_pages(later.ctypes.data, later.nbytes)
                 commit(head[first * kind.chunk_bytes : last * kind.chunk_bytes])
 
     def copy_rows(self, memory: Memory, rows: I32, first: int) -> None:

@@ -116,6 +116,7 @@ SYSTEM = System(
     reserved_pages=zeroed_pages,
     commit_pages=lambda address, num_bytes: None,
     decommit_pages=lambda address, num_bytes: None,
+    prefer_huge_pages=lambda address, num_bytes: None,
     populated_file=populated_file,
     release_pages=release_pages,
     lock_pages=lock_pages,

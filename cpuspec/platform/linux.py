@@ -197,6 +197,14 @@ def zeroed_pages(num_bytes: int) -> mmap.mmap:
     return pages
 
 
+def prefer_huge_pages(address: int, num_bytes: int) -> None:
+    """Of the whole pages there."""
+    first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if advise is not None and first < end:
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
+
+
 def populated_file(descriptor: int, num_bytes: int) -> mmap.mmap:
     return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
 
@@ -320,6 +328,7 @@ SYSTEM = replace(
     enable_tile_registers=enable_tile_registers,
     zeroed_pages=zeroed_pages,
     reserved_pages=zeroed_pages,
+    prefer_huge_pages=prefer_huge_pages,
     populated_file=populated_file,
     decommit_pages=decommit_pages,
     release_pages=release_pages,

@@ -37,6 +37,8 @@ class System:
     # Give back some of these (address, bytes, both of whole pages), which nothing reads until they are committed again. Others:
     # nothing.
     decommit_pages: Callable[[int, int], None]
+    # Take huge pages for what is not yet written of a mapping (address, bytes), where the system has them. Others: nothing.
+    prefer_huge_pages: Callable[[int, int], None]
     # The first bytes of an open file (its descriptor), read-only, with all pages there at once. Others: as they are read.
     populated_file: Callable[[int, int], mmap]
     # Whether memory that was written can be made executable, as a compiler in this process needs. Others: True.

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import instruction_sets
@@ -177,6 +178,25 @@ def test_options_are_read():
     assert peers.read_rows("16,1,4,4") == [1, 4, 16]
     assert peers.read_figures("decode", "4096,64") == [Figure("decode"), Figure("decode", 4096), Figure("decode", 64)]
     assert peers.read_interpreters([f"torch={sys.executable}"]) == {"torch": Path(sys.executable)}
+
+
+def test_ways_of_llama_cpp_differ_in_arguments_threads_and_programs(tmp_path):
+    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf"))
+    for name in ("bin", "fork"):
+        (tmp_path / name).mkdir()
+        program, test = tmp_path / name / "llama-bench", {"build_number": 7, "type_k": "f16", "type_v": "f16", "flash_attn": 0}
+        text = json.dumps([{**test, "avg_ts": 50.0}])
+        program.write_text(f"#!/bin/sh\necho $0 $* >> {tmp_path}/calls\necho '{text}'\n", "utf-8")
+        program.chmod(0o755)
+    launcher = peers._Launcher(checkpoint, tmp_path, 2, [], [1], 10, tmp_path / "bin", None, {}, tmp_path / "fork")
+    for name in peers.LLAMA_PEERS:
+        assert launcher.engine(NATIVE, name, prepare_only=False).measure(Figure("decode", busy=True)) == {"decode, busy": 0.02}
+    calls = [call.split() for call in (tmp_path / "calls").read_text("utf-8").splitlines()]
+    assert [Path(call[0]).parent.name for call in calls] == ["bin", "bin", "bin", "fork"]
+    assert [call[call.index("-t") + 1] for call in calls] == ["2", "2", "1", "2"]
+    assert ["--poll" in call for call in calls] == [False, True, False, False]
+    with pytest.raises(PeerError, match="none can be spared"):
+        replace(launcher, threads=1).engine(NATIVE, "llama.cpp-spare-core", prepare_only=False)
 
 
 def test_a_worker_is_measured_through_the_chatter_of_its_libraries(tmp_path):
@@ -395,6 +415,20 @@ def test_programs_and_libraries_of_the_variant_are_preferred(tmp_path):
     assert build.find("llama-bench") == tmp_path / "llama-bench"
     assert build.find("forward-cost") == build.variant / "forward-cost"
     assert build.find("libllama.so*") is None
+
+
+def test_the_flags_of_a_build_are_those_in_cmakes_file(tmp_path):
+    lines = (
+        "GGML_AVX2:BOOL=ON",
+        "GGML_CUDA:BOOL=OFF",
+        "//of a compiler",
+        "CMAKE_BUILD_TYPE:STRING=Release",
+        "CMAKE_CXX_FLAGS:STRING=",
+    )
+    (tmp_path / "CMakeCache.txt").write_text("\n".join(lines), "utf-8")
+    (tmp_path / "bin").mkdir()
+    assert Build(tmp_path / "bin").about.endswith("build flags: GGML_AVX2=ON CMAKE_BUILD_TYPE=Release")
+    assert "build flags: unknown" in Build(tmp_path / "bin" / "bin").about
 
 
 def test_cpuspecs_worker_tells_the_instruction_set_that_it_was_held_back_to():

@@ -3,18 +3,23 @@
 import ctypes
 import io
 import json
+import re
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import cpuspec
+from cpuspec.backends.kv_memory import KVPlaces
 from cpuspec.cli import console
+from cpuspec.formats.kv import get_kv_format
+from cpuspec.formats.packing import reserved_bytes
 from cpuspec.platform import SYSTEM, System, generic, linux, windows
 
 ROOT = Path(cpuspec.__file__).parent
@@ -30,7 +35,7 @@ sys.platform = "unknown"
 for module, names in (
     (os, "killpg sched_getaffinity geteuid getuid fork sysconf preadv mkfifo O_DIRECT setsid waitid"),
     (signal, "pthread_kill setitimer SIGKILL SIGHUP SIGUSR1 SIGPIPE"),
-    (mmap, "MAP_PRIVATE MAP_ANONYMOUS MAP_SHARED MAP_POPULATE PROT_READ MADV_NOHUGEPAGE MADV_DONTNEED"),
+    (mmap, "MAP_PRIVATE MAP_ANONYMOUS MAP_SHARED MAP_POPULATE PROT_READ MADV_HUGEPAGE MADV_NOHUGEPAGE MADV_DONTNEED"),
 ):
     for name in names.split():
         delattr(module, name)
@@ -126,6 +131,30 @@ def test_reserved_pages_are_zero_once_they_are_committed() -> None:
         SYSTEM.commit_pages(pages[first:].ctypes.data, last - first)
         assert not pages[first:last].any()
         pages[first:last] = 0
+
+
+def has_huge_pages(first: int) -> bool:
+    """Whether /proc/self/smaps says that the memory at an address may be in huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= first < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return " hg" in line
+    return False
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages to ask for")
+def test_a_long_context_has_huge_pages_behind_its_first_chunks() -> None:
+    layer = SimpleNamespace(attention=SimpleNamespace(dims=128, value_dims=128, kv_heads=2, window=None))
+    places = KVPlaces([layer, layer], get_kv_format("f16"))  # type: ignore[list-item]
+    memory = places.memory(reserved_bytes((64 * places.chunk_bytes,)), 64)
+    addresses = [head.ctypes.data for part in memory for head in part]
+    chunk = memory[0].shape[1] // 64
+    for last, huge in ((16, False), (17, True)):
+        places.commit(memory, last - 1, last)
+        assert [has_huge_pages(at + chunk * 16) for at in addresses] == [huge] * 4
+        assert [has_huge_pages(at + chunk * 15) for at in addresses] == [False] * 4
 
 
 def processor(efficiency: int, *masks: tuple[int, int], relation: int = 0) -> bytes:

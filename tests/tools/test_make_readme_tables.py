@@ -130,6 +130,24 @@ def test_a_figure_that_only_an_older_result_has_is_kept():
     assert row(with_tables(README, results), "prefill over llama.cpp on the same file") == "1.50x (1.25 to 2.00)"
 
 
+def test_a_server_under_load_has_a_row_for_each_engine_and_number_of_clients():
+    def figures(clients, least):
+        names = ("output tokens/s", "p50 ttft, ms", "p95 ttft, ms", "p50 tpot, ms", "p95 tpot, ms", "p99 tpot, ms")
+        spreads = [{"median": least * 10.0**place, "min": 0.0, "max": 0.0} for place in range(len(names))]
+        return {f"{clients} clients, {name}": {"llama.cpp ngram --n 4": s} for name, s in zip(names, spreads, strict=True)}
+
+    both = figures(32, 2) | figures(8, 1)
+    sets = {"cpuspec none": "avx2", "llama.cpp ngram --n 4": "avx2 without amx"}
+    one = result("serving", figures=both, prompts=["mt_bench.jsonl:turns:4:chat", "edits:4"], instructions=sets)
+    text = with_tables(README, {"a": one})
+    table = text.split("**serving, with generic and avx2 and avx2 without amx**")[1].split("```")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| m ")]
+    assert rows == [
+        "| m | mt_bench, edits | 8 | llama.cpp ngram | 1 | 0.01 | 0.1 | 1000 | 10000 |",
+        "| m | mt_bench, edits | 32 | llama.cpp ngram | 2 | 0.02 | 0.2 | 2000 | 20000 |",
+    ]
+
+
 def test_a_benchmark_that_compares_engines_needs_no_row_of_its_own():
     figures = {"second start to first token, s": {"cpuspec": SPREAD, "llama.cpp": {"median": 5.0, "min": 4.0, "max": 6.0}}}
     one = result("start", "one.gguf", figures=figures, instructions={"cpuspec": "amx", "llama.cpp": "avx2 without amx"})
