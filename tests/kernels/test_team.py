@@ -102,6 +102,7 @@ def test_what_an_absent_thread_multiplies_is_multiplied_again_and_harms_nobody_w
     backend = make_backend("numba", checkpoint, EngineConfig(threads=2, max_rows=64))
     program, caller, kept, last = backend._program, [0], [], 0  # type: ignore[attr-defined]
     absent, back, in_time, wrote = threading.Event(), threading.Event(), [], []
+    order, is_late = threading.Lock(), [False]  # a worker may begin its piece when the caller has ended the forward without it
     products = [tensors for tensors in program._held if tensors.dtype == layout.TENSOR]
 
     def replaced(number: int, address: int):  # type: ignore[no-untyped-def]
@@ -110,11 +111,17 @@ def test_what_an_absent_thread_multiplies_is_multiplied_again_and_harms_nobody_w
         def multiply(*operands: int) -> None:
             here = threading.get_ident()
             if number == 0 and here != caller[0] and not absent.is_set():
-                absent.set()
-                wrote.append(operands[10] + 64 * operands[3] - backend._scratch[1].ctypes.data)  # type: ignore[attr-defined]
-                in_time.append(back.wait(60))
-            if number == last and here == caller[0] and absent.is_set():
-                back.set()
+                with order:
+                    if not is_late[0]:
+                        absent.set()
+                if absent.is_set():
+                    wrote.append(operands[10] + 64 * operands[3] - backend._scratch[1].ctypes.data)  # type: ignore[attr-defined]
+                    in_time.append(back.wait(60))
+            if number == last and here == caller[0]:
+                with order:
+                    is_late[0] = True
+                    if absent.is_set():
+                        back.set()
             kernel(*operands)
 
         kept.append(ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 12)(multiply))
@@ -129,6 +136,7 @@ def test_what_an_absent_thread_multiplies_is_multiplied_again_and_harms_nobody_w
     def run() -> None:
         caller[0] = threading.get_ident()
         while not absent.is_set():
+            is_late[0] = False
             logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits)
 
     _ends(run)

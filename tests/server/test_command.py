@@ -56,7 +56,7 @@ def test_limits_that_cannot_be_are_wrong_usage(options: tuple[str, ...], wanted:
 def test_without_a_name_the_default_model_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def open_with_drafts(model: str, *rest: Any) -> Any:
+    def open_with_drafts(model: str, *rest: Any, **named: Any) -> Any:
         asked.append(model)
         raise typer.BadParameter("it is not opened")
 
