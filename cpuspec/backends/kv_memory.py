@@ -31,7 +31,7 @@ _STEPS = kv_rows.CHUNK // LANES
 _APART = 8  # windows between two snapshots of a long prompt
 
 # A head's cache has small pages up to here, since each huge one is zeroed whole. Behind it huge pages save a long context 3 to 6 %
-# of its time (benchmarks/LOG.md). What windows give back by chunks has small ones.
+# of its time (benchmarks/LOG.md). Layers with windows keep small pages, since they give back one chunk at a time.
 _SMALL_PAGES_CHUNKS = 16
 
 Memory = tuple[U8, ...]  # of a slot: [heads, bytes] for each kind
@@ -141,8 +141,9 @@ class WindowRows:
     def __init__(self, places: KVPlaces, config: ModelConfig, capacity: int) -> None:
         """Of heads and of models with other states there are none: what these keep is truncated and saved in other ways."""
         self._places = places
-        self._rows = {n: kind.window + SLACK + kv_rows.CHUNK for n, kind in enumerate(places.kinds) if kind.window}
-        self._rows = {n: rows for n, rows in self._rows.items() if rows < capacity and not (config.head or config.is_recurrent)}
+        rows = {n: kind.window + SLACK + kv_rows.CHUNK for n, kind in enumerate(places.kinds) if kind.window}
+        has_none = config.head is not None or config.is_recurrent
+        self._rows = {} if has_none else {n: kept for n, kept in rows.items() if kept < capacity}
         self.kinds = list(self._rows)
         windows = [places.kinds[n].window for n in self.kinds]
         self.apart = _APART * max(windows, default=0)

@@ -20,7 +20,7 @@ from cpuspec.sequence import Sequence
 from cpuspec.settings import SamplingParams
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Cycle
-from cpuspec.speculation.proposer import Proposer
+from cpuspec.speculation.proposer import LevelContext, Proposer
 from cpuspec.speculation.round import Round, speculate
 from cpuspec.text import Grammars, Tokenizer
 
@@ -30,7 +30,7 @@ _WAIT_S = 0.01  # of a step that has nothing to compute; what others ask of the 
 # therefore gains some hundreds.
 _TO_BEGIN, _TO_STAY = 512, 64
 
-SHARED_TOKENS = 1024  # of a prefix by whose size in each model the models share the memory
+_SHARED_TOKENS = 1024  # of a prefix by whose size in each model the models share the memory
 _KEPT_PARTS = 32  # of the memory, in which what finished sequences may keep of it is counted
 
 
@@ -60,6 +60,12 @@ class Output:
     cycles: list[tuple[Cycle, ...]] = field(default_factory=list)
     num_read_tokens: int | None = None
     error: CpuspecError | None = None
+
+
+def shared_bytes(contexts: abc.Sequence[LevelContext], num_bytes: float) -> list[int]:
+    """The part of so many bytes that each context has, so that all keep the same number of tokens in them."""
+    sizes = [context.cache.bytes_of(_SHARED_TOKENS) for context in contexts]
+    return [int(num_bytes * size / max(sum(sizes), 1)) for size in sizes]
 
 
 @dataclass(frozen=True)
@@ -313,9 +319,8 @@ class Engine:
 
     def _keep_within(self, num_bytes: float) -> None:
         """Let the prefixes of finished sequences have so much memory, and no more than they were allowed."""
-        sizes = [context.cache.bytes_of(SHARED_TOKENS) for context in self._contexts]
-        for context, size in zip(self._contexts, sizes, strict=True):
-            context.limit_prefixes(int(num_bytes * size / max(sum(sizes), 1)))
+        for context, share in zip(self._contexts, shared_bytes(self._contexts, num_bytes), strict=True):
+            context.limit_prefixes(share)
 
     def _limit(self, request: Request) -> int:
         """How many tokens may be drafted: with the round's own token they must not exceed the tokens that the request may have."""

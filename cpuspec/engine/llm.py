@@ -23,7 +23,7 @@ from cpuspec.config import ModelConfig
 from cpuspec.engine.account import round_parts
 from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec, within_memory
 from cpuspec.engine.embedding import EmbeddingJob
-from cpuspec.engine.engine import SHARED_TOKENS, Engine, Output, RequestedAnswer
+from cpuspec.engine.engine import Engine, Output, RequestedAnswer, shared_bytes
 from cpuspec.engine.lora import LoadedAdapters, Lora, check_adapts
 from cpuspec.engine.ranking import RankingJob, ranking_weight
 from cpuspec.engine.scoring import ScoringJob
@@ -842,13 +842,12 @@ def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> Pref
     queue = None
     if settings.prefix_cache_dir is not None:
         queue = PrefixQueue(PrefixDirectory(Path(settings.prefix_cache_dir), int(settings.prefix_disk_gb * 1e9)))
-    sizes = [context.cache.bytes_of(SHARED_TOKENS) for context in contexts]
     weights = _weight_bytes(contexts) if settings.memory == "auto" else 0  # else experts stay on the disk
-    for context, size in zip(contexts, sizes, strict=True):
-        gb = settings.prefix_cache_gb
-        if gb is None:
-            gb = default_prefix_cache_bytes(weights) / 1e9 if context.backend.row_invariant else 0
-        context.keep_prefixes(int(gb * 1e9 * size / max(1, sum(sizes))), queue)
+    gb = settings.prefix_cache_gb
+    num_bytes = default_prefix_cache_bytes(weights) if gb is None else gb * 1e9
+    for context, share in zip(contexts, shared_bytes(contexts, num_bytes), strict=True):
+        is_kept = gb is not None or context.backend.row_invariant
+        context.keep_prefixes(share if is_kept else 0, queue)
     return queue
 
 
