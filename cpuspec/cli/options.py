@@ -290,6 +290,11 @@ def numbers(metavar: str, text: str, *spellings: str) -> tuple[Any, Callable[[st
     return option(metavar, text, *spellings), partial(read_numbers, name=spellings[0])
 
 
+def split_list(text: str | None) -> tuple[str, ...]:
+    """The parts of a comma-separated option that are not empty."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
 def read_numbers(text: str, name: str) -> tuple[int, ...]:
     """Whole numbers separated by commas; `none` is no number. Raises BadParameter for anything else, `name` being the option's."""
     if text.strip() == "none":

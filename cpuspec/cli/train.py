@@ -139,7 +139,7 @@ def answers(
     with options.usage_errors():
         plan = answering.AnswerPlan(
             prompts=tuple(prompts),
-            functions=tuple(one.strip() for one in (functions or "").split(",") if one.strip()),
+            functions=options.split_list(functions),
             num_self_made=num_self_made,
             temperatures=_read_temperatures(temperatures),
             max_answer_tokens=max_answer_tokens,
@@ -213,7 +213,7 @@ def auto(
     with options.usage_errors():
         target, spec = model_and_spec(options.checked_text(model, "MODEL"), None)
     checkpoint = open_model(target)
-    named = tuple(one.strip() for one in (functions or "").split(",") if one.strip())
+    named = options.split_list(functions)
     has_prompts = bool(prompts or named)
     makes_up = not has_prompts and make_tokenizer(checkpoint).has_chat_template
     with options.usage_errors():

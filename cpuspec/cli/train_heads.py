@@ -199,8 +199,7 @@ def distill(
     if not rank and (alpha or targets):
         raise typer.BadParameter("--lora-alpha and --lora-targets are of an adapter; give its rank with --lora, too")
     with options.usage_errors():
-        wanted = tuple(one.strip() for one in targets.split(",") if one.strip())
-        lora = LoraShape(rank, alpha, wanted) if rank else None
+        lora = LoraShape(rank, alpha, options.split_list(targets)) if rank else None
     chosen["rate"] = rate if rate is not None else 3e-4 if rank else 3e-5
     opened = open_target(model)
     of_target = opened if target is None else open_target(target)
