@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
+from cpuspec.kernels import machine_code
 from cpuspec.sequence import Sequence
 from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.draft import Draft
@@ -217,6 +219,20 @@ def test_costs_are_measured_once_and_nonsense_is_measured_anew(
         kept.write_text(json.dumps(first.as_dict() | {"seconds": [slower * s for s in first.as_dict()["seconds"]]}))
         find_costs(backend)
         assert len(calls) == num_measured
+
+
+def test_costs_of_other_instructions_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
+    backend: Any = SimpleNamespace(name="numba", config=None, weight_bytes=1, threads=1)
+    measured: list[str] = []
+    monkeypatch.setattr(
+        costs_module, "measure_costs", lambda backend: measured.append(machine_code.fingerprint()) or Costs([1], [1.0])
+    )
+    monkeypatch.setattr(costs_module, "_is_undercut", lambda costs, backend: False)
+    for instructions in ("avx512", "avx2", "avx512"):
+        monkeypatch.setattr(machine_code, "fingerprint", lambda name=instructions: name)
+        find_costs(backend)
+    assert measured == ["avx512", "avx2"]
 
 
 @pytest.mark.parametrize("confidence", [0.3, 0.7, 0.95])

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from cpuspec.backends import Backend
-from cpuspec.environment import cache_dir, sources_digest
+from cpuspec.environment import cache_dir
 from cpuspec.files import write_file
 from cpuspec.metrics import elapsed_s
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
@@ -252,7 +252,11 @@ def _batch(backend: Backend, depth: int, rows: int, one_token: bool = False) -> 
 
 
 def _path(backend: Backend) -> Path:
-    """A file named after everything that the seconds depend on, the sources of our own kernels included."""
-    kernels = sources_digest(Path(__file__).parents[2] / "kernels") if backend.name == "numba" else ""
+    """A file named after everything that the seconds depend on: of our own kernels their sources and instructions."""
+    kernels = ""
+    if backend.name == "numba":
+        from cpuspec.kernels.machine_code import fingerprint
+
+        kernels = fingerprint()
     facts = (_VERSION, backend.name, backend.config, backend.weight_bytes, backend.threads, SYSTEM.processor_name(), kernels)
     return cache_dir() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
