@@ -14,7 +14,7 @@ from cpuspec.cli import INTERRUPTED, options
 from cpuspec.cli.console import accepted, counted, emit_json, exit_codes, note
 from cpuspec.cli.opening import open_with_drafts, sampling_defaults
 from cpuspec.cli.options import Running, argument, flag, option
-from cpuspec.cli.progress import StepProgress, busy
+from cpuspec.cli.progress import busy, step_progress
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 
@@ -53,8 +53,8 @@ def batch(
         raise typer.BadParameter(f"{source} is no file; give one with a request in each line")
     if not over_ray and (address or workers):
         raise typer.BadParameter("--address and --workers go with --ray")
-    with StepProgress(tenths=True) as progress:
-        on_progress = partial(progress, "batch")
+    with step_progress() as show:
+        on_progress = partial(show, "batch")
         if over_ray:
             summary = run_on_cluster(source, out, model, draft, running, sampling, address, workers, on_progress)
         else:

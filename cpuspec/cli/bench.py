@@ -8,14 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from cpuspec.backends import Backend, device_of, make_backend
+from cpuspec.backends import Backend, device_of
 from cpuspec.cli import options
 from cpuspec.cli.console import counted, emit, emit_json, exit_codes, note, size
 from cpuspec.cli.machine import describe_run
-from cpuspec.cli.opening import open_target
+from cpuspec.cli.opening import load_backend, open_target
 from cpuspec.cli.options import option
-from cpuspec.cli.progress import busy
-from cpuspec.engine.lora import with_adapters
 from cpuspec.evaluate.speed import Plan, RowsSpeed, Speed, SpeedReport, measure_speed
 from cpuspec.settings import EngineConfig
 
@@ -31,11 +29,6 @@ def describe_bench(model: str, backend: Backend, settings: EngineConfig, plan: P
         "weight_bytes": backend.weight_bytes,
         "repetitions": plan.repetitions,
     }
-
-
-def show_json(setting: Setting, report: SpeedReport) -> None:
-    """One object: the setting, and `SpeedReport.as_dict`."""
-    emit_json(setting | report.as_dict())
 
 
 def show_csv(setting: Setting, report: SpeedReport) -> None:
@@ -66,25 +59,18 @@ def show_markdown(setting: Setting, report: SpeedReport) -> None:
     ]
     emit(f"{setting['model']}: {', '.join(facts)}\n")
     if rated := [*report.prefill, *report.decode]:
-        emit(
-            "\n"
-            + _on_disk(
-                ("test", "tokens/s", "median", "weights read", "GB/s", "of memory"), rated, [_rate_cells(speed) for speed in rated]
-            )
-        )
+        columns = ("test", "tokens/s", "median", "weights read", "GB/s", "of memory")
+        emit("\n" + _on_disk(columns, rated, [_rate_cells(speed) for speed in rated]))
     if report.rows:
-        heading = f"rows @ d{report.rows[0].speed.depth}"
-        emit(
-            "\n"
-            + _on_disk(
-                (heading, "ms", "median", "over 1 row", "weights read", "of memory"),
-                [one.speed for one in report.rows],
-                [_rows_cells(one) for one in report.rows],
-            )
-        )
+        columns = (f"rows @ d{report.rows[0].speed.depth}", "ms", "median", "over 1 row", "weights read", "of memory")
+        emit("\n" + _on_disk(columns, [one.speed for one in report.rows], [_rows_cells(one) for one in report.rows]))
 
 
-OUTPUTS: Mapping[str, Callable[[Setting, SpeedReport], None]] = {"md": show_markdown, "csv": show_csv, "json": show_json}
+OUTPUTS: Mapping[str, Callable[[Setting, SpeedReport], None]] = {
+    "md": show_markdown,
+    "csv": show_csv,
+    "json": lambda setting, report: emit_json(setting | report.as_dict()),
+}
 
 
 def _known_output(name: str | None) -> str | None:
@@ -124,16 +110,11 @@ def bench(
     if as_json and output not in (None, "json"):
         raise typer.BadParameter(f"got --json and --output {output}; wanted one of them")
     checkpoint = open_target(model, adapts=True)
-    backend, settings = running
-    plan.check(checkpoint.config, settings.max_rows)
-    with busy(f"loading {model}"):
-        loaded = with_adapters(make_backend(backend, checkpoint, settings), checkpoint, settings)
-    try:
+    plan.check(checkpoint.config, running.settings.max_rows)
+    with load_backend(model, checkpoint, running) as backend:
         # Lines and no spinner: it would take turns with the measured threads.
-        report = measure_speed(loaded, plan, note)
-        OUTPUTS["json" if as_json else output or "md"](describe_bench(model, loaded, settings, plan), report)
-    finally:
-        loaded.close()
+        report = measure_speed(backend, plan, note)
+        OUTPUTS["json" if as_json else output or "md"](describe_bench(model, backend, running.settings, plan), report)
 
 
 def _rate_cells(speed: Speed) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from cpuspec.cli.eval_tasks import (
 )
 from cpuspec.cli.opening import load_llm, open_with_drafts
 from cpuspec.cli.options import argument, flag, option
-from cpuspec.cli.progress import StepProgress
+from cpuspec.cli.progress import counting, step_progress
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.prompts import Prompt, read_prompts
 from cpuspec.evaluate.tasks import find_task, read_problems
@@ -50,9 +50,8 @@ def drift(
     asked: list[Prompt] = [one for text in prompts for one in read_prompts(options.checked_text(text, "--prompts")).prompts]
     params, answers, tokenizers = SamplingParams(max_tokens=max_tokens), [], []
     for model in (a, b):
-        with load_llm(model, draft, running, running.settings.max_sequences) as llm, StepProgress(tenths=True) as progress:
-            found, _ = answer_all(llm, [(one, params) for one in asked], lambda done, of=model: progress(of, done, len(asked)))  # type: ignore[misc]
-            answers.append(found)
+        with load_llm(model, draft, running, running.settings.max_sequences) as llm, counting(model, len(asked)) as on_answer:
+            answers.append(answer_all(llm, [(one, params) for one in asked], on_answer)[0])
             tokenizers.append(llm.tokenizer)
     shared = tokenizers[0].first_difference(tokenizers[1]) is None
     sides = [[one.token_ids if shared else tuple(one.text.encode()) for one in side] for side in answers]
@@ -89,12 +88,12 @@ def forms(
 
     lines = read_forms(data, limit=limit)
     params = SamplingParams(**{"temperature": 0.0, **sampling})
-    with load_llm(model, draft, running, running.settings.max_sequences) as llm, StepProgress(tenths=True) as progress:
+    with load_llm(model, draft, running, running.settings.max_sequences) as llm, counting("answers", len(lines)) as on_answer:
         tokenizer = llm.tokenizer
         if not tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template, which conversations need; take an instruct model")
         asked = [line.prompt_ids(tokenizer) for line in lines]
-        found, cost = answer_all(llm, [(ids, params) for ids in asked], lambda done: progress("answers", done, len(asked)))
+        found, cost = answer_all(llm, [(ids, params) for ids in asked], on_answer)
         texts = [tokenizer.decode(one.token_ids, skip_special=False) for one in found]
         ends = [tokenizer.decode([end], skip_special=False) for end in tokenizer.eos_ids]
         verdicts = []
@@ -146,7 +145,7 @@ def arms(
             )
         )
     checkpoint, spec = open_with_drafts(model, draft)
-    with StepProgress(tenths=True) as progress:
+    with step_progress() as progress:
         found = run_arms(
             checkpoint, spec, asked, wide, running.backend, running.settings, isolated=not no_isolation, on_step=progress
         )

@@ -18,7 +18,7 @@ from cpuspec.cli.machine import describe_run
 from cpuspec.cli.models import totals
 from cpuspec.cli.opening import load_llm, open_target, open_with_drafts
 from cpuspec.cli.options import argument, flag, option
-from cpuspec.cli.progress import StepProgress
+from cpuspec.cli.progress import counting
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError, CpuspecError
 from cpuspec.evaluate.prompts import Prompt
@@ -91,10 +91,8 @@ def task(
         about, texts, cost = _ask_model(model, draft, running, asked, each)
     else:
         about, texts, cost = _ask_server(base_url, model, running.settings.max_sequences, asked, each)
-    with StepProgress(tenths=True) as progress:
-        verdicts = judge(
-            row, asked, texts, chat, limits, not no_isolation, usable_cores(), lambda done: progress("judging", done, len(asked))
-        )
+    with counting("judging", len(asked)) as on_verdict:
+        verdicts = judge(row, asked, texts, chat, limits, not no_isolation, usable_cores(), on_verdict)
     found = score(verdicts, samples, ks)
     if out is not None:
         lines = [
@@ -207,9 +205,9 @@ def _ask_model(
 ) -> tuple[dict[str, Any], list[str], Any]:
     from cpuspec.evaluate.answers import answer_all
 
-    with load_llm(model, draft, running, running.settings.max_sequences) as llm, StepProgress(tenths=True) as progress:
+    with load_llm(model, draft, running, running.settings.max_sequences) as llm, counting("answers", len(asked)) as on_answer:
         requests = [(one.prompt, params) for one, params in zip(asked, each, strict=True)]
-        answers, cost = answer_all(llm, requests, lambda done: progress("answers", done, len(asked)))
+        answers, cost = answer_all(llm, requests, on_answer)
         about = {
             **describe_eval(model, running),
             "threads": llm.threads,
@@ -242,11 +240,9 @@ def _ask_server(
     if params.temperature:
         body |= {"top_p": params.top_p, "seed": params.seed}
     plan = LoadPlan(model, max_concurrency=at_once, max_tokens=params.max_tokens, max_seconds=1e6, body=body, keep_texts=True)
-    with StepProgress(tenths=True) as progress:
+    with counting("answers", len(asked)) as on_answer:
         client = Client(local_address(url), api_key())
-        done = asyncio.run(
-            run_load(client, [request(one.prompt) for one in asked], plan, lambda n, total: progress("answers", n, total))
-        )
+        done = asyncio.run(run_load(client, [request(one.prompt) for one in asked], plan, on_answer))
     if wrong := next((one.error for one in done.answers if one.error), done.stopped):
         raise CpuspecError(f"{url} did not answer every problem: {wrong}")
     about = {**describe_eval(model), "base_url": url, "max_sequences": at_once}

@@ -1,25 +1,20 @@
 """`cpuspec eval`: the commands that measure how good a model is, and what its answers cost."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cpuspec.backends import Backend, make_backend
-from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli import options
 from cpuspec.cli.console import Report, exit_codes, print_facts, print_report, print_table
 from cpuspec.cli.eval_compare import arms, beside, drift, forms
 from cpuspec.cli.eval_tasks import describe_eval, harness, plus, task
 from cpuspec.cli.models import totals
-from cpuspec.cli.opening import open_target
+from cpuspec.cli.opening import load_backend, open_target
 from cpuspec.cli.options import argument, option
-from cpuspec.cli.progress import StepProgress, busy
-from cpuspec.engine.lora import with_adapters
+from cpuspec.cli.progress import busy, counting
 from cpuspec.evaluate.logits_file import LogitsFile, writing
 from cpuspec.evaluate.perplexity import CONTEXT, compare_with_file, measure_perplexity, side_by_side, sliding
 from cpuspec.evaluate.prompts import read_text
@@ -72,7 +67,7 @@ def perplexity(
         # llama.cpp drops one newline at the end of a file.
         ids = tokenizer.encode(read_text(text).removesuffix("\n"))
     windows = side_by_side(ids, context, _bos_id(tokenizer), chunks) if stride is None else sliding(ids, context, stride, chunks)
-    with _loaded(model, checkpoint, running) as backend, _progress("perplexity", len(windows)) as on_window:
+    with load_backend(model, checkpoint, running) as backend, counting("perplexity", len(windows)) as on_window:
         kept = [ids[start : start + context] for start in range(0, context * len(windows), context)]
         with writing(save_logits, kept, backend.config.vocab_size) if save_logits else nullcontext() as writer:
             found = measure_perplexity(backend, windows, on_window, writer)
@@ -108,7 +103,7 @@ def kl(
     file = LogitsFile(reference)
     checkpoint = open_target(model, adapts=True)
     total = min(len(file.windows), chunks or len(file.windows))
-    with _loaded(model, checkpoint, running) as backend, _progress("KL divergence", total) as on_window:
+    with load_backend(model, checkpoint, running) as backend, counting("KL divergence", total) as on_window:
         found = compare_with_file(backend, file, _bos_id(make_tokenizer(checkpoint)), chunks, on_window)
     about = {
         **describe_eval(model, running),
@@ -152,12 +147,17 @@ def kv(
         )
     found: list[Report] = []
     passes = [(length, name) for length in lengths for name in ("f32", *kept)]
-    with StepProgress(tenths=True) as progress:
-        for number, (length, name) in enumerate(passes):
-            done, total = (sum(one for one, _ in some) for some in (passes[:number], passes))
+    done, total = 0, sum(length for length, _ in passes)
+    with counting("keys and values", total) as show:
+
+        def on_rows(fed: int) -> None:
+            show(done + fed)
+
+        for length, name in passes:
             how = running._replace(settings=replace(running.settings, kv_format=name))
-            with _loaded(model, checkpoint, how) as backend:
-                logits = last_rows(backend, ids[:length], rows, partial(_show_fed, progress, done, total))
+            with load_backend(model, checkpoint, how) as backend:
+                logits = last_rows(backend, ids[:length], rows, on_rows)
+            done += length
             if name == "f32":
                 reference = logits
                 continue
@@ -167,10 +167,6 @@ def kv(
     about = {name: value for name, value in describe_eval(model, running).items() if name != "kv_format"}
     report = {"benchmark": "kv", **about, "text": text.name, "rows": rows, "formats": found}
     print_report(report, as_json, _show_kv)
-
-
-def _show_fed(progress: StepProgress, done: int, total: int, fed: int) -> None:
-    progress("keys and values", done + fed, total)
 
 
 def _show_kv(report: Report) -> None:
@@ -193,22 +189,6 @@ def _show_kv(report: Report) -> None:
 def _bos_id(tokenizer: Tokenizer) -> int | None:
     """The token that llama.cpp puts in place of each window's first one: BOS, if the model's file wants it."""
     return tokenizer.prefix[0] if tokenizer.prefix else None
-
-
-@contextmanager
-def _loaded(model: str, checkpoint: Checkpoint, running: options.Running) -> Iterator[Backend]:
-    with busy(f"loading {model}"):
-        backend = with_adapters(make_backend(running.backend, checkpoint, running.settings), checkpoint, running.settings)
-    try:
-        yield backend
-    finally:
-        backend.close()
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int, float], None]]:
-    with StepProgress(tenths=True) as progress:
-        yield lambda done, figure: progress(what, done, total)
 
 
 def _show_perplexity(report: Report) -> None:

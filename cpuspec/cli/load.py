@@ -14,7 +14,7 @@ import typer
 from cpuspec.cli import INTERRUPTED, options
 from cpuspec.cli.console import ERROR, accepted, counted, emit, exit_codes, note, print_facts, print_report, print_table
 from cpuspec.cli.options import argument, flag, option
-from cpuspec.cli.progress import StepProgress
+from cpuspec.cli.progress import counting
 from cpuspec.environment import api_key
 from cpuspec.errors import BackendError
 from cpuspec.files import write_file
@@ -177,8 +177,8 @@ async def _run(
         requests = await random_requests(client, wanted.num_requests, *lengths, plan.seed, plan.backend)
     requests, others = requests[: wanted.num_prompts], requests[wanted.num_prompts :]
     await warm_up(client, others, plan)  # so that no measured prompt is in the server's cache already
-    with StepProgress(tenths=True) as progress:
-        return plan, requests, await run_load(client, requests, plan, lambda done, total: progress("requests", done, total))
+    with counting("requests", len(requests)) as on_done:
+        return plan, requests, await run_load(client, requests, plan, on_done)
 
 
 def details(answers: Sequence[RequestResult]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from cpuspec.cli import options
 from cpuspec.cli.console import ERROR, Report, emit, emit_json, exit_codes, note, print_facts, print_report, print_table, size
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.options import argument, flag
-from cpuspec.cli.progress import FetchProgress, busy
+from cpuspec.cli.progress import busy, fetch_progress
 from cpuspec.engine.assemble import draft_models, model_and_spec
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CheckpointError
@@ -52,7 +52,7 @@ def pull(
     for name, model in found.items():
         was_there = path = model if isinstance(model, Path) else find_fetched(model)
         if not isinstance(model, Path) and (path is None or isinstance(model, HubModel)):
-            with FetchProgress(name) as progress:
+            with fetch_progress(name) as progress:
                 path = fetch(model, progress, refresh=True)
         assert path is not None, "fetch returns a path"
         num_bytes, revision = size_of(path), revision_of(path)

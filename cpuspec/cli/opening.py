@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpuspec.backends import prepare
+from cpuspec.backends import Backend, make_backend, prepare
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import find_model, resolve_model
 from cpuspec.cli import options
 from cpuspec.cli.console import note
-from cpuspec.cli.progress import FetchProgress, busy
+from cpuspec.cli.progress import busy, fetch_progress
 from cpuspec.engine.assemble import draft_models, model_and_spec
 from cpuspec.errors import ConfigError
 from cpuspec.settings import SamplingDefaults, SpecConfig
@@ -55,6 +55,19 @@ def load_llm(model: str, draft: str | None, running: options.Running, max_sequen
         yield llm
 
 
+@contextmanager
+def load_backend(model: str, checkpoint: Checkpoint, running: options.Running) -> Iterator[Backend]:
+    """The backend that the options name, with the model and its adapters, closed in the end. model: what the user called it."""
+    from cpuspec.engine.lora import with_adapters
+
+    with busy(f"loading {model}"):
+        backend = make_backend(running.backend, checkpoint, running.settings)
+    try:
+        yield with_adapters(backend, checkpoint, running.settings)
+    finally:
+        backend.close()
+
+
 def sampling_defaults(llm: "LLM") -> SamplingDefaults:
     """The model's defaults. A default in its files that cannot be used is told as a warning."""
     for remark in llm.sampling_defaults.ignored:
@@ -72,5 +85,5 @@ def thinking_variables(llm: "LLM", thinking: bool | None) -> dict[str, bool]:
 
 
 def _fetched(model: str) -> Path:
-    with FetchProgress(model) as progress:
+    with fetch_progress(model) as progress:
         return resolve_model(model, progress)

@@ -17,7 +17,7 @@ from cpuspec.cli.console import ERROR, Report, accepted, counted, emit, exit_cod
 from cpuspec.cli.machine import versions
 from cpuspec.cli.opening import open_with_drafts
 from cpuspec.cli.options import argument, flag, option
-from cpuspec.cli.progress import StepProgress, busy
+from cpuspec.cli.progress import busy, step_progress
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.certify import PROMPTS
 from cpuspec.evaluate.parity import (
@@ -114,7 +114,7 @@ def parity(
         for side in sides:
             with nullcontext() if isinstance(side, Recording) else busy(f"loading {side.name}"):
                 loaded.append(stack.enter_context(loaded_side(side, checkpoint, questions, spec)))
-        with StepProgress() as progress:
+        with step_progress(tenths=False) as progress:
             found = measure(loaded, identity, questions, record, (top, whole_rows), progress)
     if record is not None:
         note(f"{record} has what {a} said ({size(record.stat().st_size)})")

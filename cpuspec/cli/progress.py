@@ -1,8 +1,7 @@
 """Shows progress on stderr: a spinner, the bar of a download, the steps of a measurement."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -17,8 +16,11 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from cpuspec.checkpoints.download import Progress as OnFetch
 from cpuspec.cli.console import note, size
 from cpuspec.errors import printable
+
+OnStep = Callable[[str, int, int], None]  # the name of a step, the number done, the number of all
 
 
 def stderr_console() -> Console:
@@ -36,85 +38,83 @@ def busy(what: str) -> Iterator[None]:
         yield
 
 
-class FetchProgress:
-    """Shows the progress of a download: a line for each new file, and on a terminal a line for the first report and then a bar.
+@contextmanager
+def fetch_progress(name: str) -> Iterator[OnFetch]:
+    """A function that shows the progress of a download.
 
-    The first report of a recipe's download is its licence. Nothing is shown where nothing is downloaded.
+    Each new file has a line. On a terminal the first report has a line and later ones move a bar. The first report of a recipe's
+    download is its licence. Nothing is shown where nothing is downloaded.
     """
+    name, console, bar, task, last = printable(name), stderr_console(), None, TaskID(0), ""
 
-    def __init__(self, name: str) -> None:
-        self._name = printable(name)
-        self._console = stderr_console()
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        self._last = ""
-
-    def __enter__(self) -> "FetchProgress":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, done_bytes: int, total_bytes: int, what: str) -> None:
-        """Update, as `cpuspec.checkpoints.download.Progress` demands."""
+    def show(done_bytes: int, total_bytes: int, what: str) -> None:
+        nonlocal bar, task, last
         what = printable(what)
-        if not _is_live(self._console) or not self._last:
-            if what != self._last:
-                note(f"fetching {self._name}: {what} ({size(done_bytes)} of {size(total_bytes)})")
-        elif self._bar is None:
-            self._bar = Progress(
+        if not _is_live(console) or not last:
+            if what != last:
+                note(f"fetching {name}: {what} ({size(done_bytes)} of {size(total_bytes)})")
+        elif bar is None:
+            bar = Progress(
                 TextColumn("fetching {task.fields[name]}", markup=False, table_column=Column(no_wrap=True)),
                 BarColumn(bar_width=20),
                 DownloadColumn(table_column=Column(no_wrap=True)),
                 TransferSpeedColumn(table_column=Column(no_wrap=True)),
                 TimeRemainingColumn(),
                 TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-                console=self._console,
+                console=console,
             )
-            self._bar.start()
+            bar.start()
             # The bar gets its start, so that it does not count the resumed part as this run's speed.
-            self._task = self._bar.add_task(what, name=self._name, total=total_bytes, completed=done_bytes)
+            task = bar.add_task(what, name=name, total=total_bytes, completed=done_bytes)
         else:
-            self._bar.update(self._task, description=what, completed=done_bytes, total=total_bytes)
-        self._last = what
+            bar.update(task, description=what, completed=done_bytes, total=total_bytes)
+        last = what
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.stop()
 
 
-class StepProgress:
-    """Shows the progress of a measurement: a bar on a terminal, a line for each new step elsewhere, or for each tenth of it.
+@contextmanager
+def step_progress(tenths: bool = True) -> Iterator[OnStep]:
+    """A function that shows the progress of steps: their name, the number done, and the number of all.
 
-    The bar is drawn at each step only: a thread that redraws it would take time from the measured threads.
+    On a terminal it moves a bar; elsewhere it prints a line for each tenth, or for each new name. The bar is drawn at each step
+    only: a thread that redraws it would take time from the measured threads.
     """
+    bar, task, last = None, TaskID(0), ""
 
-    def __init__(self, tenths: bool = False) -> None:
-        self._tenths = tenths
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        self._last = ""
-
-    def __enter__(self) -> "StepProgress":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Update, as `cpuspec.evaluate.parity.OnStep` demands."""
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal bar, task, last
         console = stderr_console()
         if not _is_live(console):
-            what = f"{what}: {10 * (10 * done // total)} %" if self._tenths and total else what
-            if what != self._last:
+            what = f"{what}: {10 * (10 * done // total)} %" if tenths and total else what
+            if what != last:
                 note(what)
         else:
-            if self._bar is None:
+            if bar is None:
                 columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
-                self._bar = Progress(*columns, console=console, auto_refresh=False)
-                self._bar.start()
-            if what != self._last:
-                self._task = self._bar.add_task(what, total=total)
-            self._bar.update(self._task, completed=done, refresh=True)
-        self._last = what
+                bar = Progress(*columns, console=console, auto_refresh=False)
+                bar.start()
+            if what != last:
+                task = bar.add_task(what, total=total)
+            bar.update(task, completed=done, refresh=True)
+        last = what
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+@contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[..., None]]:
+    """A function that shows how many of `total` steps of one kind are done; it ignores what else it is told."""
+    with step_progress() as show:
+        yield lambda done, *_: show(what, done, total)
 
 
 def _is_live(console: Console) -> bool:

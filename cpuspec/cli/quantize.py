@@ -9,7 +9,7 @@ from cpuspec.cli import options
 from cpuspec.cli.console import counted, emit, emit_json, exit_codes, interruptible, note, print_facts, print_table, size
 from cpuspec.cli.opening import open_model
 from cpuspec.cli.options import argument, flag, option
-from cpuspec.cli.progress import StepProgress
+from cpuspec.cli.progress import step_progress
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.files import read_file
@@ -110,7 +110,7 @@ def quantize(
         scaled = [*((path, 1.0) for path in checkpoint.adapters), *map(read_scaled, lora or ())]
     adapters = [open_adapter(path, checkpoint.config, checkpoint.name, scale, merges=True) for path, scale in scaled]
     text = None if calibration is None else _read_text(calibration)
-    with interruptible(), StepProgress(tenths=True) as progress:
+    with interruptible(), step_progress() as progress:
         made = quantize_model(
             checkpoint,
             out,
@@ -180,7 +180,7 @@ def imatrix(
     from cpuspec.quantize.weights import Weights
 
     checkpoint, text = open_model(model), _read_text(calibration)
-    with interruptible(), StepProgress(tenths=True) as progress:
+    with interruptible(), step_progress() as progress:
         found = measure_importance(Weights(checkpoint), read_chunks(checkpoint, text, chunks, ctx_size), progress)
     write_importance(out, replace(found, dataset=calibration.name))
     emit(f"{out}\n")

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cpuspec.backends import make_backend
 from cpuspec.cli import INTERRUPTED, options
 from cpuspec.cli.console import counted, emit_json, exit_codes, note
-from cpuspec.cli.opening import open_model, open_target
+from cpuspec.cli.opening import load_backend, open_model, open_target
 from cpuspec.cli.options import argument, flag, option
-from cpuspec.cli.progress import StepProgress, busy
+from cpuspec.cli.progress import busy, step_progress
 from cpuspec.cli.train_heads import block, check_is_installed, distill, eagle3, export, mtp, tell
 from cpuspec.engine.assemble import model_and_spec
 from cpuspec.errors import ConfigError
@@ -77,14 +76,10 @@ def extract(
     files = tuple(file_identity(checkpoint.path))
     about = Extraction(checkpoint.name, files, config.vocab_size, config.hidden_size, config.num_layers, named, dtype, top)
     length = max_length or min(2048, config.context_length)
-    with busy(f"loading {model}"):
-        backend = make_backend(running.backend, checkpoint, running.settings)
-    try:
+    with load_backend(model, checkpoint, running) as backend:
         extractor = extracting.Extractor(backend, checkpoint, named, top, length)
         read = extracting.read_texts(texts, tokenizer, length, all_count)
         summary = extracting.extract(extractor, about, read, out, max_tokens, _Notes().of_extraction)
-    finally:
-        backend.close()
     if as_json:
         emit_json(summary.as_dict())
     note(_describe_extraction(summary))
@@ -234,7 +229,7 @@ def auto(
         )
     path = Path(target)
     name = str(path.resolve()) if path.exists() else target
-    with StepProgress(tenths=True) as progress:
+    with step_progress() as progress:
         listener = Listener(_Notes().of_answers, _Notes().of_extraction, progress, tell)
         done = tune(checkpoint, name, out, plan, running.backend, running.settings, listener)
     if as_json:

@@ -12,7 +12,7 @@ from cpuspec.cli import options
 from cpuspec.cli.console import emit_json, exit_codes, note
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.options import argument, flag, option
-from cpuspec.cli.progress import StepProgress
+from cpuspec.cli.progress import step_progress
 from cpuspec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def distill(
     of_target = opened if target is None else open_target(target)
     texts = read_answers(answers, make_tokenizer(of_target), make_tokenizer(opened), of_target.config.vocab_size)
     job = ModelJob(DistillLoss(num_drafted, masks), _schedule(chosen), mask_id, lora=lora, **{name: chosen[name] for name in _HOW})
-    with StepProgress(tenths=True) as progress:
+    with step_progress() as progress:
         _report(out, train_model(opened, texts, out, job, progress, tell), as_json)
 
 
@@ -277,7 +277,7 @@ def _train(
         raise typer.BadParameter("--from goes on with a head as it is; give no options of its shape with it but --vocab")
     job = TrainingJob(loss, shape, _schedule(chosen), source, vocab_size if source else None, *(chosen[name] for name in _HOW))
     target, opened = open_target(model), open_samples(samples)
-    with StepProgress(tenths=True) as progress:
+    with step_progress() as progress:
         _report(out, train_head(target, opened, out, job, progress, tell), as_json)
 
 
