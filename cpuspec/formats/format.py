@@ -20,11 +20,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cpuspec.errors import FormatError
+from cpuspec.formats.search import F32, IN_NUMPY, Parts, Searches, fitted, inverse
 
 U8 = NDArray[np.uint8]
-F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
-Parts = dict[str, NDArray[Any]]  # what blocks or rows hold, by name: [n, numbers of each]
 
 # Values decoded or encoded at a time: temporaries of this size stay in a core's cache, which is several times faster than
 # streaming them through memory, and they bound the memory that a large tensor needs besides its result.
@@ -100,6 +99,13 @@ class Plane:
     at: int = 0
 
 
+class Grid(NamedTuple):
+    """The values that rows may have: scale * level(code) - offset, both F32 [rows, groups]."""
+
+    scale: F32
+    offset: F32
+
+
 class Scales(NamedTuple):
     """The factors of the formula, of numpy or of another library: d and base [N, blocks], s and z [N, groups]."""
 
@@ -158,7 +164,7 @@ def _nothing(of: Any) -> Parts:
 class Format:
     """A format: blocks of `block_size` consecutive values of a row, each a record of `layout`.
 
-    encode_blocks: F32 [n, block_size] -> the parts of n blocks, each [n, numbers of a block].
+    encode_blocks: F32 [n, block_size] -> the parts of n blocks, each [n, numbers of a block]. None: `searched` encodes.
     affine: the meaning of codes. A format of plain numbers has `decode_numbers` instead: parts -> F32 [n, 1].
     code_fields: the fields that hold the codes. Without any, the field or `to_parts` has them as they are, [n, block_size].
     to_parts: records [n] -> the other parts that differ from the field of their name.
@@ -167,8 +173,9 @@ class Format:
     reader: how kernels read the planes: "affine", or one of the exceptions of `kernels.readers`.
     padded_to: packed rows are padded with zeros to a multiple of this many inputs.
     gguf_type, safetensors_dtype: the type of such a tensor in these files, if they can hold it.
-    encode_weighed: as encode_blocks, with an importance of each value, F32 [n, block_size]; only for formats with a search of their
-    own.
+    search: (F32 [n, block_size], weights of their errors or None for ones, `Searches`) -> the parts with the least weighted error
+    found. None: `search.fitted`, which follows from the affine form.
+    scale_range: the least and the greatest scale of a group where d or base is multiplied with it; None for no such scales.
     free_codes: whether the code of a value may be chosen by itself. Codes of points of a grid, and rotated ones, may not.
     rotated: whether a block holds its values times Hadamard's matrix. Parts, planes and the affine form are then those of the
     rotated values; `decode` and `encode` rotate. Kernels multiply them with rotated activations.
@@ -178,7 +185,7 @@ class Format:
     name: str
     layout: np.dtype[Any]
     block_size: int
-    encode_blocks: Callable[[F32], Parts]
+    encode_blocks: Callable[[F32], Parts] | None
     affine: Affine | None = None
     code_fields: tuple[CodeField, ...] = ()
     to_parts: Callable[[NDArray[Any]], Parts] = _nothing
@@ -189,7 +196,8 @@ class Format:
     padded_to: int = 1
     gguf_type: int | None = None
     safetensors_dtype: str | None = None
-    encode_weighed: Callable[..., Parts] | None = None
+    search: Callable[[F32, F32 | None, Searches], Parts] | None = None
+    scale_range: tuple[int, int] | None = None
     free_codes: bool = True
     rotated: bool = False
 
@@ -217,6 +225,45 @@ class Format:
         """Consecutive values that share a scale."""
         d, s, _, _ = scales_of(self.split(np.zeros((1, self.block_bytes), np.uint8)))
         return self.block_size // per_group(d, s).shape[1]
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether codes are so few that a search for scales pays."""
+        return self.affine is not None and self.code_bits != 8
+
+    def searched(self, blocks: F32, weights: F32 | None, find: Searches) -> Parts:
+        """The parts of blocks with the least weighted error found. blocks, weights: as `search` has them."""
+        return self.search(blocks, weights, find) if self.search else fitted(self, blocks, weights, find)
+
+    def encoded(self, blocks: F32, find: Searches = IN_NUMPY) -> Parts:
+        """The parts of blocks, F32 [n, block_size]. find: of formats without `encode_blocks`."""
+        return self.encode_blocks(blocks) if self.encode_blocks else self.searched(blocks, None, find)
+
+    def grid(self, parts: Parts) -> Grid:
+        """The values that the scales of split rows allow."""
+        assert self.affine, "a format of plain numbers has no grid"
+        d, s, base, z = scales_of(parts)
+        scale = per_group(d, s)
+        if base is None and z is None:
+            return Grid(scale, scale * np.float32(0 if self.affine.levels else self.affine.zero))
+        return Grid(scale, per_group(d if base is None else base, z) * np.float32(self.affine.zero))
+
+    def nearest(self, x: F32, scale: F32, offset: F32) -> U8:
+        """The codes whose values come nearest to x. scale, offset: of a `Grid`, in shapes that broadcast to that of x."""
+        assert self.affine, "a format of plain numbers has no codes"
+        scaled = (x + offset) * inverse(scale)
+        if self.affine.levels is None:
+            return np.clip(np.rint(scaled), 0, (1 << self.code_bits) - 1).astype(np.uint8)
+        levels = np.array(self.affine.levels, np.float32)
+        ascending = np.argsort(levels, kind="stable")
+        middles = (levels[ascending][1:] + levels[ascending][:-1]) / 2
+        return ascending.astype(np.uint8)[np.searchsorted(middles, scaled)]
+
+    def values_of(self, codes: U8, scale: F32, offset: F32) -> F32:
+        """The values of codes on a `Grid`."""
+        assert self.affine, "a format of plain numbers has no codes"
+        levels = self.affine.levels
+        return (codes.astype(np.float32) if levels is None else np.array(levels, np.float32)[codes]) * scale - offset
 
     def row_bytes(self, in_features: int) -> int:
         """Bytes of a row of `in_features` values. Raises FormatError if they do not fill whole blocks."""
@@ -260,8 +307,8 @@ class Format:
                 out[start : start + step] = self._decode_blocks(blocks[start : start + step])
         return values
 
-    def encode(self, values: ArrayLike) -> U8:
-        """The nearest representation found for `values` [..., K], as U8 [..., row_bytes(K)].
+    def encode(self, values: ArrayLike, find: Searches = IN_NUMPY) -> U8:
+        """The nearest representation found for `values` [..., K], as U8 [..., row_bytes(K)]. find: as in `encoded`.
 
         Raises FormatError if K does not fill whole blocks, if a block format is given a value that is not finite,
         or if a finite value would become infinite.
@@ -279,7 +326,7 @@ class Format:
             if self.block_size > 1 and not finite.all():
                 raise FormatError(f"{self.name} cannot hold {chunk[~finite][0]}: every value must be finite")
             with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-                encoded = self.join(self.encode_blocks(self.turned(chunk)))
+                encoded = self.join(self.encoded(self.turned(chunk), find))
                 lost = finite & ~np.isfinite(self._decode_blocks(encoded))
             if lost.any():
                 raise FormatError(f"{self.name} cannot hold {chunk[lost][0]}: f16 is exceeded; use bf16 or f32")

@@ -27,6 +27,7 @@ from cpuspec.formats import search
 from cpuspec.formats.format import F32, Affine, Format, Parts
 from cpuspec.formats.kquants import SUPERBLOCK
 from cpuspec.formats.packing import bits, lanes, words
+from cpuspec.formats.search import Searches
 
 _CANDIDATES = 16
 _ROWS_AT_ONCE = 1 << 9  # of errors
@@ -98,27 +99,13 @@ class Grid:
         found[self.points @ self._weights] = np.arange(len(self.points))
         return found
 
-    def nearest(self, sizes: F32, weights: F32 | None) -> NDArray[np.uint8]:
+    def nearest(self, sizes: F32, weights: F32 | None, find: Searches) -> NDArray[np.uint8]:
         """The points [n, dims] whose magnitudes come nearest to `sizes` [n, dims] in squared error. weights: of that, [n, dims].
 
         Only the points around the magnitudes that each value would take by itself are tried. The best of all points would leave
         0.5 % less error on Gaussian values.
         """
-        magnitudes = np.array(self.magnitudes, np.float32)
-        numbers = np.searchsorted((magnitudes[:-1] + magnitudes[1:]) / 2, sizes) @ self._weights
-        best = np.empty(len(sizes), np.intp)
-        for start in range(0, len(sizes), _ROWS_AT_ONCE):
-            rows = slice(start, start + _ROWS_AT_ONCE)
-            errors = np.zeros((len(best[rows]), _CANDIDATES), np.float32)
-            for value in range(self.dims):  # one after the other: numpy is slow where the inner sums are short
-                misses = self.offered[numbers[rows], value]
-                misses -= sizes[rows, value, None]
-                misses *= misses
-                if weights is not None:
-                    misses *= weights[rows, value, None]
-                errors += misses
-            best[rows] = errors.argmin(axis=1)
-        return self.points[self.near[numbers, best]]
+        return self.points[find.points(sizes, weights, self.magnitudes, self.offered, self.near)]
 
     @cached_property
     def offered(self) -> F32:
@@ -148,49 +135,43 @@ _IQ3_XXS = Grid("iq3_xxs", 4, (2, 6, 10, 14, 18, 22, 26, 31), 1 / 2)
 _IQ3_S = Grid("iq3_s", 4, (1, 3, 5, 7, 9, 11, 13, 15), 1)
 
 
-# The points [n, dims] of a grid whose magnitudes come nearest to sizes [n, dims] in squared error, with weights of that, [n, dims].
-Nearest = Callable[[Grid, F32, F32 | None], NDArray[np.uint8]]
-
-
-def encode(
-    grid: Grid, group: int, even: bool, values: F32, importance: F32 | None = None, nearest: Nearest = Grid.nearest
-) -> Parts:
+def encode(grid: Grid, group: int, even: bool, values: F32, weights: F32 | None, find: Searches) -> Parts:
     """Scales by least squares for each `group` values, then the nearest points under the scales as stored.
 
     even: whether each eight values must have an even number of minuses. Where they do not, the least important value gets the other
-    sign. importance: of each value, [n, 256]. With the nearest points found in numpy a value takes about a microsecond.
+    sign. weights: of errors, [n, 256]. With the nearest points found in numpy a value takes about a microsecond.
     """
     signed = values.reshape(-1, 8)
-    weights = None if importance is None else importance.reshape(-1, group)
     minus = signed < 0
     if even:
-        cost = np.square(signed) * (1 if importance is None else importance.reshape(-1, 8))
+        cost = np.square(signed) * (1 if weights is None else weights.reshape(-1, 8))
         least = cost.argmin(axis=1)
         minus[np.arange(len(minus)), least] ^= minus.sum(axis=1) % 2 == 1
     sizes = np.where(minus, -signed, signed).reshape(-1, group)  # below zero where a sign was changed
-    scales = _fit(grid, sizes, weights, nearest).reshape(len(values), -1)
+    weights = None if weights is None else weights.reshape(-1, group)
+    scales = _fit(grid, sizes, weights, find).reshape(len(values), -1)
     top = np.float32(31 * grid.unit)
     d = (scales.max(axis=1, keepdims=True) / top).astype("<f2")
     step = d.astype(np.float32) * np.float32(grid.unit)
     four_bits = np.clip(np.rint((scales * search.inverse(step) - 1) / 2), 0, 15).astype(np.uint8)
     stored = (step * (2 * four_bits.astype(np.float32) + 1)).reshape(-1, 1)
-    places = _points(grid, sizes, stored, weights, nearest).reshape(len(values), -1)
+    places = _points(grid, sizes, stored, weights, find).reshape(len(values), -1)
     codes = places | minus.reshape(len(values), -1).astype(np.uint8) << grid.sign
     return {"d": d, "codes": codes, "scales": _halves(four_bits)}
 
 
-def _points(grid: Grid, sizes: F32, scales: F32, weights: F32 | None, nearest: Nearest) -> NDArray[np.uint8]:
+def _points(grid: Grid, sizes: F32, scales: F32, weights: F32 | None, find: Searches) -> NDArray[np.uint8]:
     """The places of magnitudes nearest to sizes [n, k] under scales [n, 1]."""
     flat = None if weights is None else weights.reshape(-1, grid.dims)
-    return nearest(grid, (sizes * search.inverse(scales)).reshape(-1, grid.dims), flat).reshape(sizes.shape)
+    return grid.nearest((sizes * search.inverse(scales)).reshape(-1, grid.dims), flat, find).reshape(sizes.shape)
 
 
-def _fit(grid: Grid, sizes: F32, weights: F32 | None, nearest: Nearest) -> F32:
+def _fit(grid: Grid, sizes: F32, weights: F32 | None, find: Searches) -> F32:
     """Scales [n] that bring scale * magnitude closest to sizes [n, k] in squared error."""
     magnitudes = np.array(grid.magnitudes, np.float32)
     peak = sizes.max(axis=1, keepdims=True)
     tried = (peak / np.float32(magnitudes[-1] * share) for share in _SHARES)
-    choices = (magnitudes[_points(grid, sizes, scale, weights, nearest)] for scale in tried)
+    choices = (magnitudes[_points(grid, sizes, scale, weights, find)] for scale in tried)
     return search.scale_of_best(sizes, weights, peak[:, 0] / magnitudes[-1], choices)
 
 
@@ -199,25 +180,23 @@ def _fit(grid: Grid, sizes: F32, weights: F32 | None, nearest: Nearest) -> F32:
 _SHARES_OF_IQ1 = (0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4)
 
 
-def encode_iq1(group: int, shared: int, values: F32, importance: F32 | None = None, nearest: Nearest = Grid.nearest) -> Parts:
+def encode_iq1(group: int, shared: int, values: F32, weights: F32 | None, find: Searches) -> Parts:
     """Scales by least squares for each `group` values, then for each `shared` values the move up or down, and the nearest points.
 
-    importance: of each value, [n, 256].
+    weights: of errors, [n, 256].
     """
     x = values.reshape(-1, group)
-    weights = None if importance is None else importance.reshape(-1, group)
+    weights = None if weights is None else weights.reshape(-1, group)
     peak = np.abs(x).max(axis=1, keepdims=True)
-    choices = (
-        _levels_of_iq1(x, peak / np.float32(8 * share), sign, weights, nearest) for sign in (1, -1) for share in _SHARES_OF_IQ1
-    )
+    choices = (_levels_of_iq1(x, peak / np.float32(8 * share), sign, weights, find) for sign in (1, -1) for share in _SHARES_OF_IQ1)
     scales = search.scale_of_best(x, weights, peak[:, 0] / _IQ1.levels[2], choices)
     scales = scales.reshape(len(values), -1)
     d = (scales.max(axis=1, keepdims=True) / np.float32(15 * _IQ1.unit)).astype("<f2")
     step = d.astype(np.float32) * np.float32(_IQ1.unit)
     three_bits = np.clip(np.rint((scales * search.inverse(step) - 1) / 2), 0, 7).astype(np.uint8)
     stored = np.repeat(step * (2 * three_bits.astype(np.float32) + 1), group // shared, axis=1).reshape(-1, 1)
-    x, weights = values.reshape(-1, shared), None if importance is None else importance.reshape(-1, shared)
-    up, down = (_levels_of_iq1(x, stored, sign, weights, nearest) for sign in (1, -1))
+    x, weights = values.reshape(-1, shared), None if weights is None else weights.reshape(-1, shared)
+    up, down = (_levels_of_iq1(x, stored, sign, weights, find) for sign in (1, -1))
     errors = [np.square(levels * stored - x) * (1 if weights is None else weights) for levels in (up, down)]
     is_down = (errors[1].sum(axis=1) < errors[0].sum(axis=1))[:, None]
     places = np.where(is_down, down + _IQ1.moved, up - _IQ1.moved) / 8 + 1
@@ -225,11 +204,11 @@ def encode_iq1(group: int, shared: int, values: F32, importance: F32 | None = No
     return {"d": d, "codes": codes.reshape(len(values), -1), "scales": _halves(three_bits)}
 
 
-def _levels_of_iq1(x: F32, scales: F32, sign: int, weights: F32 | None, nearest: Nearest) -> F32:
+def _levels_of_iq1(x: F32, scales: F32, sign: int, weights: F32 | None, find: Searches) -> F32:
     """The levels [n, k] of the nearest points, all moved by `sign`, under scales [n, 1]."""
     moved = np.float32(sign * _IQ1.moved)
     sizes = (x * search.inverse(scales) - moved).reshape(-1, 8)
-    places = nearest(_IQ1, sizes, None if weights is None else weights.reshape(-1, 8))
+    places = _IQ1.nearest(sizes, None if weights is None else weights.reshape(-1, 8), find)
     return np.array(_IQ1.magnitudes, np.float32)[places].reshape(x.shape) + moved
 
 
@@ -381,7 +360,7 @@ def _format(
         name,
         np.dtype(fields),
         SUPERBLOCK,
-        encode,
+        None,
         Affine(levels=grid.levels),
         (),
         to_parts,
@@ -389,7 +368,7 @@ def _format(
         planes=(*codes, words("scales", 4 / group, "u1"), lanes("d", "<f2", SUPERBLOCK)),
         reader="grids",
         gguf_type=gguf_type,
-        encode_weighed=encode,
+        search=encode,
         free_codes=False,
     )
 

@@ -87,7 +87,7 @@ def encode_rows(format: Format, rows: F32) -> U8:
     padded = np.zeros((*rows.shape[:-1], stored_dims(format, rows.shape[-1])), np.float32)
     padded[..., : rows.shape[-1]] = rows
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        return format.join(format.encode_blocks(padded.reshape(-1, format.block_size))).reshape(*rows.shape[:-1], -1)
+        return format.join(format.encoded(padded.reshape(-1, format.block_size))).reshape(*rows.shape[:-1], -1)
 
 
 def rounded(format: Format, rows: F32) -> F32:

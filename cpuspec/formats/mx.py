@@ -11,6 +11,7 @@ import numpy as np
 from cpuspec.formats.format import F32, Affine, Format, Parts
 from cpuspec.formats.legacy import BLOCK, NIBBLES
 from cpuspec.formats.packing import bits, lanes
+from cpuspec.formats.search import Searches
 
 # Twice the value of each code, which makes them integers. Code 8 means zero as code 0 does; ggml gives it no sign either.
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -34,6 +35,16 @@ def encode_mxfp4(values: F32) -> Parts:
     return {"e": e, "codes": codes}
 
 
+def fitted(values: F32, weights: F32 | None, find: Searches) -> Parts:
+    """The power of two that leaves the least weighted error: that of the largest value, or one beside it."""
+    around = np.clip(encode_mxfp4(values)["e"] + np.arange(-1, 2), 0, 254)
+    levels = sorted(set(E2M1_DOUBLED))
+    errors = [find.moves_of_scales(values, weights, HALF_SCALES[e], levels, (0,))[0] for e in around.T]
+    e = np.take_along_axis(around, np.argmin(errors, axis=0)[:, None], axis=1)
+    codes = MXFP4.nearest(values, HALF_SCALES[e], np.zeros(e.shape, np.float32))
+    return {"e": e, "codes": np.where(codes == 8, np.uint8(0), codes)}  # zeros have no sign
+
+
 MXFP4 = Format(
     "mxfp4",
     np.dtype([("e", "u1"), ("codes", "u1", 16)]),
@@ -45,4 +56,5 @@ MXFP4 = Format(
     planes=(bits(4), lanes("e", "u1", BLOCK)),
     reader="mxfp4",
     gguf_type=39,
+    search=fitted,
 )

@@ -23,18 +23,16 @@ two pairs of products in 16 bits: iq4's levels, up to 127, have to be multiplied
 algorithm on values of normal and of t distributions.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.formats import search
 from cpuspec.formats.format import F32, OWN_GGUF_TYPES, U8, Affine, Format, Parts
 from cpuspec.formats.kquants import SUPERBLOCK
 from cpuspec.formats.legacy import BLOCK, NIBBLES
 from cpuspec.formats.packing import bits, lanes
+from cpuspec.formats.search import IN_NUMPY, Searches, inverse
 
 LEVELS = (-32, -26, -20, -16, -12, -8, -5, -2, 0, 3, 6, 9, 12, 16, 21, 28)
 MOVE_BITS = 15  # of a head
@@ -43,80 +41,25 @@ _MOST_MOVE = LEAST_MOVE + MOVE_BITS
 MOVES = tuple(range(LEAST_MOVE, _MOST_MOVE + 1))
 XS_MOVES = MOVES[: MOVE_BITS + 1 : 2]
 
-_LEVELS = np.array(LEVELS, np.float32)
-_COUNT = np.float32(BLOCK)
-_SPAN, _MIDDLE = np.float32(LEVELS[-1] - LEVELS[0]), np.float32((LEVELS[-1] + LEVELS[0]) / 2)
-_LEAST, _MOST = np.float32(LEVELS[0] + LEAST_MOVE), np.float32(LEVELS[-1] + _MOST_MOVE)
-
-# Starting grids of a search, as shares of the span of the group and zero: cutting the largest values often pays.
-_SHARES = (0.8, 0.9, 1.0, 1.1)
-_STEPS = 3  # of a search from a start
+_SPAN = np.float32(LEVELS[-1] - LEVELS[0])
 
 _GROUPS = SUPERBLOCK // BLOCK
-_XS_FURTHEST, _XS_NEARER = (
-    np.float32(-LEVELS[0] - LEAST_MOVE),
-    np.float32(LEVELS[-1] + XS_MOVES[-1]),
-)  # how far the grid reaches on either side with its furthest moves
+# How far the grid reaches on either side with its furthest moves.
+_XS_FURTHEST, _XS_NEARER = np.float32(-LEVELS[0] - LEAST_MOVE), np.float32(LEVELS[-1] + XS_MOVES[-1])
 _INFINITE = 0xF8  # the smallest scale of eight bits that is inf or nan
 _BELOW, _TRIED = 4, 9  # scales of nl4_xs that are tried: from so many below the one that just holds a group, so many
 _LARGER = 2  # and up to so many above it for a superblock
 
-# By floor(2 x) + 256 for each move, the code whose level with the move is nearest to x; and floor(2 x) less twice that.
-_XS_FLOORS = np.arange(-256, 256)
-_XS_CODES = np.array(
-    [np.searchsorted(np.add(LEVELS[:-1], LEVELS[1:]) + 2 * move, _XS_FLOORS, side="right") for move in XS_MOVES], np.uint8
-)
-_XS_MISSES = [
-    (_XS_FLOORS - 2 * (_LEVELS[codes] + move)).astype(np.float32) for codes, move in zip(_XS_CODES, XS_MOVES, strict=True)
-]
-
-# By floor(2 x) + 80, the code whose level is nearest to x: midpoints of levels are whole numbers there.
-_NEAREST = np.searchsorted(np.add(LEVELS[:-1], LEVELS[1:]), np.arange(-80, 80), side="right").astype(np.uint8)
+# By floor(2 x) + 80, the code whose level is nearest to x: midpoints of levels are whole numbers there. And the same by
+# floor(2 x) + 256 for each move of nl4_xs, with the levels moved.
+_MIDPOINTS = np.add(LEVELS[:-1], LEVELS[1:])
+_NEAREST = np.searchsorted(_MIDPOINTS, np.arange(-80, 80), side="right").astype(np.uint8)
+_XS_CODES = np.array([np.searchsorted(_MIDPOINTS + 2 * move, np.arange(-256, 256), side="right") for move in XS_MOVES], np.uint8)
 
 
-def encode(values: F32) -> Parts:
-    """The scale, of either sign, and the move that leave the least squared error found.
-
-    From each start codes are chosen, and the line of least squares through their levels and the values gives the next grid.
-    `quantize.rounding` tries more, compiled.
-    """
-    total_x = values.sum(axis=1)
-    low, high = np.minimum(values.min(axis=1), 0), np.maximum(values.max(axis=1), 0)
-    best_gain = np.zeros(len(values), np.float32)
-    best = _head((high - low) / _SPAN, best_gain)  # where that is infinite, it stays: no gain is a number then
-    for sign in (np.float32(1), np.float32(-1)):
-        for share in _SHARES:
-            # At least so large that a move reaches both ends.
-            up, down = (high, -low) if sign > 0 else (-low, high)
-            size = np.maximum((high - low) / _SPAN, np.maximum(up / _MOST, down / -_LEAST))
-            scale = sign * size * np.float32(share)
-            move = (low + high) / 2 * search.inverse(scale) - _MIDDLE
-            for _ in range(_STEPS):
-                head = _head(scale, move)
-                stored, whole = scales_and_moves(head)
-                levels = _LEVELS[_codes(values, stored, whole)]
-                along, squares, sums = (levels * values).sum(axis=1), (levels * levels).sum(axis=1), levels.sum(axis=1)
-                # Of the squared error over that of zeros, sums of level + move follow from those of levels.
-                gain = stored * (2 * (along + whole * total_x) - stored * (squares + whole * (2 * sums + whole * _COUNT)))
-                better = gain > best_gain
-                best, best_gain = np.where(better, head, best), np.where(better, gain, best_gain)
-                slope = (_COUNT * along - sums * total_x) * search.inverse(_COUNT * squares - sums * sums)
-                kept = slope * sign > 0
-                start = (total_x - slope * sums) / _COUNT
-                move = np.where(kept, start * search.inverse(slope), move)
-                # The scale that is best with the move as it will be stored.
-                moved = np.clip(np.rint(move), LEAST_MOVE, _MOST_MOVE)
-                slope = (along + moved * total_x) * search.inverse(squares + moved * (2 * sums + moved * _COUNT))
-                scale = np.where(kept & (slope * sign > 0), slope, scale)
-    return _parts_of(values, best)
-
-
-def parts_of(values: F32, scale: F32, move: F32) -> Parts:
-    """The parts of values [n, 32] whose grids are nearest to scales and moves [n]."""
-    return _parts_of(values, _head(scale, move))
-
-
-def _parts_of(values: F32, head: NDArray[np.uint16]) -> Parts:
+def encode(values: F32, weights: F32 | None = None, find: Searches = IN_NUMPY) -> Parts:
+    """The scale, of either sign, and the move that leave the least squared error found. weights: of errors, [n, 32]."""
+    head = _head(*find.moved(values, weights, LEVELS, MOVES, True))
     return {"head": head[:, None], "codes": _codes(values, *scales_and_moves(head))}
 
 
@@ -135,7 +78,7 @@ def _head(scale: F32, move: F32) -> NDArray[np.uint16]:
 
 def _codes(values: F32, scale: F32, move: F32) -> U8:
     """The codes of values [n, 32] that are nearest."""
-    doubled = np.floor(values * (2 * search.inverse(scale))[:, None] - (2 * move)[:, None])
+    doubled = np.floor(values * (2 * inverse(scale))[:, None] - (2 * move)[:, None])
     return _NEAREST[np.clip(doubled, -80, 79).astype(np.int16) + 80]
 
 
@@ -152,20 +95,14 @@ def _fields(parts: Parts) -> Parts:
     return {"head": top | (-LEAST_MOVE - parts["z"]).astype(np.uint16)}
 
 
-# Groups [n, 32], weights of their errors or None for ones, scales [n] -> the least weighted squared error under the scale, and the
-# sign (bit 3) and index of the move that leave it.
-Search = Callable[[F32, F32 | None, F32], tuple[F32, NDArray[Any]]]
-
-
-def encode_xs(values: F32, importance: F32 | None = None, search_grids: Search | None = None) -> Parts:
-    """The scale, steps, signs and moves that leave the least squared error. importance: of each value, [n, 256].
+def encode_xs(values: F32, weights: F32 | None = None, find: Searches = IN_NUMPY) -> Parts:
+    """The scale, steps, signs and moves that leave the least squared error. weights: of errors, [n, 256].
 
     The search tries all 144 grids of a group whose scale is near the smallest one that holds the group. A search from a few starts,
-    as in `encode`, misses the best grids, which leave 6 % less error (benchmarks/LOG.md). search_grids: a compiled function that
-    tries the moves; None for the one in NumPy.
+    as in `encode`, misses the best grids, which leave 6 % less error (benchmarks/LOG.md).
     """
     groups = values.reshape(-1, BLOCK)
-    weights = None if importance is None else importance.reshape(groups.shape)
+    weights = None if weights is None else weights.reshape(groups.shape)
     up, down = np.maximum(groups.max(axis=1), 0), np.maximum(-groups.min(axis=1), 0)
     turned = np.maximum(np.maximum(up, down) / _XS_FURTHEST, np.minimum(up, down) / _XS_NEARER)
     holding = np.maximum((up + down) / _SPAN, turned).astype("<f2").view(np.uint16).astype(np.int32)
@@ -178,7 +115,7 @@ def encode_xs(values: F32, importance: F32 | None = None, search_grids: Search |
     without = np.einsum("gk,gk->g", groups, groups if weights is None else groups * weights)  # of a scale of 0
     for n in range(_TRIED):
         scale = _xs_scales(tried[:, :, n].reshape(-1))
-        error, grid = (search_grids or _best_grids)(groups, weights, scale)
+        error, grid = find.moves_of_scales(groups, weights, scale, LEVELS, XS_MOVES)
         error = np.where(scale > 0, error, without)
         errors[:, :, n], grids[:, :, n] = error.reshape(own.shape), grid.reshape(own.shape)
     best_error = np.full(len(values), np.inf, np.float32)
@@ -203,26 +140,9 @@ def encode_xs(values: F32, importance: F32 | None = None, search_grids: Search |
     below = (best_top[:, None] - scales).astype(np.uint32) | signs << 3
     steps = np.bitwise_or.reduce(below << (4 * shifts), axis=1)
     scale = np.where(signs == 1, -_xs_scales(scales), _xs_scales(scales)).reshape(-1)
-    at = _floors(groups * (2 * search.inverse(scale))[:, None]).astype(np.intp) + 256
+    at = _floors(groups * (2 * inverse(scale))[:, None]).astype(np.intp) + 256
     codes = _XS_CODES[moves.reshape(-1, 1), at]
     return {"head": head[:, None], "steps": steps[:, None], "codes": codes.reshape(len(values), -1)}
-
-
-def _best_grids(groups: F32, weights: F32 | None, scale: F32) -> tuple[F32, U8]:
-    """The least squared error of groups [n, 32] under scales [n], and the sign (bit 3) and move that leave it."""
-    doubled = groups * (2 * search.inverse(scale))[:, None]
-    best, found = np.full(len(groups), np.inf, np.float32), np.zeros(len(groups), np.uint8)
-    for sign in range(2):
-        turned = -doubled if sign else doubled
-        floors = _floors(turned)
-        rest, at = turned - floors, floors.astype(np.intp) + 256
-        for move, misses in enumerate(_XS_MISSES):
-            miss = misses.take(at)
-            miss += rest
-            error = np.einsum("gk,gk->g", miss, miss if weights is None else miss * weights)
-            better = error < best
-            best, found = np.where(better, error, best), np.where(better, np.uint8(sign << 3 | move), found)
-    return best * np.square(scale / 2), found
 
 
 def _floors(doubled: F32) -> F32:
@@ -247,7 +167,7 @@ NL4 = Format(
     "nl4_g32",
     np.dtype([("head", "<u2"), ("codes", "u1", 16)]),
     BLOCK,
-    encode,
+    None,
     Affine(1, levels=LEVELS),
     (NIBBLES,),
     _parts,
@@ -255,18 +175,20 @@ NL4 = Format(
     planes=(bits(4), lanes("head", "<u2", BLOCK)),
     reader="nl4",
     gguf_type=OWN_GGUF_TYPES | 1,
+    search=encode,
 )
 NL4_XS = Format(
     "nl4_xs",
     np.dtype([("head", "<u4"), ("steps", "<u4"), ("codes", "u1", SUPERBLOCK // 2)]),
     SUPERBLOCK,
-    encode_xs,
+    None,
     Affine(1, levels=LEVELS),
     (NIBBLES,),
     _parts_xs,
     planes=(bits(4), lanes("head", "<u4", SUPERBLOCK), lanes("steps", "<u4", SUPERBLOCK)),
     reader="nl4_xs",
     gguf_type=OWN_GGUF_TYPES | 2,
+    search=encode_xs,
 )
 NL4_R = replace(NL4_XS, name="nl4_r", reader="nl4_r", gguf_type=OWN_GGUF_TYPES | 3, free_codes=False, rotated=True)
 

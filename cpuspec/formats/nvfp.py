@@ -10,10 +10,10 @@ the scale for each 64 values takes 11 % more bytes. Without it, every matrix wou
 import numpy as np
 
 from cpuspec.errors import FormatError
-from cpuspec.formats import search
 from cpuspec.formats.format import F32, Affine, CodeField, Format, Parts
 from cpuspec.formats.mx import E2M1_DOUBLED
 from cpuspec.formats.packing import bits, lanes
+from cpuspec.formats.search import Searches, inverse
 from cpuspec.formats.tensor import QuantTensor
 
 BLOCK = 64
@@ -38,13 +38,13 @@ _MIDPOINTS = (_MAGNITUDES[:-1] + _MAGNITUDES[1:]) / 2
 _NUM_SCALES = 0x7F  # bytes 0 to 0x7E are scales in order
 
 
-def encode_nvfp4(values: F32, importance: F32 | None = None) -> Parts:
+def encode_nvfp4(values: F32, weights: F32 | None, _: Searches) -> Parts:
     """The scale nearest to the largest magnitude over 6, or one of its two neighbours, whichever leaves the least squared error.
 
-    importance: of each value, [n, 64]. Raises FormatError for magnitudes above 2688.
+    weights: of errors, [n, 64]. Raises FormatError for magnitudes above 2688.
     """
     groups = values.reshape(-1, _GROUP)
-    weights = np.float32(1) if importance is None else importance.reshape(-1, _GROUP)
+    weights = np.ones_like(groups) if weights is None else weights.reshape(-1, _GROUP)
     peak = np.abs(groups).max(axis=1)
     if peak.max() > LARGEST:
         raise FormatError(f"nvfp4 cannot hold {peak.max():g}: it ends at {LARGEST:g}; use mxfp4, bf16 or f32")
@@ -55,7 +55,7 @@ def encode_nvfp4(values: F32, importance: F32 | None = None) -> Parts:
     for step in (0, -1, 1):
         tried = np.clip(middle + step, 0, _NUM_SCALES - 1).astype(np.uint8)
         d = HALF_SCALES[tried][:, None]
-        magnitudes = np.searchsorted(_MIDPOINTS, np.abs(groups) * search.inverse(d)).astype(np.uint8)
+        magnitudes = np.searchsorted(_MIDPOINTS, np.abs(groups) * inverse(d)).astype(np.uint8)
         found = magnitudes | np.where((groups < 0) & (magnitudes > 0), np.uint8(8), np.uint8(0))
         error = (np.square(np.abs(groups) - _MAGNITUDES[magnitudes] * d) * weights).sum(axis=1)
         better = error < best_error
@@ -64,35 +64,35 @@ def encode_nvfp4(values: F32, importance: F32 | None = None) -> Parts:
     return {"scales": scales.reshape(-1, _GROUPS), "codes": codes.reshape(len(values), BLOCK)}
 
 
-def encode_nvfp4_global(values: F32, importance: F32 | None = None) -> Parts:
+def encode_nvfp4_global(values: F32, weights: F32 | None, find: Searches) -> Parts:
     """`encode_nvfp4`, and 1 for the scale of the tensor."""
-    return {"d": np.ones((len(values), 1), np.float32), **encode_nvfp4(values, importance)}
+    return {"d": np.ones((len(values), 1), np.float32), **encode_nvfp4(values, weights, find)}
 
 
 NVFP4 = Format(
     "nvfp4",
     np.dtype([("scales", "u1", _GROUPS), ("codes", "u1", 32)]),
     BLOCK,
-    encode_nvfp4,
+    None,
     Affine(levels=E2M1_DOUBLED),
     _CODES,
     lambda fields: {"d": HALF_SCALES[fields["scales"]]},
     planes=(bits(4), lanes("scales", "u1", _GROUP)),
     reader="nvfp4",
     gguf_type=40,
-    encode_weighed=encode_nvfp4,
+    search=encode_nvfp4,
 )
 NVFP4_GLOBAL = Format(
     "nvfp4_global",
     np.dtype([("d", "<f4"), ("scales", "u1", _GROUPS), ("codes", "u1", 32)]),
     BLOCK,
-    encode_nvfp4_global,
+    None,
     Affine(levels=E2M1_DOUBLED),
     _CODES,
     lambda fields: {"s": HALF_SCALES[fields["scales"]]},
     planes=(bits(4), lanes("scales", "u1", _GROUP), lanes("d", "<f4", BLOCK)),
     reader="nvfp4",
-    encode_weighed=encode_nvfp4_global,
+    search=encode_nvfp4_global,
 )
 
 FORMATS = (NVFP4, NVFP4_GLOBAL)

@@ -1,14 +1,23 @@
-"""The search of several encoders for the scale and zero point of a group with the least squared error.
+"""Searches for the scales, minima and moves of groups with the least weighted squared error.
 
-Numbers lie as [values of a group, groups], and sums add one value after another: NumPy's sums have an order that depends on the
-shape, and the compiled twin in `kernels.encode` must give the same bits.
+`fitted` is the encoder of every format whose values are scale * (level + move), or scale * code - minimum. It asks `Searches` for
+the scales: the ones here in NumPy, or their compiled twins in `kernels.fit`, which try each start twice.
+
+`fit` is the search of two- and three-bit formats. Its numbers lie as [values of a group, groups], and sums add one value after
+another: NumPy's sums have an order that depends on the shape, and the compiled twin in `kernels.encode` must give the same bits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cpuspec.formats.format import F32
+if TYPE_CHECKING:
+    from cpuspec.formats.format import Format
+
+F32 = NDArray[np.float32]
+Parts = dict[str, NDArray[Any]]  # the contents of blocks or rows: [n, numbers of each]
 
 # Starting grids of two- and three-bit formats: cutting outliers pays for the other values, and so does moving the grid. On real
 # weights the remaining error is within 1 % of the least possible one, and without moves within 1 to 4 %.
@@ -74,7 +83,7 @@ def rounded(values: F32, largest: np.float32) -> F32:
     return np.clip(np.rint(values), 0, largest)
 
 
-def inverse(values: F32) -> F32:
+def inverse(values: F32 | np.floating[Any]) -> F32:
     """1 / values, and 0 where that is not finite."""
     with np.errstate(divide="ignore", over="ignore"):
         inverted = np.float32(1) / values
@@ -86,3 +95,225 @@ def _sum(values: F32) -> F32:
     for row in values[1:]:
         total += row
     return total
+
+
+class Searches(NamedTuple):
+    """One implementation of all searches. groups, and weights of their errors: F32 [n, k]; weights None are ones.
+
+    scales: (groups, weights, levels) -> the scale [n], of either sign, under which levels, ascending, come nearest.
+    lines: (groups, weights, largest, minimum_is_free) -> scales and minima [n] for which scale * code - minimum, codes 0 to
+    largest, comes nearest. A minimum is at least 0 unless it is free.
+    whole_lines: (groups, weights, units, whole, largest, most) -> the best scales and minima that are whole multiples, 0 to most,
+    of units [n] each: `whole` or their neighbours.
+    moved: (groups, weights, levels, moves, signs) -> scales and moves [n] for which scale * (level + move) comes nearest. signs:
+    whether scales may be below zero.
+    moves_of_scales: (groups, weights, scales, levels, moves) -> under given scales, above 0 but for their signs, the least errors
+    and the index of the move, to which the number of moves is added where the sign is minus.
+    points: (groups, weights, magnitudes, offered, near) -> the index in `near` [n] of the nearest of sixteen points. magnitudes:
+    those that a value may have. offered F32 [all, k, 16], near I32 [all, 16]: magnitudes and indices of sixteen points, by the
+    number of the point that a group would be if there were all of them, the first of its values counting least.
+    """
+
+    scales: Callable[..., F32]
+    lines: Callable[..., tuple[F32, F32]]
+    whole_lines: Callable[..., tuple[F32, F32]]
+    moved: Callable[..., tuple[F32, F32]]
+    moves_of_scales: Callable[..., tuple[F32, F32]]
+    points: Callable[..., NDArray[np.int32]]
+
+
+def fitted(format: "Format", values: F32, weights: F32 | None, find: Searches) -> Parts:
+    """The parts of blocks F32 [n, block_size], with the scales that leave the least weighted error found."""
+    assert format.affine, "a format of plain numbers has no scales"
+    like = format.split(np.zeros((1, format.block_bytes), np.uint8))
+    x = values.reshape(len(values), format.grid(like).scale.shape[1], -1)
+    shape, groups = x.shape[:2], x.reshape(-1, x.shape[2])
+    weights = None if weights is None else weights.reshape(groups.shape)
+    zero, num_codes = format.affine.zero, 1 << format.code_bits
+    if "z" in like and "base" not in like and zero == 1:
+        d, move = find.moved(groups, weights, range(num_codes), [-code for code in range(num_codes)], False)
+        stored = {"d": d.astype("<f2").reshape(shape), "z": (-move).astype(np.uint8).reshape(shape)}
+    elif "base" in like or "z" in like:
+        stored = _lines(format, groups, weights, shape, find)
+    else:
+        levels = format.affine.levels or [code - zero for code in range(num_codes)]
+        stored = _stored(find.scales(groups, weights, sorted(levels)).reshape(shape), format.scale_range)
+    scale, offset = (part[:, :, None] for part in format.grid(stored))
+    return stored | {"codes": format.nearest(x, scale, offset).reshape(len(x), -1)}
+
+
+def _stored(scale: F32, scale_range: tuple[int, int] | None) -> Parts:
+    """The parts that hold scales [n, g] best. scale_range: the least and the greatest multiple of d; None for no multiples."""
+    if scale_range is None:
+        return {"d": scale.astype("<f2")}
+    peak = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
+    d = (peak / scale_range[0]).astype("<f2")
+    return {"d": d, "s": np.clip(np.rint(scale * inverse(d.astype(np.float32))), *scale_range).astype(np.int8)}
+
+
+def _lines(format: "Format", groups: F32, weights: F32 | None, shape: tuple[int, ...], find: Searches) -> Parts:
+    """The parts that hold scales and minima of groups [n g, k]. shape: n and g."""
+    assert format.affine, "checked by `fitted`"
+    zero, largest = np.float32(format.affine.zero), (1 << format.code_bits) - 1
+    is_free = zero < 0  # base is then not the minimum but its negative, of either sign
+    scale, minimum = find.lines(groups, weights, largest, is_free)
+    if format.scale_range:
+        most = format.scale_range[1]
+        d, of_scales, scales = _multiples(scale, shape, most)
+        base, of_minima, minima = _multiples(minimum, shape, most)
+        found = find.whole_lines(groups, weights, (of_scales, of_minima), (scales, minima), largest, most)
+        s, z = (part.astype(np.uint8).reshape(shape) for part in found)
+        return {"d": d, "base": base, "s": s, "z": z}
+    d, minimum = scale.astype("<f2").reshape(shape), minimum.reshape(shape)
+    if is_free:
+        return {"d": d, "base": (minimum / zero).astype("<f2")}
+    return {"d": d, "z": np.clip(np.rint(minimum * inverse(d.astype(np.float32) * zero)), 0, 255).astype(np.uint8)}
+
+
+def _multiples(numbers: F32, shape: tuple[int, ...], most: int) -> tuple[NDArray[np.float16], F32, F32]:
+    """Numbers of groups, of `shape` [n, g], as multiples 0 to `most` of a unit of each n: the unit, F16 [n, 1]; both by group."""
+    unit = (numbers.reshape(shape).max(axis=1, keepdims=True) / most).astype("<f2")
+    by_group = np.repeat(unit.astype(np.float32), shape[1])
+    return unit, by_group, np.clip(np.rint(numbers * inverse(by_group)), 0, most)
+
+
+# Starts of a search for scales: the value of largest magnitude lies some code steps beyond the last level or before it, or at a
+# multiple of the last level, which cuts it off. Cuts pay where codes are few.
+_STEPS_BEYOND = tuple(np.linspace(-1.5, 0.9, 5))
+_CUTS = (1.2, 1.5, 2.2, 3.5)
+# Starts of a search for lines: the length and the begin of a line, as shares of the range of the group. A range ends some steps
+# beyond the last code or before it; a cut leaves out one end or both.
+_LINE_STEPS_BEYOND = tuple(np.linspace(-1.2, 0.9, 9))
+_LINE_CUTS = ((0.94, 0.03), (0.85, 0.07), (0.8, 0.0), (0.8, 0.2), (0.65, 0.17))
+MOVED_SHARES = tuple(np.float32(share) for share in (0.8, 1.0))  # of the scale that just holds a group: starts of `moved`
+
+
+def scale_starts(levels: Sequence[float]) -> list[float]:
+    """Where each start of `Searches.scales` puts the value of largest magnitude. The first is beside the further end."""
+    ends = sorted((levels[0], levels[-1]), key=abs, reverse=True)
+    spacing = abs(ends[0]) / (len(levels) // 2)
+    return [end * share for end in ends for share in (*(1 + beyond * spacing / abs(end) for beyond in _STEPS_BEYOND), *_CUTS)]
+
+
+def line_starts(largest: int) -> list[tuple[float, float]]:
+    """The length and the begin of each start of `Searches.lines`."""
+    return [*((largest / (largest + beyond), 0) for beyond in _LINE_STEPS_BEYOND), *_LINE_CUTS]
+
+
+def scales(groups: F32, weights: F32 | None, levels: Sequence[float]) -> F32:
+    """`Searches.scales`."""
+    starts, nearest_level = scale_starts(levels), level_finder(levels)
+    peak = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)
+    choices = (nearest_level(groups * (np.float32(start) * inverse(peak))) for start in starts)
+    return scale_of_best(groups, weights, peak[:, 0] * inverse(np.float32(starts[0])), choices, signed=True)
+
+
+def lines(groups: F32, weights: F32 | None, largest: int, minimum_is_free: bool) -> tuple[F32, F32]:
+    """`Searches.lines`."""
+    weights = np.ones_like(groups) if weights is None else weights
+    low, high, zero = groups.min(axis=1), groups.max(axis=1), np.float32(0)
+    low = low if minimum_is_free else np.minimum(low, zero)
+    span, total, total_x = high - low, weights.sum(axis=1), (weights * groups).sum(axis=1)
+    best_scale, best_start, best_error = span / largest, low, np.full(span.shape, np.inf, np.float32)
+    for length, begin in line_starts(largest):
+        scale, start = span * np.float32(length / largest), low + span * np.float32(begin)
+        codes = rounded((groups - start[:, None]) * inverse(scale)[:, None], np.float32(largest))
+        heavy = weights * codes
+        sums, squares, products = heavy.sum(axis=1), (heavy * codes).sum(axis=1), (heavy * groups).sum(axis=1)
+        slope = (total * products - sums * total_x) * inverse(total * squares - sums * sums)
+        fitted_start = (total_x - slope * sums) * inverse(total)
+        if not minimum_is_free:
+            slope = np.where(fitted_start > 0, products * inverse(squares), slope)
+            fitted_start = np.minimum(fitted_start, zero)
+        scale, start = (np.where(slope > 0, new, old) for new, old in ((slope, scale), (fitted_start, start)))
+        error = (np.square(scale[:, None] * codes + start[:, None] - groups) * weights).sum(axis=1)
+        better = error < best_error
+        best_scale, best_start = np.where(better, scale, best_scale), np.where(better, start, best_start)
+        best_error = np.where(better, error, best_error)
+    return best_scale, -best_start
+
+
+def whole_lines(
+    groups: F32, weights: F32 | None, units: tuple[F32, F32], whole: tuple[F32, F32], largest: int, most: int
+) -> tuple[F32, F32]:
+    """`Searches.whole_lines`."""
+    weights = np.ones_like(groups) if weights is None else weights
+    tried = [(np.clip(whole[0] + a, 0, most), np.clip(whole[1] + b, 0, most)) for a in (-1, 0, 1) for b in (-1, 0, 1)]
+    errors = []
+    for scales, minima in tried:
+        step, start = (units[0] * scales)[:, None], -(units[1] * minima)[:, None]
+        codes = rounded((groups - start) * inverse(step), np.float32(largest))
+        errors.append((np.square(step * codes + start - groups) * weights).sum(axis=1))
+    best = np.argmin(np.where(np.isfinite(errors), errors, np.inf), axis=0)
+    both = [np.choose(best, numbers).astype(np.float32) for numbers in zip(*tried, strict=True)]
+    return both[0], both[1]
+
+
+def moved(groups: F32, weights: F32 | None, levels: Sequence[float], moves: Sequence[float], signs: bool) -> tuple[F32, F32]:
+    """`Searches.moved`."""
+    low, high, nearest_level = np.float32(levels[0]), np.float32(levels[-1]), level_finder(levels)
+    least, most = np.minimum(groups.min(axis=1), 0), np.maximum(groups.max(axis=1), 0)
+    best, best_move, best_gain = (most - least) / (high - low), np.zeros_like(least), np.zeros_like(least)
+    weighted = groups if weights is None else groups * weights
+    for sign in (1, -1)[: 1 + signs]:
+        ends = (most, least) if sign > 0 else (-least, -most)
+        for move in map(np.float32, moves):
+            holding = np.maximum(ends[0] * inverse(high + move), ends[1] * inverse(low + move))
+            for share in MOVED_SHARES:
+                found = nearest_level(groups * (sign * inverse(holding * share))[:, None] - move) + move
+                products = (found * weighted).sum(axis=1)
+                scale = products * inverse((found * found if weights is None else found * found * weights).sum(axis=1))
+                better = products * scale > best_gain
+                best, best_move = np.where(better, scale, best), np.where(better, move, best_move)
+                best_gain = np.where(better, products * scale, best_gain)
+    return best, best_move
+
+
+def moves_of_scales(
+    groups: F32, weights: F32 | None, scales: F32, levels: Sequence[float], moves: Sequence[float]
+) -> tuple[F32, F32]:
+    """`Searches.moves_of_scales`."""
+    nearest_level, errors = level_finder(levels), []
+    for sign in (1, -1):
+        scaled = groups * (sign * inverse(scales))[:, None]
+        for move in map(np.float32, moves):
+            miss = nearest_level(scaled - move) + move - scaled
+            errors.append(np.einsum("gk,gk->g", miss, miss if weights is None else miss * weights))
+    best = np.argmin(errors, axis=0)
+    return np.min(errors, axis=0) * np.square(scales), best.astype(np.float32)
+
+
+def level_finder(levels: Sequence[float]) -> Callable[[F32], F32]:
+    """A function that returns the nearest of ascending levels for each of its values."""
+    table, middles = np.array(levels, np.float32), np.add(levels[:-1], levels[1:]) / 2
+    if any(level != int(level) for level in levels):
+        return lambda scaled: table[np.searchsorted(middles, scaled)]
+    # Middles of whole levels are multiples of a half: a table by floor(2 x) is quicker than a search.
+    first, last = 2 * int(levels[0]) - 1, 2 * int(levels[-1]) + 1
+    by_halves = table[np.searchsorted(middles, np.arange(first, last + 1) / 2, side="right")]
+    return lambda scaled: by_halves[(np.clip(np.floor(scaled * 2), first, last) - first).astype(np.int16)]
+
+
+_ROWS_AT_ONCE = 1 << 9  # of errors
+
+
+def points(groups: F32, weights: F32 | None, magnitudes: Sequence[int], offered: F32, near: NDArray[np.int32]) -> NDArray[np.int32]:
+    """`Searches.points`."""
+    middles = np.add(magnitudes[:-1], magnitudes[1:]) / 2
+    numbers = np.searchsorted(middles.astype(np.float32), groups) @ len(magnitudes) ** np.arange(groups.shape[1])
+    best = np.empty(len(groups), np.intp)
+    for start in range(0, len(groups), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        errors = np.zeros((len(best[rows]), near.shape[1]), np.float32)
+        for value in range(groups.shape[1]):  # one after the other: numpy is slow where the inner sums are short
+            misses = offered[numbers[rows], value]
+            misses -= groups[rows, value, None]
+            misses *= misses
+            if weights is not None:
+                misses *= weights[rows, value, None]
+            errors += misses
+        best[rows] = errors.argmin(axis=1)
+    return near[numbers, best]
+
+
+IN_NUMPY = Searches(scales, lines, whole_lines, moved, moves_of_scales, points)

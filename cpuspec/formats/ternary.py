@@ -18,31 +18,14 @@ from cpuspec.formats.packing import bits, lanes
 _PLACES = np.array([1, 3, 9, 27, 81], np.uint8)  # factors that push digits 0 to 4 to the top
 _RUNS = ((0, 32, 5), (32, 16, 5), (48, 4, 4))  # of bytes: first, number, digits in each
 
-_SHARES = np.linspace(0.3, 1.0, 15, dtype=np.float32)
 
-
-def encode(values: F32, importance: F32 | None = None) -> Parts:
-    """Without importance the largest magnitude is d, as in ggml: right for weights that are ternary. importance: of each value,
-    [n, 256]; the scale that leaves the least squared error is searched for.
-    """
+def encode(values: F32) -> Parts:
+    """The largest magnitude is d, as in ggml: right for weights that are ternary."""
     d = np.abs(values).max(axis=1, keepdims=True)
-    if importance is not None:
-        d = _fit(values, d, importance).astype("<f2").astype(np.float32)
     scaled = values * search.inverse(d)
     # Halves away from zero, as C rounds. Not floor(magnitude + 0.5): that sum rounds 0.49999997 up.
     digits = np.minimum(np.floor(2 * np.abs(scaled)), 1)
     return {"d": d, "codes": (1 + np.copysign(digits, scaled)).astype(np.uint8)}
-
-
-def _fit(values: F32, peak: F32, importance: F32) -> F32:
-    best_d, best_gain = peak, np.zeros_like(peak)
-    for share in _SHARES:
-        taken = np.abs(values) >= peak * (share / 2)
-        along = (np.abs(values) * importance * taken).sum(axis=1, keepdims=True)
-        d = along * search.inverse((importance * taken).sum(axis=1, keepdims=True))
-        gain = along * d
-        best_d, best_gain = np.where(gain > best_gain, d, best_d), np.maximum(gain, best_gain)
-    return best_d
 
 
 def digits_tq1_0(fields: NDArray) -> Parts:

@@ -18,6 +18,7 @@ from cpuspec.formats.tensor import F32, U8
 from cpuspec.kernels import machine_code, simd
 from cpuspec.kernels.blocks import inverted, larger, lay, rounded, smaller, splat
 from cpuspec.kernels.embed import row_decoder
+from cpuspec.kernels.fit import COMPILED
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.simd import LANES
 
@@ -166,9 +167,9 @@ def _compiled(format_name: str) -> Encoder:
 
 
 def encode(format: Format, values: F32) -> U8:
-    """`format.encode(values)`, by a compiled encoder if there is one. Other Python threads run meanwhile."""
+    """`format.encode(values)`, by a compiled encoder or with compiled searches. Other Python threads run meanwhile."""
     if format.name not in _ENCODERS:
-        return format.encode(values)
+        return format.encode(values, COMPILED)
     source = np.ascontiguousarray(values, np.float32)
     data = np.empty((*source.shape[:-1], format.row_bytes(source.shape[-1])), np.uint8)
     room = np.empty((LANES + 1) * format.block_size, np.float32)

@@ -1,6 +1,6 @@
-"""Searches for the scales, and minima, of groups of values whose errors have weights, compiled: sixteen groups at a time.
+"""`formats.search.Searches` compiled: sixteen groups at a time.
 
-They try many grids, and each takes a pass over the values: in numpy 200 to 1,300 ns a weight, here some 10.
+Each grid that is tried takes a pass over the values: in numpy 100 to 500 ns a weight in all, here some 10.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,82 +10,57 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.formats.tensor import F32
+from cpuspec.formats.search import F32, MOVED_SHARES, Searches, line_starts, scale_starts
 from cpuspec.kernels import machine_code, simd
 from cpuspec.kernels.blocks import inverted, larger, lay, rounded, smaller, splat
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.simd import LANES
 
-# Where searches start. The value of largest magnitude is put some code steps beyond the last level or before it, or at a multiple
-# of the last level, which cuts it off: cuts pay where codes are few. The range of a line ends likewise some steps beyond the last
-# code; a cut has the length of a line and its begin, both as shares of the range of the group.
-_LEVELS_BEYOND = tuple(np.linspace(-1.5, 0.9, 5))
-_CUTS_OF_LEVELS = (1.2, 1.5, 2.2, 3.5)
-_LINES_BEYOND = tuple(np.linspace(-1.2, 0.9, 9))
-_CUTS_OF_LINES = ((0.94, 0.03), (0.85, 0.07), (0.8, 0.0), (0.8, 0.2), (0.65, 0.17))
 _TURNS = 2  # of a search from a start
-_SHARES = tuple(np.float32(share) for share in (0.8, 1.0))  # of the scale that just holds a group
 _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 
 
-def scales(groups: F32, weights: F32, levels: Sequence[float]) -> F32:
-    """The scale, of either sign, under which levels come nearest to each group, F32 [n].
-
-    groups, weights: F32 [n, k]. levels: ascending, of both signs. From each start the nearest levels are chosen, and the scale of
-    least weighted squares for these is the next one.
-    """
+def scales(groups: F32, weights: F32 | None, levels: Sequence[float]) -> F32:
+    """`Searches.scales`: from each start levels are chosen, and the scale of least squares for these is the next one."""
     steps = np.diff(levels)
     whole = bool((steps == 1).all())
     table = np.array(_with_middles(levels), np.float32)
-    ends = sorted((levels[0], levels[-1]), key=abs, reverse=True)
-    spacing = abs(ends[0]) / (len(levels) // 2)
-    starts = [
-        end * share for end in ends for share in (*(1 + beyond * spacing / abs(end) for beyond in _LEVELS_BEYOND), *_CUTS_OF_LEVELS)
-    ]
+    starts = scale_starts(levels)
     out = np.empty(_whole(len(groups)), np.float32)
     _run("fit-scales", _scales, groups, weights, np.array([*table, *starts], np.float32), len(table), whole, out)
     return out[: len(groups)]
 
 
-def lines(groups: F32, weights: F32, largest: int, minimum_is_free: bool) -> tuple[F32, F32]:
-    """Scales and minima, F32 [n] each, for which scale * code - minimum, codes 0 to `largest`, comes nearest to each group.
-
-    groups, weights: F32 [n, k]. From each start codes are chosen, and the line of least weighted squares through codes and values
-    is the next one. A minimum is at least 0 unless it is free.
-    """
+def lines(groups: F32, weights: F32 | None, largest: int, minimum_is_free: bool) -> tuple[F32, F32]:
+    """`Searches.lines`: from each start codes are chosen, and their line of least squares is the next one."""
     out = np.empty((2, _whole(len(groups))), np.float32)
-    starts = np.array([*((largest / (largest + beyond), 0) for beyond in _LINES_BEYOND), *_CUTS_OF_LINES], np.float32)
-    _run("fit-lines", _lines, groups, weights, starts.reshape(-1), largest, minimum_is_free, out)
+    starts = np.array(line_starts(largest), np.float32).reshape(-1)
+    _run("fit-lines", _lines, groups, weights, starts, largest, minimum_is_free, out)
     return out[0, : len(groups)], out[1, : len(groups)]
 
 
 def whole_lines(
-    groups: F32, weights: F32, units: tuple[F32, F32], whole: tuple[F32, F32], largest: int, most: int
+    groups: F32, weights: F32 | None, units: tuple[F32, F32], whole: tuple[F32, F32], largest: int, most: int
 ) -> tuple[F32, F32]:
-    """Scales and minima as in `lines` that are whole multiples of units, up to `most`: of those given and their neighbours the ones
-    that leave the least error together. units, whole: of scales and of minima, F32 [n] each.
-    """
+    """`Searches.whole_lines`."""
     out = np.zeros((4, _whole(len(groups))), np.float32)
     out[:, : len(groups)] = *units, *whole
     _run("fit-whole-lines", _whole_lines, groups, weights, np.zeros(1, np.float32), largest, most, out)
     return out[2, : len(groups)], out[3, : len(groups)]
 
 
-def moved(groups: F32, weights: F32, levels: Sequence[float], moves: Sequence[float], signs: bool) -> tuple[F32, F32]:
-    """Scales, with signs of either sign, and moves, F32 [n] each, for which scale * (level + move) comes nearest to each group.
-
-    groups, weights: F32 [n, k]. levels: ascending. All moves are tried, with several scales.
-    """
+def moved(groups: F32, weights: F32 | None, levels: Sequence[float], moves: Sequence[float], signs: bool) -> tuple[F32, F32]:
+    """`Searches.moved`: all moves are tried, with several scales."""
     table = np.array([*_with_middles(levels), *moves], np.float32)
     out = np.empty((2, _whole(len(groups))), np.float32)
     _run("fit-moved", _moved, groups, weights, table, 2 * len(levels) - 1, signs, out)
     return out[0, : len(groups)], out[1, : len(groups)]
 
 
-def moves_of_scales(groups: F32, weights: F32, scales: F32, levels: Sequence[float], moves: Sequence[float]) -> tuple[F32, F32]:
-    """As `moved` with scales [n], above 0, given but for their signs: the weighted squared errors, and the index of the move, to
-    which the number of moves is added where the sign is minus; F32 [n] each.
-    """
+def moves_of_scales(
+    groups: F32, weights: F32 | None, scales: F32, levels: Sequence[float], moves: Sequence[float]
+) -> tuple[F32, F32]:
+    """`Searches.moves_of_scales`."""
     table = np.array([*_with_middles(levels), *moves], np.float32)
     out = np.zeros((2, _whole(len(groups))), np.float32)
     out[0, : len(groups)] = scales
@@ -93,13 +68,8 @@ def moves_of_scales(groups: F32, weights: F32, scales: F32, levels: Sequence[flo
     return out[0, : len(groups)], out[1, : len(groups)]
 
 
-def points(sizes: F32, weights: F32, magnitudes: Sequence[int], offered: F32, near: NDArray[np.int32]) -> NDArray[np.int32]:
-    """For each group the index in `near` of the offered point with the least weighted squared error, I32 [n].
-
-    sizes, weights: F32 [n, dims]. magnitudes: what values may be. offered, F32 [all, dims, 16], and near, I32 [all, 16]: the
-    magnitudes of sixteen points and which these are, by the number of the point that a group would be if there were all of them,
-    the first of its values counting least.
-    """
+def points(sizes: F32, weights: F32 | None, magnitudes: Sequence[int], offered: F32, near: NDArray[np.int32]) -> NDArray[np.int32]:
+    """`Searches.points`."""
     number = len(magnitudes) ** sizes.shape[1]
     wanted = (number, sizes.shape[1], LANES), (number, LANES)
     if (offered.shape, near.shape) != wanted:
@@ -125,7 +95,10 @@ def _whole(count: int) -> int:
 Search = Callable[..., None]
 
 
-def _run(name: str, search: Search, groups: F32, weights: F32, numbers: F32, first: int, second: int, out: NDArray[Any]) -> None:
+def _run(
+    name: str, search: Search, groups: F32, weights: F32 | None, numbers: F32, first: int, second: int, out: NDArray[Any]
+) -> None:
+    weights = np.ones_like(groups) if weights is None else weights
     if groups.shape != weights.shape or groups.ndim != 2 or not groups.shape[1]:
         raise ValueError(f"groups are {list(groups.shape)} and their weights {list(weights.shape)}, wanted [n, k] both")
     x, w = (np.ascontiguousarray(part, np.float32) for part in (groups, weights))
@@ -284,7 +257,7 @@ def _moved(x, w, size, table, num_numbers, count, signs, out, row):
             up, down, sign = least * inverted(high + move), most * inverted(low + move), splat(-_ONE)
             up, down = splat(_ZERO) - up, splat(_ZERO) - down
         holding = larger(up, down)
-        for share in _SHARES:
+        for share in MOVED_SHARES:
             inverse = sign * inverted(holding * splat(share))
             scale = gain = splat(_ZERO)
             for _ in range(_TURNS):
@@ -335,3 +308,6 @@ def _points(groups, weights, middles, out, _room, number, size, num_middles, off
             error = simd.fma(miss * miss, splat(simd.peek_f32(w + 4 * i)), error)
         best = simd.first_equal(error, splat(simd.min_lanes(error)))
         simd.poke_i32(out + 4 * n, simd.peek_i32(near + 64 * point + 4 * min(best, LANES - 1)))
+
+
+COMPILED = Searches(scales, lines, whole_lines, moved, moves_of_scales, points)

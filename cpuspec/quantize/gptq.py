@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cpuspec.formats import Format
+from cpuspec.formats.format import Grid
 from cpuspec.formats.tensor import F32, U8
-from cpuspec.quantize.rounding import Grid, encode, grid_of, nearest, values_of
+from cpuspec.quantize.rounding import encode
 
 _BATCH = 256  # columns whose corrections reach the columns behind them in one product
 _STEP = 32  # columns whose corrections reach the rest of a batch in one product
@@ -108,9 +109,9 @@ def quantize(format: Format, matrix: F32, of_inputs: Factors, act_order: bool) -
                 width = columns if act_order else size
                 group = place * len(grids[0].scale) // width
                 grid = Grid(grids[0].scale[group], grids[0].offset[group])
-                code = nearest(format, w[column], grid)
+                code = format.nearest(w[column], *grid)
                 codes[order[column]] = code
-                error = (w[column] - values_of(format, code, grid)) * np.float32(1 / upper[column, column])
+                error = (w[column] - format.values_of(code, *grid)) * np.float32(1 / upper[column, column])
                 errors[column - start] = error
                 w[column + 1 : step_end] -= upper[column, column + 1 : step_end, None] * error
             if step_end < end:
@@ -125,5 +126,5 @@ def quantize(format: Format, matrix: F32, of_inputs: Factors, act_order: bool) -
 def _grid(format: Format, encoded: U8) -> Grid:
     """The grid of rows, each factor [groups, rows]."""
     rows = len(encoded)
-    grid = grid_of(format, format.split(encoded))
+    grid = format.grid(format.split(encoded))
     return Grid(*(np.ascontiguousarray(part.reshape(rows, -1).T) for part in grid))

@@ -1,4 +1,4 @@
-"""Compiled searches find scales that leave about the least error there is, each group by itself."""
+"""Searches find scales that leave about the least error there is, each group by itself."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from cpuspec.formats import grids, nl4, nonlinear
+from cpuspec.formats.search import IN_NUMPY, Searches
 from cpuspec.kernels import fit
+from cpuspec.kernels.fit import COMPILED
 
+every = pytest.mark.parametrize("find", [COMPILED, IN_NUMPY], ids=["compiled", "numpy"])
 LEVELS = {"signed": range(-4, 4), "three": (-1, 0, 1), "table": nonlinear.LEVELS}
 
 
@@ -21,23 +24,25 @@ def _error(x: np.ndarray, weights: np.ndarray, values: np.ndarray) -> np.ndarray
     return (np.square(np.abs(x[:, :, None] - values[:, None]).min(axis=2)) * weights).sum(axis=1)
 
 
+@every
 @pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("size", [16, 32, 128])
-def test_few_scales_leave_less_error_than_those_found(name: str, size: int) -> None:
+def test_few_scales_leave_less_error_than_those_found(name: str, size: int, find: Searches) -> None:
     x, weights = _groups(50, size)
     levels = np.array(LEVELS[name], np.float64)
-    found = _error(x, weights, fit.scales(x, weights, LEVELS[name])[:, None] * levels)
+    found = _error(x, weights, find.scales(x, weights, LEVELS[name])[:, None] * levels)
     all_scales = np.abs(x).max(axis=1)[:, None] / np.abs(levels).max() * np.linspace(-2, 2, 1001)
     least = np.min([_error(x, weights, scale[:, None] * levels) for scale in all_scales.T], axis=0)
     assert found.sum() < 1.03 * least.sum()
     assert (found < np.square(x * np.sqrt(weights)).sum(axis=1)).all()
 
 
+@every
 @pytest.mark.parametrize("is_free", [False, True])
-def test_few_lines_leave_less_error_than_those_found(is_free: bool) -> None:
+def test_few_lines_leave_less_error_than_those_found(is_free: bool, find: Searches) -> None:
     x, weights = _groups(40)
     x += np.linspace(-3, 3, len(x), dtype=np.float32)[:, None]
-    scale, minimum = fit.lines(x, weights, 7, is_free)
+    scale, minimum = find.lines(x, weights, 7, is_free)
     assert is_free or (minimum >= 0).all()
     found = _error(x, weights, scale[:, None] * np.arange(8) - minimum[:, None])
     low = x.min(axis=1) if is_free else np.minimum(x.min(axis=1), 0)
@@ -50,26 +55,28 @@ def test_few_lines_leave_less_error_than_those_found(is_free: bool) -> None:
     assert found.sum() < 1.04 * least.sum()
 
 
-def test_whole_scales_and_minima_are_the_best_of_nine() -> None:
+@every
+def test_whole_scales_and_minima_are_the_best_of_nine(find: Searches) -> None:
     x, weights = _groups(35)
-    scale, minimum = fit.lines(x, weights, 15, minimum_is_free=False)
+    scale, minimum = find.lines(x, weights, 15, minimum_is_free=False)
     units = tuple(np.full_like(part, part.max() / 63) for part in (scale, minimum))
     whole = tuple(np.clip(np.rint(part / unit), 0, 63) for part, unit in zip((scale, minimum), units, strict=True))
 
     def error(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
         return _error(x, weights, (units[0] * scales)[:, None] * np.arange(16) - (units[1] * minima)[:, None])
 
-    found = fit.whole_lines(x, weights, units, whole, 15, 63)
+    found = find.whole_lines(x, weights, units, whole, 15, 63)
     assert any((one != given).any() for one, given in zip(found, whole, strict=True))
     moves = [(a, b) for a in (-1, 0, 1) for b in (-1, 0, 1)]
     all_nine = [error(np.clip(whole[0] + a, 0, 63), np.clip(whole[1] + b, 0, 63)) for a, b in moves]
     assert np.allclose(error(*found), np.min(all_nine, axis=0), rtol=1e-4)
 
 
+@every
 @pytest.mark.parametrize("signs", [False, True])
-def test_few_grids_that_move_leave_less_error_than_those_found(signs: bool) -> None:
+def test_few_grids_that_move_leave_less_error_than_those_found(signs: bool, find: Searches) -> None:
     x, weights = _groups(30)
-    scale, move = fit.moved(x, weights, nl4.LEVELS, nl4.MOVES, signs)
+    scale, move = find.moved(x, weights, nl4.LEVELS, nl4.MOVES, signs)
     assert set(move) <= set(nl4.MOVES)
     assert signs == (scale < 0).any()
     levels = np.array(nl4.LEVELS)
@@ -83,10 +90,11 @@ def test_few_grids_that_move_leave_less_error_than_those_found(signs: bool) -> N
     assert found.sum() < 1.03 * least.sum()
 
 
-def test_moves_under_given_scales_are_the_best_ones() -> None:
+@every
+def test_moves_under_given_scales_are_the_best_ones(find: Searches) -> None:
     x, weights = _groups(33)
     scales = np.abs(x).max(axis=1) / 30
-    error, index = fit.moves_of_scales(x, weights, scales, nl4.LEVELS, nl4.XS_MOVES)
+    error, index = find.moves_of_scales(x, weights, scales, nl4.LEVELS, nl4.XS_MOVES)
     count = len(nl4.XS_MOVES)
     for n in range(2 * count):
         sign, move = (-1 if n >= count else 1), nl4.XS_MOVES[n % count]
@@ -105,9 +113,8 @@ def test_points_are_as_near_as_those_that_numpy_finds(bits: int) -> None:
     sizes = (rng.standard_normal((100, grid.dims)) * grid.magnitudes[-1]).astype(np.float32)
     weights = rng.lognormal(0, 1, sizes.shape).astype(np.float32)
     magnitudes = np.array(grid.magnitudes, np.float32)
-    points = grid.points[fit.points(sizes, weights, grid.magnitudes, grid.offered, grid.near)]
     found, wanted = (
-        (np.square(magnitudes[places] - sizes) * weights).sum(axis=1) for places in (points, grid.nearest(sizes, weights))
+        (np.square(magnitudes[grid.nearest(sizes, weights, find)] - sizes) * weights).sum(axis=1) for find in (COMPILED, IN_NUMPY)
     )
     assert np.allclose(found, wanted, rtol=1e-5)
     with pytest.raises(ValueError, match="near"):

@@ -6,6 +6,7 @@ import pytest
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.errors import FormatError
 from cpuspec.formats import FORMATS, QuantTensor, get_format
+from cpuspec.kernels.encode import encode
 from cpuspec.quantize.cast import cast, casts
 from tests.backends.models import cast_checkpoint, tiny
 
@@ -26,7 +27,7 @@ def test_a_cast_is_the_encoding_of_the_values_and_of_nothing_else(source: str, t
     got = cast(tensor, get_format(to))
     assert got.shape == tensor.shape
     assert got.format is get_format(to)
-    assert np.array_equal(got.data, get_format(to).encode(tensor.dequantize()))
+    assert np.array_equal(got.data, encode(get_format(to), tensor.dequantize()))
 
 
 def test_a_vector_can_be_cast() -> None:
