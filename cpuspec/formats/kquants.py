@@ -2,7 +2,7 @@
 (scale and minimum per 32), q6_k (scale per 16).
 
 Layouts as GGUF files store them: d and base (their dmin) are f16 of a superblock, s and z the scales and minima of its groups.
-Decoding equals ggml's bit for bit. Encoding is `search.fitted`, so the bytes differ from other tools'.
+Decoding equals ggml's bit for bit. Encoding is `Format.searched`, so the bytes differ from other tools'.
 """
 
 import numpy as np

@@ -1,20 +1,16 @@
 """Searches for the scales, minima and moves of groups with the least weighted squared error.
 
-`fitted` is the encoder of every format whose values are scale * (level + move), or scale * code - minimum. It asks `Searches` for
-the scales: the ones here in NumPy, or their compiled twins in `kernels.fit`, which try each start twice.
+`Searches` are implemented twice: here in NumPy, and compiled in `kernels.fit`, which tries each start twice.
 
 `fit` is the search of two- and three-bit formats. Its numbers lie as [values of a group, groups], and sums add one value after
 another: NumPy's sums have an order that depends on the shape, and the compiled twin in `kernels.encode` must give the same bits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from cpuspec.formats.format import Format
 
 F32 = NDArray[np.float32]
 Parts = dict[str, NDArray[Any]]  # the contents of blocks or rows: [n, numbers of each]
@@ -120,61 +116,6 @@ class Searches(NamedTuple):
     moved: Callable[..., tuple[F32, F32]]
     moves_of_scales: Callable[..., tuple[F32, F32]]
     points: Callable[..., NDArray[np.int32]]
-
-
-def fitted(format: "Format", values: F32, weights: F32 | None, find: Searches) -> Parts:
-    """The parts of blocks F32 [n, block_size], with the scales that leave the least weighted error found."""
-    assert format.affine, "a format of plain numbers has no scales"
-    like = format.split(np.zeros((1, format.block_bytes), np.uint8))
-    x = values.reshape(len(values), format.grid(like).scale.shape[1], -1)
-    shape, groups = x.shape[:2], x.reshape(-1, x.shape[2])
-    weights = None if weights is None else weights.reshape(groups.shape)
-    zero, num_codes = format.affine.zero, 1 << format.code_bits
-    if "z" in like and "base" not in like and zero == 1:
-        d, move = find.moved(groups, weights, range(num_codes), [-code for code in range(num_codes)], False)
-        stored = {"d": d.astype("<f2").reshape(shape), "z": (-move).astype(np.uint8).reshape(shape)}
-    elif "base" in like or "z" in like:
-        stored = _lines(format, groups, weights, shape, find)
-    else:
-        levels = format.affine.levels or [code - zero for code in range(num_codes)]
-        stored = _stored(find.scales(groups, weights, sorted(levels)).reshape(shape), format.scale_range)
-    scale, offset = (part[:, :, None] for part in format.grid(stored))
-    return stored | {"codes": format.nearest(x, scale, offset).reshape(len(x), -1)}
-
-
-def _stored(scale: F32, scale_range: tuple[int, int] | None) -> Parts:
-    """The parts that hold scales [n, g] best. scale_range: the least and the greatest multiple of d; None for no multiples."""
-    if scale_range is None:
-        return {"d": scale.astype("<f2")}
-    peak = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
-    d = (peak / scale_range[0]).astype("<f2")
-    return {"d": d, "s": np.clip(np.rint(scale * inverse(d.astype(np.float32))), *scale_range).astype(np.int8)}
-
-
-def _lines(format: "Format", groups: F32, weights: F32 | None, shape: tuple[int, ...], find: Searches) -> Parts:
-    """The parts that hold scales and minima of groups [n g, k]. shape: n and g."""
-    assert format.affine, "checked by `fitted`"
-    zero, largest = np.float32(format.affine.zero), (1 << format.code_bits) - 1
-    is_free = zero < 0  # base is then not the minimum but its negative, of either sign
-    scale, minimum = find.lines(groups, weights, largest, is_free)
-    if format.scale_range:
-        most = format.scale_range[1]
-        d, of_scales, scales = _multiples(scale, shape, most)
-        base, of_minima, minima = _multiples(minimum, shape, most)
-        found = find.whole_lines(groups, weights, (of_scales, of_minima), (scales, minima), largest, most)
-        s, z = (part.astype(np.uint8).reshape(shape) for part in found)
-        return {"d": d, "base": base, "s": s, "z": z}
-    d, minimum = scale.astype("<f2").reshape(shape), minimum.reshape(shape)
-    if is_free:
-        return {"d": d, "base": (minimum / zero).astype("<f2")}
-    return {"d": d, "z": np.clip(np.rint(minimum * inverse(d.astype(np.float32) * zero)), 0, 255).astype(np.uint8)}
-
-
-def _multiples(numbers: F32, shape: tuple[int, ...], most: int) -> tuple[NDArray[np.float16], F32, F32]:
-    """Numbers of groups, of `shape` [n, g], as multiples 0 to `most` of a unit of each n: the unit, F16 [n, 1]; both by group."""
-    unit = (numbers.reshape(shape).max(axis=1, keepdims=True) / most).astype("<f2")
-    by_group = np.repeat(unit.astype(np.float32), shape[1])
-    return unit, by_group, np.clip(np.rint(numbers * inverse(by_group)), 0, most)
 
 
 # Starts of a search for scales: the value of largest magnitude lies some code steps beyond the last level or before it, or at a
