@@ -320,7 +320,7 @@ class Engine:
     def _keep_within(self, num_bytes: float) -> None:
         """Let the prefixes of finished sequences have so much memory, and no more than they were allowed."""
         for context, share in zip(self._contexts, shared_bytes(self._contexts, num_bytes), strict=True):
-            context.limit_prefixes(share)
+            context.prefixes.limit(share)
 
     def _limit(self, request: Request) -> int:
         """How many tokens may be drafted: with the round's own token they must not exceed the tokens that the request may have."""

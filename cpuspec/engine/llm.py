@@ -515,7 +515,7 @@ class LLM:
     def memory(self) -> list[LevelMemory]:
         """The memory of each model: draft models first, the cheapest foremost, then the target."""
         return [
-            LevelMemory(name, context.backend.weight_bytes, context.backend.shared_bytes, context.kv_bytes)
+            LevelMemory(name, context.backend.weight_bytes, context.backend.shared_bytes, context.prefixes.kv_bytes)
             for name, context in self._named_contexts()
         ]
 
@@ -532,7 +532,7 @@ class LLM:
     def prefix_stats(self) -> list[PrefixStats]:
         """The figures of each model's prefix cache: draft models first, the cheapest foremost, then the target."""
         with self._shared.turn():
-            return [*(draft.context.prefix_stats(draft.name) for draft in self._drafts), self._context.prefix_stats("target")]
+            return [context.prefixes.stats(name) for name, context in self._named_contexts()]
 
     def save_prefix(self, prompt: Prompt | Seq[Message], path: str | Path, cache_salt: str = "") -> int:
         """Save the target's keys and values of a prompt to a file, as far as the prefix cache holds them; returns how many tokens.
@@ -586,8 +586,8 @@ class LLM:
         """Empty the prefix cache of every model, on the disk, too. waits: until the files are gone, 30 seconds at most."""
         self._shared.check_open()
         with self._shared.turn():
-            for context in (self._context, *(draft.context for draft in self._drafts)):
-                context.forget_prefixes()
+            for _, context in self._named_contexts():
+                context.prefixes.forget()
         if self._prefix_queue and waits:
             self._prefix_queue.flush()
 
@@ -611,8 +611,8 @@ class LLM:
         try:
             if not self._shared.closed:
                 self._shared.close()
-                for context in (*(draft.context for draft in self._drafts), self._context):
-                    context.spill()
+                for _, context in self._named_contexts():
+                    context.prefixes.spill()
                 if self._prefix_queue:
                     self._prefix_queue.close()
         finally:
@@ -847,7 +847,7 @@ def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> Pref
     num_bytes = default_prefix_cache_bytes(weights) if gb is None else gb * 1e9
     for context, share in zip(contexts, shared_bytes(contexts, num_bytes), strict=True):
         is_kept = gb is not None or context.backend.row_invariant
-        context.keep_prefixes(share if is_kept else 0, queue)
+        context.prefixes.keep(share if is_kept else 0, queue)
     return queue
 
 

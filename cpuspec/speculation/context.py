@@ -11,7 +11,7 @@ sequence alone decides which one. Tokens of prompts go in forwards of their own;
 them as tokens of their own prompts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -25,21 +25,19 @@ from cpuspec.backends import Backend, has_prompt_arithmetic
 from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.formats.tensor import U8
-from cpuspec.metrics import PrefixStats, Spent, now_s
+from cpuspec.metrics import Spent, now_s
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
 from cpuspec.model.cache import KVCache, StateAccess
 from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.settings import EngineConfig
 from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.prefix_cache import PrefixCache
 from cpuspec.speculation.prefix_files import ROOT, PrefixPart
 from cpuspec.speculation.prefix_queue import PrefixQueue
-from cpuspec.speculation.prefixes import PrefixStore
+from cpuspec.speculation.prefix_store import PrefixStore
 
-# A prefix is copied if it supplies this share of the new tokens, or _MANY of them.
+# A prefix is copied if it supplies this share of the new tokens, or `PrefixCache.many` of them.
 MIN_SHARED_PREFIX = 0.1
-
-# Computing fewer tokens than this is quicker than waiting a step for them, or than storing them.
-_MANY = 32
 
 # One row of 32 goes to the prompt that has waited longest. So few rows delay a short prompt by no step.
 _OLDEST_PART = 32
@@ -120,44 +118,19 @@ class Context:
         self.spent = Spent()
         self.num_running = 0  # sequences of the engine, also those that a draft model has no slot for; the engine sets it
         self.num_stopped = 0  # forwards that ended early
-        self.num_acquired_tokens = self.num_cached_tokens = 0  # that sequences came with, and of these what was there already
+        self.prefixes = PrefixCache(self, self.cache, backend.row_invariant)
         self._separates = has_prompt_arithmetic(backend)  # tokens of prompts from generated ones
         self._fits = self.vocab_size == backend.config.vocab_size and possible is None
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
         self._salts = [""] * num_slots  # of the sequences that they were computed for
-        self._free = list(range(num_slots))  # least recently used first
         self._latest: list[tuple[int, list[F32]]] = [(0, [])] * num_slots  # hidden states of each slot's last rows, and their first
         self._untaken: list[list[int]] = [[] for _ in range(num_slots)]  # of free slots, lengths that want a snapshot if they leave
-        self._used = [0] * num_slots  # when each slot was released, by `_clock`
-        self._clock = 0
-        self._shares = True  # whether sequences may use what was computed for others
-        self._max_kept_bytes: int | None = None
-        self._allowed_bytes: int | None = None  # as `keep_prefixes` said
-        self._store: PrefixStore | None = None
         self._assignments: dict[int, _Assignment] = {}  # by sequence id
-
-    def keep_prefixes(self, max_bytes: int | None, queue: PrefixQueue | None = None) -> None:
-        """Set how much finished sequences may leave in memory: `max_bytes` of keys and values. Call it before the first sequence.
-
-        None: no limit, and prefixes stay in slots alone. queue: of the directory for what does not fit, and for `spill`.
-        A backend that promises no row invariance shares nothing between sequences if `max_bytes` is 0.
-        """
-        self._shares = self.backend.row_invariant or max_bytes != 0
-        self._max_kept_bytes = self._allowed_bytes = max_bytes
-        if self.cache.blocks and max_bytes is not None and (max_bytes or queue):
-            config = self.backend.config
-            self._store = PrefixStore(self.cache, config.vocab_size, queue, self.hidden_layers, config.hidden_size)
-
-    def limit_prefixes(self, max_bytes: int) -> None:
-        """Have finished sequences leave no more than this from now on, and no more than `keep_prefixes` said."""
-        if self._allowed_bytes is not None:
-            self._max_kept_bytes = min(self._allowed_bytes, max_bytes)
-            self._tidy()
 
     @property
     def num_free_slots(self) -> int:
         """How many sequences could be acquired now."""
-        return len(self._free)
+        return len(self.prefixes.free)
 
     @property
     def num_sequences(self) -> int:
@@ -176,41 +149,42 @@ class Context:
         the least recently used one, whose tokens go to the store; the longest prefix that a slot or the store holds in memory is
         copied into it. From the disk comes only what `poll_prefix` has read. Raises CacheError when no slot is free.
         """
-        if not self._free:
+        free = self.prefixes.free
+        if not free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
         assert seq.id not in self._assignments, "a sequence acquires one slot"
-        self._clock += 1
+        used = self.prefixes.tick()
         shared, stored, branch = self._shared(seq), self._loadable(seq), self._num_known(seq) if self.cache.states else 0
-        slot, source = max(self._free, key=shared.__getitem__), max(range(len(shared)), key=shared.__getitem__)
-        longest, useful = max(shared[source], stored), _useful(seq)
-        if shared[slot] < max(longest, useful) or self._num_lost(slot, shared[slot]) >= _MANY:
-            slot = next((slot for slot in self._free if not self._held[slot]), self._free[0])
-            if self._num_lost(slot, shared[slot]) >= _MANY:
-                self._save(slot, self._used[slot])
+        slot, source = max(free, key=shared.__getitem__), max(range(len(shared)), key=shared.__getitem__)
+        longest, useful = max(shared[source], stored), self._useful(seq)
+        if shared[slot] < max(longest, useful) or self._num_lost(slot, shared[slot]) >= self.prefixes.many:
+            slot = next((slot for slot in free if not self._held[slot]), free[0])
+            if self._num_lost(slot, shared[slot]) >= self.prefixes.many:
+                self._save(slot, self.prefixes.used[slot])
         if self._salts[slot] != seq.salt:
             self._held[slot], self._salts[slot] = [], seq.salt
         # Before the slot leaves the free list: an interrupt between the two loses no slot.
         self._assignments[seq.id] = _Assignment(seq, slot, min(shared[slot], seq.num_committed))
-        self._free.remove(slot)
+        free.remove(slot)
         if longest > shared[slot] and longest >= useful:
             self._held[slot] = []
             if shared[source] == longest:
                 length = self.cache.copy(source, slot, longest)
             else:
-                assert self._store, "only a store supplies more than the slots"
+                assert self.prefixes.store, "only a store supplies more than the slots"
                 self.cache.truncate(slot, 0)
-                length = self._store.load(slot, self._reusable(seq), self._clock, seq.salt, seq.id)
+                length = self.prefixes.store.load(slot, self._reusable(seq), used, seq.salt, seq.id)
             self._held[slot] = seq.tokens[:length]
-        if self._store:
-            self._store.forget(seq.id)
+        if self.prefixes.store:
+            self.prefixes.store.forget(seq.id)
         num_cached = len(self._align(seq))
         if self.hidden_layers and num_cached:
             num_cached = self._begin_hidden(seq, num_cached)
         if self.cache.states:
             self._plan_snapshots(self._assignments[seq.id], self.cache.states, branch)
-        self._tidy()
-        self.num_acquired_tokens += len(seq.tokens)
-        self.num_cached_tokens += num_cached
+        self.prefixes.tidy()
+        self.prefixes.num_prompt_tokens += len(seq.tokens)
+        self.prefixes.num_cached_tokens += num_cached
         return num_cached
 
     def num_hidden_kept(self, seq: Sequence) -> int:
@@ -219,7 +193,7 @@ class Context:
 
     def awaits_prefix(self, seq: Sequence) -> bool:
         """Whether a running sequence is computing a useful prefix of this one that is not there yet; acquire this one later."""
-        if len(seq.tokens) < _MANY or not self._shares:
+        if len(seq.tokens) < self.prefixes.many or not self.prefixes.shares:
             return False
         wanted, coming = self._reusable(seq), 0
         for one in self._assignments.values():
@@ -228,37 +202,35 @@ class Context:
                 if self.cache.states:
                     shared = max((length for length in one.snapshots if length <= shared), default=0)
                 coming = max(coming, shared)
-        return coming >= _MANY and coming - max(*self._shared(seq), self._stored(seq)) >= _MANY
+        return coming >= self.prefixes.many and coming - max(*self._shared(seq), self._stored(seq)) >= self.prefixes.many
 
     def poll_prefix(self, seq: Sequence) -> bool:
         """Begin, or go on, to read a useful prefix from the disk for a sequence without a slot; returns whether it is coming."""
-        if not self._store or not self._shares:
+        if not self.prefixes.store or not self.prefixes.shares:
             return False
-        more_than = max(*self._shared(seq), ceil(_useful(seq)) - 1)
-        return self._store.poll(self._reusable(seq), seq.salt, seq.id, more_than)
+        more_than = max(*self._shared(seq), ceil(self._useful(seq)) - 1)
+        return self.prefixes.store.poll(self._reusable(seq), seq.salt, seq.id, more_than)
 
     def wait_for_prefix(self, seconds: float) -> None:
         """Wait until a read of `poll_prefix` has gone on, at most so long. For a caller that has nothing else to do."""
-        if self._store and self._store.queue:
-            self._store.queue.wait(seconds)
+        if self.prefixes.store and self.prefixes.store.queue:
+            self.prefixes.store.queue.wait(seconds)
 
     def release(self, seq: Sequence) -> None:
         """Take the slot back. Its tokens stay, for a later sequence that begins alike. Unknown sequences are ignored."""
-        if self._store:
-            self._store.forget(seq.id)
+        if self.prefixes.store:
+            self.prefixes.store.forget(seq.id)
         assigned = self._assignments.get(seq.id)
-        if assigned is not None and assigned.slot not in self._free:
+        if assigned is not None and assigned.slot not in self.prefixes.free:
             held = self._align(seq, but=0)  # drafts that were rejected are no part of it
             del held[self.cache.truncate(assigned.slot, len(self._kept(seq, held))) :]
-            if not self._shares:
+            if not self.prefixes.shares:
                 self._held[assigned.slot] = []
             self._untaken[assigned.slot] = [length for length in assigned.snapshots if length <= len(self._held[assigned.slot])]
-            self._clock += 1
-            self._used[assigned.slot] = self._clock
-            self._free.append(assigned.slot)
+            self.prefixes.release(assigned.slot)
         # After the slot is free again: an interrupt between the two loses no slot.
         self._assignments.pop(seq.id, None)
-        self._tidy()
+        self.prefixes.tidy()
 
     def saving_prefix(self, tokens: list[int], path: Path, salt: str = "") -> Callable[[], int]:
         """A call that saves the longest prefix of `tokens` that a slot or the store holds; it returns the prefix's length.
@@ -271,9 +243,9 @@ class Context:
         shared = [shared_prefix(one, tokens) if its == salt else 0 for one, its in held]
         slot = max(range(len(shared)), key=shared.__getitem__)
         if shared[slot] > store.length(tokens, salt):
-            self._save(slot, self._clock, shared[slot])
+            self._save(slot, self.prefixes.tick(), shared[slot])
         save = store.saving(path, tokens, salt)
-        self._tidy()
+        self.prefixes.tidy()
         return save
 
     def saved_prefix(self, path: Path) -> PrefixPart:
@@ -282,9 +254,8 @@ class Context:
 
     def hold_prefix(self, part: PrefixPart, salt: str = "") -> int:
         """Hold a saved prefix for later sequences of a salt; returns its length."""
-        self._clock += 1
-        length = self._wanted_store().hold(part, self._clock, salt)
-        self._tidy()
+        length = self._wanted_store().hold(part, self.prefixes.tick(), salt)
+        self.prefixes.tidy()
         return length
 
     def hold_rows(self, cache: KVCache, tokens: list[int], salt: str = "") -> None:
@@ -292,26 +263,25 @@ class Context:
 
         Nothing is held where no prefixes are kept, of recurrent states, and where tokens of prompts have another arithmetic.
         """
-        if not self._store or not self.cache.blocks or self.cache.states or self._separates:
+        if not self.prefixes.store or not self.cache.blocks or self.cache.states or self._separates:
             return
         size = self.cache.blocks.size
         blocks = [cache.read_block(0, at // size, min(size, len(tokens) - at)) for at in range(0, len(tokens), size)]
         self.hold_prefix(PrefixPart(ROOT, tokens, blocks), salt)
 
-    def forget_prefixes(self) -> None:
-        """Forget what finished sequences have left, on the disk, too, as soon as the directory's queue is empty."""
-        for slot in self._free:
-            self._held[slot] = []
-            self.cache.drop(slot)
-        if self._store:
-            self._store.clear()
+    def new_store(self, queue: PrefixQueue | None) -> PrefixStore:
+        """As `SlotOwner`."""
+        config = self.backend.config
+        return PrefixStore(self.cache, config.vocab_size, queue, self.hidden_layers, config.hidden_size)
 
-    def spill(self) -> None:
-        """Have what finished sequences have left written, where there is a directory for it. For the end of the process."""
-        if self._store and self._store.queue:
-            for slot in self._free:
-                self._give_up(slot)
-            self._store.spill()
+    def save_slot(self, slot: int) -> None:
+        """As `SlotOwner`."""
+        if self._num_lost(slot, 0) >= self.prefixes.many:
+            self._save(slot, self.prefixes.used[slot])
+
+    def clear_slot(self, slot: int) -> None:
+        """As `SlotOwner`."""
+        self._held[slot] = []
 
     def num_unfed(self, seq: Sequence) -> int:
         """How many tokens a score would feed before the sequence's last one."""
@@ -368,50 +338,25 @@ class Context:
         held += draft.tokens[path].tolist()
         del held[length:]
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys, values and states in memory: of running sequences, and of finished ones."""
-        return self.cache.used_bytes + self._shared_bytes
-
-    def prefix_stats(self, name: str) -> PrefixStats:
-        """The figures of the prefix cache; `name` says which model it is."""
-        stats = PrefixStats(name, self.num_acquired_tokens, self.num_cached_tokens, self.kept_bytes, self._max_kept_bytes)
-        return self._store.told(stats) if self._store else stats
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of keys, values and states in memory that finished sequences have left, and of every snapshot."""
-        return sum(map(self.cache.slot_bytes, self._free)) + self._shared_bytes
-
-    @property
-    def _shared_bytes(self) -> int:
-        """Bytes in the store and of snapshots of slots, which may be the same arrays."""
-        arrays = [*(self._store.arrays if self._store else ()), *self._snapshots()]
-        return sum({id(array): array.nbytes for array in arrays}.values())
-
-    def _snapshots(self) -> Iterator[U8]:
-        for slot in range(self.cache.num_slots):
-            yield from self.cache.snapshots(slot).values()
-
     def _shared(self, seq: Sequence) -> list[int]:
         """For each slot the number of the sequence's leading tokens that it holds and the sequence may use."""
         wanted, held = self._kept(seq, seq.tokens), zip(self._all_kept(), self._salts, strict=True)
-        shared = [shared_prefix(one, wanted) if self._shares and salt == seq.salt else 0 for one, salt in held]
+        shared = [shared_prefix(one, wanted) if self.prefixes.shares and salt == seq.salt else 0 for one, salt in held]
         return list(map(self.cache.reachable, range(len(shared)), shared))
 
     def _num_known(self, seq: Sequence) -> int:
         """How many of the sequence's leading tokens another one began with, whether or not their states are there."""
         wanted, held = self._reusable(seq), zip(self._all_kept(), self._salts, strict=True)
         known = max(shared_prefix(one, wanted) if salt == seq.salt else 0 for one, salt in held)
-        return max(known, self._store.num_known(wanted, seq.salt) if self._store else 0)
+        return max(known, self.prefixes.store.num_known(wanted, seq.salt) if self.prefixes.store else 0)
 
     def _stored(self, seq: Sequence) -> int:
         """The number of the sequence's tokens, all but the last at most, that the store holds."""
-        return self._store.length(self._reusable(seq), seq.salt) if self._store else 0
+        return self.prefixes.store.length(self._reusable(seq), seq.salt) if self.prefixes.store else 0
 
     def _loadable(self, seq: Sequence) -> int:
         """Of these, the number that the store holds in memory, or has read."""
-        return self._store.loadable(self._reusable(seq), seq.salt, seq.id) if self._store else 0
+        return self.prefixes.store.loadable(self._reusable(seq), seq.salt, seq.id) if self.prefixes.store else 0
 
     def _reusable(self, seq: Sequence) -> list[int]:
         """Of the sequence's tokens, all but the last, those that may come from elsewhere."""
@@ -429,12 +374,16 @@ class Context:
         return kept
 
     def _wanted_store(self) -> PrefixStore:
-        if self._store is None:
+        if self.prefixes.store is None:
             raise CacheError(
                 f"the {self.backend.name} backend keeps no keys and values outside of running requests here; "
                 "use numba, and a prefix_cache_gb above 0"
             )
-        return self._store
+        return self.prefixes.store
+
+    def _useful(self, seq: Sequence) -> float:
+        """How many tokens a prefix must supply to be worth a copy."""
+        return max(min(MIN_SHARED_PREFIX * len(seq.tokens), self.prefixes.many), 1)
 
     def _num_lost(self, slot: int, length: int) -> int:
         """How many tokens a slot forgets if it keeps the first `length`."""
@@ -442,41 +391,18 @@ class Context:
 
     def _save(self, slot: int, used: int, length: int | None = None) -> None:
         """Copy what a slot holds to the store, or its first `length` tokens. Where there is no memory for it, it is lost."""
-        if self._store and self._max_kept_bytes is not None:
+        store, max_bytes = self.prefixes.store, self.prefixes.max_bytes
+        if store and max_bytes is not None:
             # Tokens that would not stay in memory are worth a copy only if they can go to the disk.
             fits = len(self._held[slot])
-            if not self._store.queue and self.cache.bytes_per_token:
-                fits = self._max_kept_bytes // self.cache.bytes_per_token
+            if not store.queue and self.cache.bytes_per_token:
+                fits = max_bytes // self.cache.bytes_per_token
             tokens = self._held[slot][: fits if length is None else length]
             with suppress(MemoryError):
                 for wanted in (*self._untaken[slot], len(tokens)) if self.cache.states else ():
                     if wanted <= len(tokens):
                         self.cache.take_snapshot(slot, wanted, self._hidden_at(slot, wanted))
-                self._store.save(slot, tokens, used, self._salts[slot])
-
-    def _give_up(self, slot: int) -> None:
-        """Move what a free slot holds to the store, and give its memory back."""
-        if self._num_lost(slot, 0) >= _MANY:
-            self._save(slot, self._used[slot])
-        self._held[slot] = []
-        self.cache.drop(slot)
-
-    def _tidy(self) -> None:
-        """Bring what finished sequences have left under its limit: what was used longest ago leaves first."""
-        if self._max_kept_bytes is None or not self._shares:
-            return
-        while self.kept_bytes > self._max_kept_bytes:
-            slot = next((slot for slot in self._free if self.cache.slot_bytes(slot)), None)
-            oldest = self._store.oldest if self._store else None
-            if slot is not None and (oldest is None or self._used[slot] <= oldest):
-                self._give_up(slot)
-            elif self._store and oldest is not None:
-                self._store.evict()
-            elif snapshots := [(length, slot) for slot in range(self.cache.num_slots) for length in self.cache.snapshots(slot)]:
-                length, slot = min(snapshots)
-                self.cache.forget_snapshot(slot, length)
-            else:
-                return
+                store.save(slot, tokens, used, self._salts[slot])
 
     def _begin_hidden(self, seq: Sequence, num_cached: int) -> int:
         """Have the hidden state of the last token that a slot supplies: it was kept, or the token is fed again.
@@ -506,12 +432,13 @@ class Context:
         last, held = seq.num_prompt_tokens - 1, len(self._held[assigned.slot])  # the last token of a prompt is always fed
         assigned.snapshots += [length for length in self._untaken[assigned.slot] if length <= held]
         self._untaken[assigned.slot] = []
-        fits = self._max_kept_bytes is None or self._max_kept_bytes >= states.size(seq.num_prompt_tokens)
-        if not self._shares or not (fits or (states.waits and self._store and self._store.queue)):
+        store, max_bytes = self.prefixes.store, self.prefixes.max_bytes
+        fits = max_bytes is None or max_bytes >= states.size(seq.num_prompt_tokens)
+        if not self.prefixes.shares or not (fits or (states.waits and store and store.queue)):
             return
         for length in (*reversed(seq.turns), last, branch, *range(states.apart, last, states.apart)):
             others = (*self.cache.snapshots(assigned.slot), *assigned.snapshots)
-            if held < length <= last and all(abs(length - other) >= _MANY for other in others):
+            if held < length <= last and all(abs(length - other) >= self.prefixes.many for other in others):
                 assigned.snapshots.append(length)
         assigned.snapshots.sort()
 
@@ -529,7 +456,7 @@ class Context:
             length = feed.snapshots.pop(0)
             with suppress(MemoryError):
                 self.cache.take_snapshot(feed.slot, length, self._hidden_at(feed.slot, length))
-            self._tidy()
+            self.prefixes.tidy()
 
     def _align(self, seq: Sequence, but: int = 1) -> list[int]:
         """Truncate a sequence's slot to what it shares with its tokens, all `but` the last of them; returns what it then holds.
@@ -654,11 +581,6 @@ class Context:
                 feed.num_unscored = max(feed.num_unscored - size, 0)
                 left.append(feed)
         return left + feeds[len(slots) :] + others
-
-
-def _useful(seq: Sequence) -> float:
-    """How many tokens a prefix must supply to be worth a copy."""
-    return max(min(MIN_SHARED_PREFIX * len(seq.tokens), _MANY), 1)
 
 
 def shortest_first(wanted: list[int], num_rows: int) -> list[int]:

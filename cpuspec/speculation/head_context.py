@@ -17,18 +17,17 @@ import numpy as np
 from cpuspec.backends import HeadBackend
 from cpuspec.checkpoints.heads import Head
 from cpuspec.errors import CacheError, ConfigError
-from cpuspec.metrics import PrefixStats, Spent, now_s
+from cpuspec.metrics import Spent, now_s
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
 from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.settings import EngineConfig
 from cpuspec.speculation.context import PromptChunk, shortest_first
+from cpuspec.speculation.prefix_cache import PrefixCache
 from cpuspec.speculation.prefix_queue import PrefixQueue
-from cpuspec.speculation.prefixes import PrefixStore
+from cpuspec.speculation.prefix_store import PrefixStore
 
 # Rows of a prompt are encoded as they come: the outputs of several layers would take more memory until the first draft.
 _ENCODED_AT_ONCE = 64
-
-_MANY = 32  # rows that are worth a copy
 
 
 class DraftedRows(NamedTuple):
@@ -62,7 +61,6 @@ class _Slot:
     positions: list[int] = field(default_factory=list)
     num_rows: int = 0
     salt: str = ""  # of the sequence that they were computed for
-    used: int = 0  # when it ended, by `HeadContext._clock`
 
 
 @dataclass(slots=True)
@@ -135,18 +133,14 @@ class HeadContext:
         self._sees_rows = not (backend.config.head and backend.config.head.reads)
         self._back = "back" if "back" in head.model.tensors else ""
         self._slots = [_Slot() for _ in range(num_slots)]
-        self._free = list(range(num_slots))  # least recently used first
+        self.prefixes = PrefixCache(self, self.cache, backend.row_invariant)
         self._followed: dict[int, _Followed] = {}  # by sequence id
         self.most_waiting: int | None = None  # hidden states that wait for a sequence's next draft, twice as many; None for all
-        self._max_kept_bytes: int | None = None
-        self._allowed_bytes: int | None = None  # as `keep_prefixes` said
-        self._store: PrefixStore | None = None
-        self._num_rows = self._num_shared_rows = self._num_evictions = self._clock = 0
 
     @property
     def is_alone(self) -> bool:
         """As in `Context`."""
-        return max(self.num_running, len(self._slots) - len(self._free)) <= 1
+        return max(self.num_running, len(self._slots) - len(self.prefixes.free)) <= 1
 
     @property
     def num_waiting(self) -> int:
@@ -181,13 +175,13 @@ class HeadContext:
     def end(self, seq: Sequence) -> None:
         """Forget a sequence; its rows stay for later ones that begin alike. One that never began is ignored."""
         one = self._followed.pop(seq.id, None)
-        if self._store:
-            self._store.forget(seq.id)
+        if self.prefixes.store:
+            self.prefixes.store.forget(seq.id)
         if one and one.slot >= 0:
-            self._clock += 1
-            self._slots[one.slot].used = self._clock
-            self._free.append(one.slot)
-            self._tidy()
+            if not self.prefixes.shares:
+                self._slots[one.slot] = _Slot()
+            self.prefixes.release(one.slot)
+            self.prefixes.tidy()
 
     def can_draft(self, seq: Sequence) -> bool:
         """Whether the row behind the last committed token can be made: not before the verifier's first verdict.
@@ -237,54 +231,22 @@ class HeadContext:
             waiting = self._forward(waiting)
         return [feed.rows[0] if len(feed.rows) == 1 else _joined(feed.rows) for feed in feeds]
 
-    # What an LLM asks of the context of each level.
+    def new_store(self, queue: PrefixQueue | None) -> PrefixStore:
+        """As `SlotOwner`."""
+        return PrefixStore(self.cache, self.backend.config.vocab_size, queue)
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values in memory."""
-        return self.cache.used_bytes + self._stored_bytes
+    def save_slot(self, slot: int) -> None:
+        """As `SlotOwner`. Rows behind the first position that has none are not saved."""
+        held, store = self._slots[slot], self.prefixes.store
+        num_rows = next((row for row, position in enumerate(held.positions) if row != position), len(held.positions))
+        if store and num_rows >= self.prefixes.many:
+            tokens, salt = _stored_as(held.tokens, held.salt)
+            with suppress(MemoryError):
+                store.save(slot, tokens[:num_rows], self.prefixes.used[slot], salt)
 
-    @property
-    def kept_bytes(self) -> int:
-        """Of these, those that finished sequences have left."""
-        return sum(map(self.cache.slot_bytes, self._free)) + self._stored_bytes
-
-    @property
-    def _stored_bytes(self) -> int:
-        return sum(array.nbytes for array in self._store.arrays) if self._store else 0
-
-    def keep_prefixes(self, max_bytes: int | None, queue: PrefixQueue | None = None) -> None:
-        """As `Context.keep_prefixes`."""
-        self._max_kept_bytes = self._allowed_bytes = max_bytes
-        if self.cache.blocks and max_bytes is not None and (max_bytes or queue):
-            self._store = PrefixStore(self.cache, self.backend.config.vocab_size, queue)
-
-    def limit_prefixes(self, max_bytes: int) -> None:
-        """As `Context.limit_prefixes`."""
-        if self._allowed_bytes is not None:
-            self._max_kept_bytes = min(self._allowed_bytes, max_bytes)
-            self._tidy()
-
-    def prefix_stats(self, name: str) -> PrefixStats:
-        """The figures of what finished sequences have left; `name` says which head it is."""
-        counts = self._num_rows, self._num_shared_rows, self.kept_bytes, self._max_kept_bytes
-        stats = PrefixStats(name, *counts, self._num_evictions)
-        return self._store.told(stats) if self._store else stats
-
-    def forget_prefixes(self) -> None:
-        """Forget what finished sequences have left, on the disk, too."""
-        for slot in self._free:
-            self._drop(slot)
-        if self._store:
-            self._store.clear()
-
-    def spill(self) -> None:
-        """Have it written, where there is a directory for it. For the end of the process."""
-        if self._store and self._store.queue:
-            for slot in self._free:
-                self._save(slot)
-                self._drop(slot)
-            self._store.spill()
+    def clear_slot(self, slot: int) -> None:
+        """As `SlotOwner`."""
+        self._slots[slot] = _Slot()
 
     def _at(self, seq: Sequence) -> _Followed:
         """A followed sequence in its present state."""
@@ -294,76 +256,52 @@ class HeadContext:
 
     def _acquire(self, one: _Followed) -> None:
         """Give a sequence the free slot that shares most rows with it, or copy those of a running sequence that shares more."""
-        if not self._free:
+        free, store = self.prefixes.free, self.prefixes.store
+        if not free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
         tokens, salt, shared = one.seq.tokens, one.seq.salt, self._shared(one.seq)
-        slot, source = max(self._free, key=shared.__getitem__), max(range(len(shared)), key=shared.__getitem__)
+        slot, source = max(free, key=shared.__getitem__), max(range(len(shared)), key=shared.__getitem__)
         following, root = _stored_as(tokens, salt)
-        stored = self._store.loadable(following, root, one.seq.id) if self._store else 0
+        stored = store.loadable(following, root, one.seq.id) if store else 0
         if not shared[slot]:
-            slot = self._free[0]
-        self._free.remove(slot)
+            slot = free[0]
+        free.remove(slot)
         one.slot = slot
         longest = max(shared[source], stored)
-        if len(self._slots[slot].positions) >= shared[slot] + _MANY or longest > shared[slot]:
-            self._save(slot)
+        if len(self._slots[slot].positions) >= shared[slot] + self.prefixes.many or longest > shared[slot]:
+            self.save_slot(slot)
         if longest > shared[slot] and longest == shared[source]:
             self._slots[slot] = _Slot(self._slots[source].tokens[:], self._slots[source].positions[: shared[source]], salt=salt)
             self.cache.copy(source, slot, shared[source])
-        elif longest > shared[slot] and self._store:
-            self._clock += 1
+        elif longest > shared[slot] and store:
             self.cache.truncate(slot, 0)
             self._slots[slot] = _Slot(salt=salt)
-            num_rows = self._store.load(slot, following, self._clock, root, one.seq.id)
+            num_rows = store.load(slot, following, self.prefixes.tick(), root, one.seq.id)
             self._slots[slot] = _Slot(tokens[: num_rows + 1], list(range(num_rows)), num_rows, salt)
         elif self._slots[slot].salt != salt:
             self._slots[slot] = _Slot(salt=salt)
-        if self._store:
-            self._store.forget(one.seq.id)
+        if store:
+            store.forget(one.seq.id)
         one.agreed = min(shared_prefix(self._slots[slot].tokens, tokens), one.seq.num_committed)
-        self._num_rows += len(tokens) - 1
-        self._num_shared_rows += longest
-        self._tidy()
+        self.prefixes.num_prompt_tokens += len(tokens) - 1
+        self.prefixes.num_cached_tokens += longest
+        self.prefixes.tidy()
 
     def _shared(self, seq: Sequence) -> list[int]:
         """For each slot the number of its rows that the sequence may use."""
         return [
-            bisect_right(slot.positions, shared_prefix(slot.tokens, seq.tokens) - 2) if slot.salt == seq.salt else 0
+            bisect_right(slot.positions, shared_prefix(slot.tokens, seq.tokens) - 2)
+            if self.prefixes.shares and slot.salt == seq.salt
+            else 0
             for slot in self._slots
         ]
 
     def _poll(self, seq: Sequence) -> bool:
         """Begin, or go on, to read rows of a sequence without a slot from the disk; returns whether they are on their way."""
-        if self._store is None or len(seq.tokens) < _MANY:
+        store, many = self.prefixes.store, self.prefixes.many
+        if store is None or len(seq.tokens) < many:
             return False
-        return self._store.poll(*_stored_as(seq.tokens, seq.salt), seq.id, max(self._shared(seq)) + _MANY)
-
-    def _save(self, slot: int) -> None:
-        """Copy the rows of a slot to the store, up to the first position that has none."""
-        held = self._slots[slot]
-        num_rows = next((row for row, position in enumerate(held.positions) if row != position), len(held.positions))
-        if self._store and num_rows >= _MANY:
-            tokens, salt = _stored_as(held.tokens, held.salt)
-            with suppress(MemoryError):
-                self._store.save(slot, tokens[:num_rows], held.used, salt)
-
-    def _drop(self, slot: int) -> None:
-        self._slots[slot] = _Slot()
-        self.cache.drop(slot)
-
-    def _tidy(self) -> None:
-        """Bring what finished sequences have left under its limit: what was used longest ago goes first."""
-        while self._max_kept_bytes is not None and self.kept_bytes > self._max_kept_bytes:
-            slot = next((slot for slot in self._free if self.cache.slot_bytes(slot)), None)
-            oldest = self._store.oldest if self._store else None
-            if slot is not None and (oldest is None or self._slots[slot].used <= oldest):
-                self._num_evictions += 1
-                self._save(slot)
-                self._drop(slot)
-            elif self._store and oldest is not None:
-                self._store.evict()
-            else:
-                return
+        return store.poll(*_stored_as(seq.tokens, seq.salt), seq.id, max(self._shared(seq)) + many)
 
     def _encode(self, ones: list[_Followed]) -> None:
         """Make the hidden states of what came from the verifier, of all sequences at once."""

@@ -3,68 +3,32 @@
 from typing import Protocol
 
 from cpuspec.backends import Backend
-from cpuspec.metrics import PrefixStats, Spent
+from cpuspec.metrics import Spent
 from cpuspec.model.batch import F32
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.prefix_queue import PrefixQueue
+from cpuspec.speculation.prefix_cache import PrefixCache
 from cpuspec.speculation.verify import Verdict
 
 
 class LevelContext(Protocol):
-    """What an LLM asks of a drafting model with its cache: a `Context`, a `HeadContext` or a `StageContext`.
+    """A drafting model with its cache: a `Context`, a `HeadContext` or a `StageContext`.
 
     num_running: sequences that the engine runs, told before each round: beside others, prompts are read in small parts.
-    spent: the time of its forwards, and of a verifier's rounds.
+    spent: the time of its forwards, and of a verifier's rounds. weight_bytes: of weights that its forwards read.
     """
 
+    cache: KVCache
+    prefixes: PrefixCache
     num_running: int
+    num_forwards: int
+    weight_bytes: int
     spent: Spent
 
     @property
     def backend(self) -> Backend:
         """The model."""
-        ...
-
-    @property
-    def cache(self) -> KVCache:
-        """Its cache."""
-        ...
-
-    @property
-    def num_forwards(self) -> int:
-        """Forwards so far."""
-        ...
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that they read."""
-        ...
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values in memory."""
-        ...
-
-    def keep_prefixes(self, max_bytes: int | None, queue: PrefixQueue | None = None) -> None:
-        """Decide what finished sequences leave behind."""
-        ...
-
-    def limit_prefixes(self, max_bytes: int) -> None:
-        """Have them leave no more than this from now on, and no more than `keep_prefixes` said."""
-        ...
-
-    def prefix_stats(self, name: str) -> PrefixStats:
-        """The figures of what they have left."""
-        ...
-
-    def forget_prefixes(self) -> None:
-        """Forget what they have left."""
-        ...
-
-    def spill(self) -> None:
-        """Write it to the disk, where there is a directory for it."""
         ...
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from cpuspec.backends import HeadBackend
 from cpuspec.checkpoints.heads import Head
 from cpuspec.checkpoints.heads.stages import ResidualStage
-from cpuspec.metrics import PrefixStats, Spent
+from cpuspec.metrics import Spent
 from cpuspec.model.batch import F32
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import PromptChunk
-from cpuspec.speculation.prefix_queue import PrefixQueue
+from cpuspec.speculation.prefix_cache import PrefixCache
 
 _GELU = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
@@ -24,13 +24,12 @@ _GELU = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 class StageContext:
     """One head of stages. Not thread-safe: one caller at a time. capacity: tokens that a sequence may have."""
 
-    kv_bytes = 0
-
     def __init__(self, head: Head, backend: HeadBackend, capacity: int) -> None:
         self.head = head
         self.backend = backend
         self.capacity = capacity
-        self.cache = KVCache(1, 1, lambda: None, lambda *_: None, lambda *_: None, 0)
+        self.cache = KVCache(1, 1, lambda: None, lambda *_: None, lambda *_: None, 0)  # of no bytes
+        self.prefixes = PrefixCache(None, self.cache, True)
         self.num_forwards = self.weight_bytes = 0  # of drafts; each reads the matrices of all stages once
         self.num_running = 0
         self.spent = Spent()  # stays empty: the matrices of stages are multiplied one by one
@@ -88,24 +87,6 @@ class StageContext:
             x = self.backend.project(states, block)
             states = states + x / (1 + np.exp(-x))
         return self.backend.project(states, stage.output)
-
-    # What an LLM asks of the context of each level.
-
-    def keep_prefixes(self, max_bytes: int | None, queue: PrefixQueue | None = None) -> None:
-        """Do nothing: there is no cache."""
-
-    def limit_prefixes(self, max_bytes: int) -> None:
-        """Do nothing."""
-
-    def prefix_stats(self, name: str) -> PrefixStats:
-        """No figures."""
-        return PrefixStats(name)
-
-    def forget_prefixes(self) -> None:
-        """Do nothing."""
-
-    def spill(self) -> None:
-        """Do nothing."""
 
 
 def _gelu(x: F32) -> F32:

@@ -11,7 +11,6 @@ import pytest
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.formats.tensor import U8
 from cpuspec.settings import SamplingParams
-from cpuspec.speculation import context as context_module
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.prefix_files import PrefixDirectory, PrefixFiles, PrefixPart
@@ -23,11 +22,6 @@ from tests.speculation.test_prefixes import Requests, counting
 A, B, C = counting(0, 20), counting(3, 20), counting(5, 20)
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 PATIENCE_S = 30.0  # of these tests
-
-
-@pytest.fixture(autouse=True)
-def few_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_module, "_MANY", 2)
 
 
 class Slow(PrefixDirectory):
@@ -49,7 +43,8 @@ class Slow(PrefixDirectory):
 
 def keeping(queue: PrefixQueue, num_tokens: int = 0, num_slots: int = 2) -> Context:
     context = Context(ToyBackend(1, memory=2.0, max_rows=64, block_size=4), num_slots, 64)
-    context.keep_prefixes(num_tokens * context.cache.bytes_per_token, queue)
+    context.prefixes.many = 2
+    context.prefixes.keep(num_tokens * context.cache.bytes_per_token, queue)
     return context
 
 
@@ -59,9 +54,9 @@ def disk(tmp_path: Path) -> Slow:
     context = keeping(PrefixQueue(PrefixDirectory(tmp_path, 10**6)))
     for tokens in (A, B):
         Requests(context).run(*tokens)
-    assert context._store is not None
-    assert context._store.queue is not None
-    assert context._store.queue.flush()
+    assert context.prefixes.store is not None
+    assert context.prefixes.store.queue is not None
+    assert context.prefixes.store.queue.flush()
     return Slow(tmp_path)
 
 
@@ -117,8 +112,8 @@ def test_a_request_that_is_aborted_while_its_prefix_is_read_leaves_nothing(disk:
     assert aborted.finish_reason == "aborted"
     disk.answers.set()
     assert not engine.has_work
-    assert context._store is not None
-    assert not context._store._reads
+    assert context.prefixes.store is not None
+    assert not context.prefixes.store._reads
     assert run(engine, [[*A, 1], C]) == expected([[*A, 1], C])
 
 
@@ -128,14 +123,14 @@ def test_a_draft_model_whose_prefix_is_on_a_slow_disk_holds_up_no_answer(disk: S
     engine = engine_over(Context(ToyBackend(1, memory=2.0, max_rows=64), 2, 64), ChainProposer(NullProposer(), draft))
     disk.answers.clear()
     assert run(engine, [[*A, 1], C]) == expected([[*A, 1], C])
-    assert draft.num_cached_tokens == 0
+    assert draft.prefixes.num_cached_tokens == 0
     disk.answers.set()
     outputs = dict[int, list[Output]]()
     engine.add_request([*A, 1], SamplingParams(max_tokens=30, ignore_eos=True))
     while engine.has_work:
         draft.wait_for_prefix(0.01)
         step(engine, outputs)
-    assert draft.num_cached_tokens >= 20
+    assert draft.prefixes.num_cached_tokens >= 20
     assert draft.num_free_slots == 2
 
 
@@ -157,7 +152,7 @@ def test_blocks_that_wait_for_a_slow_disk_are_bounded_and_counted_where_they_are
     for first in range(8):
         requests.run(*counting(first, 20))
         assert queue.waiting_bytes <= 3 * 64
-    assert context.prefix_stats("").num_blocks_dropped == queue.num_dropped >= 8 * 5 - 3
+    assert context.prefixes.stats("").num_blocks_dropped == queue.num_dropped >= 8 * 5 - 3
     disk.answers.set()
     assert queue.flush()
     assert 1 <= len(list(tmp_path.iterdir())) <= 4
@@ -174,16 +169,16 @@ def test_closing_writes_what_is_in_memory_the_latest_first_and_only_for_a_time(
     for tokens in (A, B, C):
         Requests(context).run(*tokens)
     disk.answers.clear()
-    context.spill()
+    context.prefixes.spill()
     disk.answers.set()
     queue.close()
     assert (len(list(tmp_path.iterdir())), queue.num_dropped) == (15, 0)
     again = keeping(PrefixQueue(PrefixDirectory(tmp_path, 3000)), 100)
     Requests(again).run(*counting(6, 20))
-    again.spill()
-    assert again._store is not None
-    assert again._store.queue is not None
-    assert again._store.queue.flush()
+    again.prefixes.spill()
+    assert again.prefixes.store is not None
+    assert again.prefixes.store.queue is not None
+    assert again.prefixes.store.queue.flush()
     fresh = Requests(keeping(PrefixQueue(PrefixDirectory(tmp_path, 10**6)), 100))
     assert fresh.run(*counting(6, 20), 1) == 1
     assert fresh.run(*C, 1) < 21
@@ -194,7 +189,7 @@ def test_closing_writes_what_is_in_memory_the_latest_first_and_only_for_a_time(
     context = keeping(queue, 100)
     Requests(context).run(*A)
     slow.answers.clear()
-    context.spill()
+    context.prefixes.spill()
     queue.close(0.05)
     assert "is slow: 4 blocks were not written within 0.05 s" in caplog.text  # one is being written
     assert queue.num_dropped == 4

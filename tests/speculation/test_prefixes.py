@@ -15,7 +15,6 @@ from cpuspec.errors import CacheError, ConfigError
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
 from cpuspec.settings import SamplingParams
-from cpuspec.speculation import context as context_module
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.prefix_files import PrefixDirectory
@@ -25,11 +24,6 @@ from tests.processes import make_pipe
 
 BLOCK = 4
 NO_DRAFT = Draft.chain([], "test")
-
-
-@pytest.fixture(autouse=True)
-def few_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_module, "_MANY", 2)
 
 
 def toy(seed: int = 1, max_rows: int = 64) -> ToyBackend:
@@ -44,6 +38,13 @@ MODELS: dict[str, Callable[..., ToyBackend | RecurrentBackend]] = {"keys and val
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 
+def small(model: ToyBackend | RecurrentBackend, num_slots: int = 2) -> Context:
+    """A context to which two tokens are worth a copy."""
+    context = Context(model, num_slots, 64)
+    context.prefixes.many = 2
+    return context
+
+
 def keeping(
     model: ToyBackend | RecurrentBackend,
     num_tokens: int,
@@ -51,9 +52,9 @@ def keeping(
     directory: Path | None = None,
     disk_bytes: int = 10**6,
 ) -> Context:
-    context = Context(model, num_slots, 64)
+    context = small(model, num_slots)
     queue = PrefixQueue(PrefixDirectory(directory, disk_bytes)) if directory else None
-    context.keep_prefixes(num_tokens * model.bytes_per_token, queue)
+    context.prefixes.keep(num_tokens * model.bytes_per_token, queue)
     return context
 
 
@@ -67,13 +68,13 @@ def restore_prefix(context: Context, path: Path, salt: str = "") -> int:
 
 def written(context: Context) -> Context:
     """The context, when everything that it wants to be written is on the disk."""
-    if context._store and context._store.queue:
-        assert context._store.queue.flush()
+    if context.prefixes.store and context.prefixes.store.queue:
+        assert context.prefixes.store.queue.flush()
     return context
 
 
 def spill(context: Context) -> None:
-    context.spill()
+    context.prefixes.spill()
     written(context)
 
 
@@ -162,7 +163,7 @@ def test_prefixes_are_used_within_their_salt_alone(tmp_path: Path, num_slots: in
     requests = Requests(again)
     assert requests.run(*C, salt="yours") == 20
     assert requests.run(*C, 1, salt="mine") == 1
-    again.forget_prefixes()
+    again.prefixes.forget()
     written(again)
     assert restore_prefix(again, tmp_path / "c", "yours") == 20
     assert [requests.run(*C, 1, salt=salt) for salt in ("mine", "yours")] == [21, 1]
@@ -174,8 +175,8 @@ def test_salts_that_left_nothing_leave_nothing_behind() -> None:
     requests = Requests(context)
     for number in range(50):
         requests.run(*A, salt=f"salt {number}")
-    assert context._store is not None
-    assert len(context._store._roots) <= 2
+    assert context.prefixes.store is not None
+    assert len(context.prefixes.store._roots) <= 2
 
 
 def test_what_begins_alike_is_kept_once() -> None:
@@ -183,8 +184,8 @@ def test_what_begins_alike_is_kept_once() -> None:
     requests = Requests(context)
     for last in range(6):
         requests.run(*A, last, last, last, last)
-    context._give_up(0)
-    assert context.kept_bytes == (20 + 6 * 4) * 16
+    context.prefixes.give_up(0)
+    assert context.prefixes.kept_bytes == (20 + 6 * 4) * 16
 
 
 def test_the_longest_unused_leaves_first_and_the_bound_holds() -> None:
@@ -192,17 +193,17 @@ def test_the_longest_unused_leaves_first_and_the_bound_holds() -> None:
     requests = Requests(context)
     for tokens in (A, B, A, C):
         requests.run(*tokens)
-        assert context.kept_bytes <= 48 * 16
+        assert context.prefixes.kept_bytes <= 48 * 16
     assert requests.run(*A) == 1
     assert requests.run(*C) == 1
     assert requests.run(*B) > 1
-    assert context.prefix_stats("").num_evictions
+    assert context.prefixes.stats("").num_evictions
 
 
 def test_nothing_is_kept_where_the_bound_is_zero() -> None:
     context = keeping(toy(), 0)
     requests = Requests(context)
-    assert [requests.run(*A), requests.run(*A), context.kept_bytes] == [20, 20, 0]
+    assert [requests.run(*A), requests.run(*A), context.prefixes.kept_bytes] == [20, 20, 0]
     first = requests.begin(A)
     assert requests.score(first) == 20
     assert requests.score(requests.begin([*A, 1])) == 1  # running ones share
@@ -221,8 +222,8 @@ def test_rejected_drafts_are_not_kept() -> None:
 def test_a_backend_without_row_invariance_shares_only_where_that_was_asked_for(max_bytes: int) -> None:
     model = toy()
     model.row_invariant = False
-    context = Context(model, 2, 64)
-    context.keep_prefixes(max_bytes)
+    context = small(model)
+    context.prefixes.keep(max_bytes)
     requests = Requests(context)
     running = requests.begin(A)
     assert context.awaits_prefix(Sequence.new(99, A, SamplingParams())) == (max_bytes > 0)
@@ -232,12 +233,12 @@ def test_a_backend_without_row_invariance_shares_only_where_that_was_asked_for(m
     assert requests.run(*A, 1, 2) == 22 - shared - (shared > 0)
 
 
-def test_a_prefix_that_is_in_the_store_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_module, "_MANY", 4)
+def test_a_prefix_that_is_in_the_store_is_not_waited_for() -> None:
     context = keeping(toy(), 100, num_slots=3)
+    context.prefixes.many = 4
     requests = Requests(context)
     requests.run(*A)
-    context._give_up(0)
+    context.prefixes.give_up(0)
     requests.begin(A)
     assert not context.awaits_prefix(Sequence.new(99, A, SamplingParams()))
     requests.begin(B)
@@ -246,14 +247,14 @@ def test_a_prefix_that_is_in_the_store_is_not_waited_for(monkeypatch: pytest.Mon
 
 def test_a_cache_without_blocks_keeps_slots_within_the_bound() -> None:
     model = RecurrentBackend(3, lambda start, end: (start, end), max_rows=64)
-    context = Context(model, 2, 64)
-    context.keep_prefixes(30 * context.cache.bytes_per_token)
+    context = small(model)
+    context.prefixes.keep(30 * context.cache.bytes_per_token)
     for number, tokens in enumerate((A, B)):
         seq = Sequence.new(number, tokens, SamplingParams())
         context.acquire(seq)
         context.score([seq], [NO_DRAFT])
         context.release(seq)
-        assert context.kept_bytes <= 30 * context.cache.bytes_per_token
+        assert context.prefixes.kept_bytes <= 30 * context.cache.bytes_per_token
     with pytest.raises(CacheError, match="the recurrent backend keeps no keys and values outside of running requests"):
         save_prefix(context, A, Path("nowhere"))
 
@@ -294,11 +295,11 @@ def test_rows_are_those_of_a_run_from_scratch_whatever_is_kept_where(
             spill(context)
             requests = start()
         elif action == "forget":
-            context.forget_prefixes()
-        elif action in ("save", "restore") and context._store:
+            context.prefixes.forget()
+        elif action in ("save", "restore") and context.prefixes.store:
             with suppress(CacheError):  # nothing is there
                 assert (save_prefix(context, prompt, saved) if action == "save" else restore_prefix(context, saved)) > 0
-        assert requests.context.kept_bytes <= limit * backend.bytes_per_token
+        assert requests.context.prefixes.kept_bytes <= limit * backend.bytes_per_token
         written(requests.context)
         assert sum(file.stat().st_size for file in directory.iterdir()) <= disk_bytes if directory else True
 
@@ -315,7 +316,7 @@ def test_a_start_finds_what_the_last_one_left(tmp_path: Path) -> None:
     again = Requests(keeping(toy(), 30, directory=tmp_path))
     assert [again.run(*tokens, 7) for tokens in (C, A, B)] == [2, 2, 2]  # of 21, without the 19
     assert Requests(keeping(toy(2), 30, directory=tmp_path)).run(*A, 7) == 21  # another model
-    stats = again.context.prefix_stats("target")
+    stats = again.context.prefixes.stats("target")
     assert (stats.num_blocks_read, stats.num_prompt_tokens, stats.num_cached_tokens) == (15, 63, 57)
 
 
@@ -336,7 +337,7 @@ def test_the_directory_keeps_what_was_used_last(tmp_path: Path) -> None:
     for tokens in (A, B, C, A, counting(6, 20)):
         requests.run(*tokens)
     written(requests.context)
-    assert 2000 < requests.context.prefix_stats("").disk_bytes <= 4500
+    assert 2000 < requests.context.prefixes.stats("").disk_bytes <= 4500
     assert requests.run(*A, 1) < 21
 
 
