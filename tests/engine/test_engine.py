@@ -45,7 +45,7 @@ def planned(costs: Costs, *chains: ChainProposer, clock: Callable[[], float] | N
     texts, models = [source("ngram"), source("suffix:tree")], list[tuple[ChainProposer, Costs]]()
     costs = Costs(costs.rows, costs.seconds)  # they learn
     for chain in chains:
-        chain.inner = Planner(costs, texts, list(models), serves=False)
+        chain.inner = Planner(costs, texts, list(models), is_outermost=False)
         models.append((chain, Costs([1, 2], [0.1, 0.11])))
     return Planner(costs, texts, models, clock=clock)
 

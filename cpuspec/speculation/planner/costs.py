@@ -19,34 +19,35 @@ from cpuspec.model.cache import KVCache
 from cpuspec.platform import SYSTEM
 from cpuspec.speculation.planner.acceptance import Ratio
 
-MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24)  # the numbers of rows that are measured; between them cost grows evenly
-LEARNING = 0.1  # weight of the latest draft in the seconds that drafting takes
+MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24)  # numbers of rows that are measured; between two of them the cost is interpolated
+LEARNING = 0.1  # weight of the latest draft in the seconds of drafting
 _DEPTH = 32  # tokens of context under the measured forwards
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
-_LOOKS, _UNDERCUT = 3, 0.5  # forwards at a start, and the share of kept seconds under which they are measured again
+_LOOKS, _UNDERCUT = 3, 0.5  # at a start so many forwards are timed; below this share of the kept seconds, costs are measured again
 _SETTLED = 0.03  # a round that finds nothing quicker by more than this share ends the measurement
 
-# A slow round is first of all a slow machine, which slows all numbers of rows alike and changes no choice. So a share of a round's
-# deviation, of logarithms, goes to all numbers of rows, and a smaller one only to those nearest to its own.
+# The deviation of a round is the logarithm of its seconds over the expected ones. A slow round mostly means a slow machine, which
+# changes no choice: _PACE of the deviation corrects all numbers of rows. _SHAPE of it also corrects those nearest to the round's
+# own.
 _PACE, _SHAPE = 0.1, 0.2
 _FAR_OFF = math.log(2)  # a larger deviation counts as this one: something else took the time
-_BOUND = math.log(4)  # the most that rounds may correct what was measured
-_VERSION = 3  # costs of before knew no bytes
+_BOUND = math.log(4)  # the most that rounds may correct a measurement
+_VERSION = 3  # of the files
 _WORTH_KEEPING = 0.1  # a correction of this share is written to the disk
-_MOST_ROWS = 384  # a round over more rows takes several forwards, and tells nothing of drafts
-_STEP = 4  # from the largest measured number of rows to the next, of batches
-_FADING = 0.8  # weight that a round's bytes keep from one round to the next: a text changes within some drafts
-_MOST_READ = 2.0  # of what rows of unrelated tokens read: the most that a round is believed to
+_MOST_ROWS = 384  # a round over more rows takes several forwards
+_STEP = 4  # factor from the largest measured number of rows to the next ones, those of batches
+_FADING = 0.8  # weight that a round's bytes keep from one round to the next: they fade fast, as a text changes within a few drafts
+_MOST_READ = 2.0  # the largest `read_share` that one round may claim
 
 
 class Costs:
     """Seconds of a forward with all logits, by its number of rows. More rows never cost less.
 
     They begin as measured and follow the time of rounds (`observe`): a machine that was busy during the measurement would mislead
-    the planner for ever. Larger numbers of rows than were measured, as batches have, begin as the smaller ones suggest.
+    the planner for ever. Numbers of rows beyond the measured ones, as batches have, are extrapolated at first.
 
-    Rows of a mixture read more experts the less they have in common, and rows of a text have much in common, above all those of a
-    draft that is right. So a part of the seconds, the further experts', counts as much as the bytes of recent rounds say.
+    In a mixture of experts, rows that resemble each other read the same experts. Rows of a text do, above all those of a draft that
+    is right. So the part of the seconds that further experts take is weighted by the bytes that recent rounds read.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Costs:
         """Seconds of forwards over `rows` rows, which rise from 1. path: the file that keeps them.
 
         Of a mixture, for each number of rows: num_bytes: of weights that a forward over rows of unrelated tokens reads.
-        further_s: the part of its seconds that takes reading more than one row does.
+        further_s: its seconds for weights that a forward over one row does not read.
         """
         self.path, self.measured_rows, self.rows = path, rows, rows[:]
         self._further = list(further_s) or [0.0] * len(rows)
@@ -72,31 +73,31 @@ class Costs:
                 values.append(self._beyond(values, more))
             self.rows.append(more)
         self._between = [_between(self.rows, number) for number in range(_MOST_ROWS + 1)]
-        self._read = Ratio(1.0)  # bytes beyond one row's that recent rounds read, over those of rows of unrelated tokens
-        self._corrections = [0.0] * len(self.rows)  # logarithms of the seconds that rounds take over those that were measured
+        self._read = Ratio(1.0)  # as `read_share`, of recent rounds
+        self._corrections = [0.0] * len(self.rows)  # logarithms of the seconds of rounds over the measured ones
         self.seconds = self._kept = self._with(1.0)
 
     @property
     def read_share(self) -> float:
-        """The bytes beyond one row's that rows of this text read, over those of rows of unrelated tokens. 1 but for mixtures."""
+        """How much further rows of this text read beyond one row, over what rows of unrelated tokens read. 1 without experts."""
         return self._read.expected(weight=1.0)  # of one drafted row
 
     @property
     def reads_more(self) -> bool:
-        """Whether more rows read more weights, as those of a mixture do."""
+        """Whether more rows read more weights, as in a mixture of experts."""
         return self._bytes[-1] > self._bytes[0]
 
     def _with(self, share: float) -> list[float]:
-        """Seconds by the number of rows, where they read that share of what rows of unrelated tokens read beyond one row's."""
+        """Seconds by the number of rows, at a `read_share`."""
         parts = zip(self._alike, self._further, self._corrections, strict=True)
         return list(accumulate([(alike + share * further) * math.exp(c) for alike, further, c in parts], max))
 
     def forward_s(self, rows: int) -> float:
-        """Seconds of a forward over `rows` rows. Beyond the largest known number each row costs what the last ones did."""
+        """Seconds of a forward over `rows` rows, extrapolated beyond the largest known number."""
         return self._at(self.seconds, rows)
 
     def _at(self, values: list[float], rows: int) -> float:
-        """The value at a number of rows, of values at the known ones."""
+        """The value at a number of rows, interpolated between those at the known numbers."""
         if rows > _MOST_ROWS:
             return self._beyond(values, rows)
         below, above, share = self._between[rows]
@@ -108,7 +109,7 @@ class Costs:
 
     @property
     def row_s(self) -> float:
-        """Seconds that one row more takes where there are many."""
+        """Seconds of one row more in a forward over many."""
         last = len(self.measured_rows) - 1
         return self.forward_s(self.rows[last] + 1) - self.seconds[last]
 
@@ -122,7 +123,7 @@ class Costs:
         seconds_now, further_bytes = self.seconds, self._at(self._bytes, rows) - self._bytes[0]
         if num_bytes and further_bytes > 0:
             share = min(max((num_bytes - self._bytes[0]) / further_bytes, 0.0), _MOST_READ)
-            self._read.record((rows - 1) * share, rows - 1, _FADING)
+            self._read.add((rows - 1) * share, rows - 1, _FADING)
             seconds_now = self._with(share)
         deviation = min(max(math.log(seconds / self._at(seconds_now, rows)), -_FAR_OFF), _FAR_OFF)
         below, above, share = self._between[rows]
@@ -132,7 +133,7 @@ class Costs:
         self.seconds = self._with(self.read_share)
 
     def keep(self) -> None:
-        """Write the corrections to the disk for the next process, if they are worth it; `read_share` is a text's, and stays."""
+        """Write the corrected costs to the disk for the next process, if they changed enough. `read_share` is not written."""
         now = self._with(1.0)
         changes = [abs(math.log(one / kept)) for one, kept in zip(now, self._kept, strict=True)]
         if self.path is None or max(changes) < _WORTH_KEEPING:
@@ -141,7 +142,7 @@ class Costs:
         _write(self.path, self)
 
     def as_dict(self) -> dict[str, Sequence[float]]:
-        """The arguments to make them again, as they are corrected now."""
+        """The arguments of the constructor that give the costs as they are corrected now."""
         n, further = len(self.measured_rows), [s * math.exp(c) for s, c in zip(self._further, self._corrections, strict=True)]
         return {
             "rows": self.measured_rows,
@@ -160,9 +161,9 @@ def _between(rows: list[int], number: int) -> tuple[int, int, float]:
 
 
 def find_costs(backend: Backend) -> Costs:
-    """The costs of a loaded model: kept ones of this machine and model, else measured (seconds for 1 GB of weights) and kept.
+    """The costs of a loaded model: those kept for this machine, else measured and kept (seconds for 1 GB of weights).
 
-    Kept ones that three forwards undercut by half are measured again.
+    Kept costs are measured again if forwards now take less than half of them.
     """
     path = _path(backend)
     costs = _read(path)
@@ -175,13 +176,13 @@ def find_costs(backend: Backend) -> Costs:
 
 
 def _is_undercut(costs: Costs, backend: Backend) -> bool:
-    """Whether a forward takes far less than was kept, of a busy machine: a model that seems slow would never be asked again."""
+    """Whether forwards take far less than the kept seconds, which a busy machine gave: a model that seems slow is never asked."""
     cache = backend.new_cache(1, 1)
     return min(_time(backend, cache, 0, 1, False)[0] for _ in range(_LOOKS)) < _UNDERCUT * costs.forward_s(1)
 
 
 def _write(path: Path, costs: Costs) -> None:
-    """Keep the costs for later starts and for other processes."""
+    """Keep the costs for later processes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps(costs.as_dict()))
@@ -211,9 +212,9 @@ def _read(path: Path) -> Costs | None:
 
 
 def measure_costs(backend: Backend) -> Costs:
-    """Time forwards, each by its quickest round, until a round finds none quicker. Disturbances only ever add time.
+    """Time forwards over each number of rows, in rounds, until a round finds none quicker: disturbances only add time.
 
-    Of a mixture also forwards over rows of one token, which read fewer experts: what these save tells what reading takes.
+    In a mixture also over rows of the same token, which read fewer experts: the time that they save is that of reading experts.
     """
     rows = [n for n in MEASURED_ROWS if n <= min(backend.max_rows, backend.config.context_length - _DEPTH)] or [1]
     depth = min(_DEPTH, backend.max_rows, backend.config.context_length - rows[-1])

@@ -1,16 +1,18 @@
-"""`auto`: in every round each sequence gets the option that promises most tokens per second, drafting nothing among them.
+"""`auto`: in every round each sequence gets the option that promises most tokens per second. Drafting nothing is an option.
 
-A model's seconds for a token are those with its own drafters, so levels are settled from the bottom up (arXiv 2510.19705), each by
-a planner of its own. Looking up a draft takes time, too: a lookup is asked where it has gained more than it took. A model must
-first be fed the tokens that it missed: it is asked where drafts save more than that over the tokens to come.
+A model that drafts has drafters of its own, among which a planner of its own chooses (arXiv 2510.19705). A look-up takes time, so a
+lookup is asked only while it gains more than it takes. A model must first read the tokens that it missed, so it is asked only where
+its drafts save more time than that over the tokens to come.
 
-The more sequences share a forward, the more of its seconds are its rows', so fewer drafts pay, and in the end none.
+The more sequences share a forward, the larger is the part of its time that the rows take. Fewer drafts pay then, and in the end
+none.
 """
 
 from collections import abc
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cpuspec.metrics import now_s
 from cpuspec.model.batch import F32
@@ -29,20 +31,21 @@ from cpuspec.speculation.planner.model_drafter import ModelDrafter
 from cpuspec.speculation.proposer import DraftModel, Proposer
 from cpuspec.speculation.verify import Verdict
 
-_PLAIN_LOOKS = 4  # one of this many forwards without a draft is timed: timing takes 1 % of a short token
+_TIMED_PLAIN = 4  # one of this many forwards without a draft is timed: timing takes 1 % of a short token
 _WORTH = 1.05  # a lookup's draft must beat the best option so far by this factor: smaller promises lose as often as they gain
-# Hidden states that wait for a head which may never be asked. At 10 KB a token, as of a 4B, 40 to 80 MB of a sequence.
+# Hidden states of a sequence that are kept for a head which may never be asked: at 10 KB a token, as of a 4B model, 40 to 80 MB.
 _MOST_HIDDEN = 4096
-_MOST_FED = 2  # fed rows for each verified row at most, else the forward's time says little about verified rows
+_MOST_FED = 2  # a round with more rows for each verified row teaches no costs: rows of prompts take less time
 
 
 @dataclass(frozen=True)
 class PlannedDrafter:
     """A planner's figures of one drafter, or of drafting nothing, over all requests so far.
 
-    verifies: the model that its drafts are for. cost_of_drafting: of a model's token, or of a whole lookup, in plain forwards of
-    that model; cost_of_rows: of forwards over the rows measured, likewise. acceptance: expected now, of what confidences claim.
-    num_tokens, speedup: of a model's usual draft, None for lookups. read_share: `Costs.read_share` of a mixture, else None.
+    verifies: the model that verifies its drafts. Costs are in plain forwards of that model. cost_of_drafting: of a model's token,
+    or of a whole look-up. cost_of_rows: of a forward, by its number of rows. acceptance: accepted tokens over those that
+    confidences claim, as expected now. num_tokens, speedup: of a model's usual draft; None for lookups. read_share:
+    `Costs.read_share` of a mixture, else None.
     """
 
     name: str
@@ -58,12 +61,21 @@ class PlannedDrafter:
     read_share: float | None = None
 
 
+class _Timing(NamedTuple):
+    """A forward that is timed: its verified rows, and the context's counts and the time before it."""
+
+    num_verified: int
+    num_rows: int
+    weight_bytes: int
+    begin_s: float
+
+
 class Planner(Proposer):
     """A proposer that asks others, and drafts for each sequence by the best option of the round.
 
-    costs: of the verifier's forwards, corrected by the time from a draft to its verdict. serves: whether this planner begins and
-    ends sequences for its drafters; otherwise a planner above does. context: the verifier's, which counts the rows that it was fed;
-    without it the costs stay as they are.
+    costs: of the verifier's forwards, corrected by the time from a draft to its verdict. is_outermost: whether it tells its
+    drafters of sequences that begin and end; the outermost planner does that for those below it. context: the verifier's, which
+    counts forwards and rows; without it nothing corrects the costs.
     """
 
     name = "auto"
@@ -73,7 +85,7 @@ class Planner(Proposer):
         costs: Costs,
         lookups: list[Proposer],
         models: abc.Sequence[tuple[DraftModel, Costs]],
-        serves: bool = True,
+        is_outermost: bool = True,
         context: Context | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -81,29 +93,28 @@ class Planner(Proposer):
         self._now_s = clock or now_s
         self.costs = costs
         proposers = [*lookups, *(model for model, _ in models)]
-        self.hidden_layers = tuple(sorted({layer for one in proposers for layer in one.hidden_layers}))
+        self.hidden_layers = tuple(sorted({layer for proposer in proposers for layer in proposer.hidden_layers}))
         self.most_hidden = _MOST_HIDDEN
-        for of_model in (model.context for model, _ in models):
-            if isinstance(of_model, HeadContext):
-                of_model.most_waiting = _MOST_HIDDEN
-        self.levels = tuple(level for model, _ in models for level in model.levels) if serves else ()
+        for model, _ in models:
+            if isinstance(model.context, HeadContext):
+                model.context.most_waiting = _MOST_HIDDEN
+        self.levels = tuple(level for model, _ in models for level in model.levels) if is_outermost else ()
         self.lookups = [LookupDrafter(proposer) for proposer in lookups]
-        self.models = [ModelDrafter(proposer, its, costs, self._now_s) for proposer, its in models]
+        self.models = [ModelDrafter(model, costs_of_model, costs, self._now_s) for model, costs_of_model in models]
         self._drafters: list[LookupDrafter | ModelDrafter] = [*self.lookups, *self.models]
-        self.num_plain_rounds = 0  # of each sequence
+        self.num_plain_rounds = 0  # without a draft, each sequence's counted
         self._budget = TrialBudget(len(lookups) + len(models))
-        self._serves = serves
+        self._is_outermost = is_outermost
         self._context = context
         self._nothing = Draft.chain([], self.name)
-        self._chosen: dict[int, Option] = {}  # by sequence id: options of drafts that are out
-        self._plain_s = 0.0  # seconds of the round that is out for each sequence, had nothing been drafted
+        self._chosen: dict[int, Option] = {}  # by sequence id: options of drafts without a verdict yet
+        self._plain_s = 0.0  # seconds that this round would take a sequence without any draft
         self._num_plain_forwards = 0
-        # Rows that will be judged; rows fed, and bytes of weights read, before; and when that was.
-        self._begun: tuple[int, int, int, float] | None = None
+        self._timing: _Timing | None = None
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Tell the drafters."""
-        for drafter in self._drafters if self._serves else ():
+        for drafter in self._drafters if self._is_outermost else ():
             drafter.proposer.begin(seq, num_cached)
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
@@ -112,40 +123,41 @@ class Planner(Proposer):
         best = [Option(None, 0, 1.0, self._plain_s, 0.0, self._nothing)] * len(seqs)
         for lookup in self.lookups:
             self._look_up(lookup, seqs, limits, best)
-        for model in sorted(self.models, key=lambda one: -one.promise(self.costs, len(seqs)).tokens_per_s):
+        for model in sorted(self.models, key=lambda model: -model.promise(self.costs, len(seqs)).tokens_per_s):
             self._ask(model, seqs, limits, best)
-        drafts = [one.draft.first(one.num_tokens) if one.draft else self._nothing for one in best]
+        drafts = [option.draft.first(option.num_tokens) if option.draft else self._nothing for option in best]
         self._chosen |= zip([seq.id for seq in seqs], best, strict=True)
-        self.num_plain_rounds += sum(not one.num_tokens for one in best)
+        self.num_plain_rounds += sum(not option.num_tokens for option in best)
         self._budget.earn(self._plain_s * len(seqs))
         self._begin_timing(len(seqs), len(seqs) + sum(map(len, drafts)))
         return drafts
 
     def _look_up(self, lookup: LookupDrafter, seqs: list[Sequence], limits: list[int], best: list[Option]) -> None:
-        """Put the lookup's options where they are better, or are tried.
+        """Ask a lookup; replace the best options where its own are better, or are tried.
 
-        It is asked where that has gained more than it takes, or the budget has its time.
+        It is asked while look-ups gain more than they take, and on trial if the budget covers the look-up.
         """
         pays = lookup.gain.expected() * self._plain_s > lookup.seconds
-        asked = [i for i, limit in enumerate(limits) if limit and (pays or self._budget.take(lookup, lookup.seconds))]
+        asked = [i for i, limit in enumerate(limits) if limit and (pays or self._budget.spend(lookup, lookup.seconds))]
         if not asked:
             return
-        some, begin_s = [seqs[i] for i in asked], self._now_s()
-        drafts = lookup.proposer.propose(some, [limits[i] for i in asked])
+        asked_seqs, begin_s = [seqs[i] for i in asked], self._now_s()
+        drafts = lookup.proposer.propose(asked_seqs, [limits[i] for i in asked])
         lookup.asked(len(asked), self._now_s() - begin_s)
-        for i, draft in zip(asked, map(legal_part, some, drafts), strict=True):
+        for i, draft in zip(asked, map(legal_part, asked_seqs, drafts), strict=True):
             option = best_prefix(lookup, draft, self.costs, lookup.acceptance.expected(), len(seqs))
             if option.tokens_per_s > _WORTH * best[i].tokens_per_s:
                 best[i] = option
             elif len(draft) and not best[i].num_tokens:
                 trial = best_prefix(lookup, draft.first(TRIAL_TOKENS), self.costs, 1.0, len(seqs))
-                if trial.num_tokens and self._budget.take(lookup, trial.seconds - self._plain_s):
+                if trial.num_tokens and self._budget.spend(lookup, trial.seconds - self._plain_s):
                     best[i] = trial
 
     def _ask(self, model: ModelDrafter, seqs: list[Sequence], limits: list[int], best: list[Option]) -> None:
-        """Put the model's options where they are better, asked for sequences to which it promises more, or in which it is tried.
+        """Ask a model for sequences to which it promises more, or on trial; replace the best options where its own are better.
 
-        Not asked where another model's draft pays: both are unsure at the same tokens; asking costs 1 to 3 % (benchmarks/LOG.md).
+        A sequence for which another model's draft is the best option is left out. Both models are unsure at the same tokens, and
+        asking a second one costs 1 to 3 % (benchmarks/LOG.md).
         """
         num_seqs, promise = len(seqs), model.promise(self.costs, len(seqs))
         asked = [
@@ -154,79 +166,81 @@ class Planner(Proposer):
             if limit
             and not isinstance(instead.drafter, ModelDrafter)
             and (
-                model.is_worth_its_price(seq, promise, instead)
+                model.is_worth_reading(seq, promise, instead)
                 or model.is_tried(seq, self.costs, limit, num_seqs, instead, self._budget)
             )
         ]
         if not asked:
             return
-        rates = [best[i].tokens_per_s for i in asked]
-        found = model.propose([seqs[i] for i in asked], [limits[i] for i in asked], self.costs, num_seqs, rates)
-        for i, option in zip(asked, found, strict=True):
-            best[i] = max(best[i], option, key=lambda one: one.tokens_per_s)
+        others = [best[i].tokens_per_s for i in asked]
+        options = model.propose([seqs[i] for i in asked], [limits[i] for i in asked], self.costs, num_seqs, others)
+        for i, option in zip(asked, options, strict=True):
+            best[i] = max(best[i], option, key=lambda option: option.tokens_per_s)
 
-    def _begin_timing(self, num_seqs: int, rows: int) -> None:
-        """Time the forward, of which `rows` rows will be judged. Of plain ones time one of four."""
-        self._num_plain_forwards += rows == num_seqs
-        timed = rows > num_seqs or self._num_plain_forwards % _PLAIN_LOOKS == 0
-        context = self._context
-        self._begun = (rows, context.num_rows, context.weight_bytes, self._now_s()) if context and timed else None
+    def _begin_timing(self, num_seqs: int, num_verified: int) -> None:
+        """Time a forward that verifies so many rows, and one of `_TIMED_PLAIN` forwards without drafts."""
+        self._num_plain_forwards += num_verified == num_seqs
+        is_timed = num_verified > num_seqs or self._num_plain_forwards % _TIMED_PLAIN == 0
+        self._timing = None
+        if is_timed and (context := self._context):
+            self._timing = _Timing(num_verified, context.num_rows, context.weight_bytes, self._now_s())
 
     def _end_timing(self) -> None:
-        """Learn from the forward's seconds and bytes, unless most of its rows were prompts', which take less than judged ones."""
-        if self._begun and self._context:
-            rows, num_before, bytes_before, begin_s = self._begun
-            num_fed = self._context.num_rows - num_before
-            if num_fed <= _MOST_FED * rows:
-                self.costs.observe(num_fed, self._now_s() - begin_s, self._context.weight_bytes - bytes_before)
-        self._begun = None
+        """Learn costs from the forward's seconds and bytes, unless most of its rows were prompts'."""
+        context, timing = self._context, self._timing
+        if timing and context:
+            num_fed = context.num_rows - timing.num_rows
+            if num_fed <= _MOST_FED * timing.num_verified:
+                self.costs.observe(num_fed, self._now_s() - timing.begin_s, context.weight_bytes - timing.weight_bytes)
+        self._timing = None
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
         """Learn from the verdict, and tell the drafters."""
         self._end_timing()
         layers = dict(zip(self.hidden_layers, hidden, strict=True))
-        for drafter in self._drafters if self._serves else self.lookups:
+        for drafter in self._drafters if self._is_outermost else self.lookups:
             drafter.proposer.accept(seq, verdict, tuple([layers[layer] for layer in drafter.proposer.hidden_layers]))
         option, num_accepted = self._chosen.pop(seq.id, None), len(verdict.tokens) - 1
         if option and option.num_tokens:
-            option.drafter.drafted.record(option.num_tokens, num_accepted)
+            option.drafter.drafted.add(option.num_tokens, num_accepted)
             if isinstance(option.drafter, ModelDrafter):
                 option.drafter.learn(option, num_accepted)
             else:
                 option.drafter.learn(option, num_accepted, option.seconds / self._plain_s - 1)
 
     def end(self, seq: Sequence) -> None:
-        """Forget the sequence, and keep what was learned of the costs."""
+        """Forget the sequence, and keep the costs that were learned."""
         self._chosen.pop(seq.id, None)
-        self._begun = None
+        self._timing = None
         self.costs.keep()
         for model in self.models:
             model.end(seq)
         with ExitStack() as calls:  # every drafter is told, also where one raises
-            for drafter in reversed(self._drafters if self._serves else ()):
+            for drafter in reversed(self._drafters if self._is_outermost else ()):
                 calls.callback(drafter.proposer.end, seq)
 
     def explain(self, verifies: str = "target") -> list[PlannedDrafter]:
-        """The figures that it decides from, and those of the planners below."""
+        """The figures that it decides from, and those of the planners below it."""
         plain_s = self.costs.forward_s(1)
         cost_of_rows = {n: self.costs.forward_s(n) / plain_s for n in self.costs.measured_rows}
         read_share = self.costs.read_share if self.costs.reads_more else None
         table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, cost_of_rows, 0, 1.0, read_share)]
-        for one in self._drafters:
-            costs = (one.acceptance.expected(), one.seconds / plain_s, cost_of_rows)
-            best = one.promise(self.costs, 1) if isinstance(one, ModelDrafter) else None
-            planned = (best.num_tokens, best.tokens_per_s * plain_s) if best else (None, None)
-            counts = (one.drafted.num_rounds, one.drafted.num_draft_tokens, one.drafted.num_accepted_tokens)
-            table.append(PlannedDrafter(one.proposer.name, verifies, *counts, *costs, *planned))
-            if isinstance(one.proposer, ChainProposer) and isinstance(one.proposer.inner, Planner):
-                table += one.proposer.inner.explain(one.proposer.name)
+        for drafter in self._drafters:
+            proposer, drafted = drafter.proposer, drafter.drafted
+            costs = (drafter.acceptance.expected(), drafter.seconds / plain_s, cost_of_rows)
+            usual = drafter.promise(self.costs, 1) if isinstance(drafter, ModelDrafter) else None
+            planned = (usual.num_tokens, usual.tokens_per_s * plain_s) if usual else (None, None)
+            counts = (drafted.num_rounds, drafted.num_draft_tokens, drafted.num_accepted_tokens)
+            table.append(PlannedDrafter(proposer.name, verifies, *counts, *costs, *planned))
+            if isinstance(proposer, ChainProposer) and isinstance(proposer.inner, Planner):
+                table += proposer.inner.explain(proposer.name)
         return table
 
 
 def plan(target: Context, lookups: list[Proposer], chains: list[DraftModel]) -> Planner:
-    """Planners for a target and for each of its draft models, cheapest first: each may draft with those before it.
+    """A planner for a target, and one for each of its draft models, the cheapest first: each may draft with those before it.
 
-    All draft in the target's tokens, so a model with another vocabulary drafts alone, and so does a head.
+    All drafts are the target's tokens. So a model with another vocabulary has no drafters of its own, and neither has a head.
     """
     models: list[tuple[DraftModel, Costs]] = []
     for chain in chains:
