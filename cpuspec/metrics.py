@@ -1,7 +1,7 @@
 """Counters, latencies and rates, each defined once. With `evaluate.speed` and the benchmarks the only place that reads a clock."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -81,6 +81,15 @@ class LevelCounters:
         """Counts and shares under their names."""
         shares = ("mu", "tau", "accepted_per_proposed", "accepted_per_evaluated")
         return asdict(self) | {name: getattr(self, name) for name in shares}
+
+
+def sum_levels(parts: Iterable[Mapping[str, LevelCounters]]) -> dict[str, LevelCounters]:
+    """The counts of each level, of all requests together."""
+    levels: dict[str, LevelCounters] = {}
+    for part in parts:
+        for name, counts in part.items():
+            levels[name] = levels.get(name, LevelCounters()) + counts
+    return levels
 
 
 @dataclass(frozen=True)

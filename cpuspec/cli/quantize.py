@@ -1,10 +1,11 @@
 """The commands `quantize` and `imatrix`."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
+from cpuspec.checkpoints.adapters import open_adapter, read_scaled
 from cpuspec.cli import options
 from cpuspec.cli.console import counted, emit, emit_json, exit_codes, interruptible, note, print_facts, print_table, size
 from cpuspec.cli.opening import open_model
@@ -13,6 +14,13 @@ from cpuspec.cli.progress import step_progress
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.files import read_file
+from cpuspec.formats import get_format
+from cpuspec.formats.format import OWN_GGUF_TYPES
+from cpuspec.quantize.gptq import GptqSettings
+from cpuspec.quantize.imatrix import read_importance, write_importance
+from cpuspec.quantize.job import Job, Made, measure_importance, read_chunks
+from cpuspec.quantize.job import quantize as quantize_model
+from cpuspec.quantize.weights import Weights
 
 _MOST_TEXT_BYTES = 1 << 30
 
@@ -24,122 +32,115 @@ ContextOption = Annotated[int, option("N", "Tokens of such a piece.", "--context
 ThreadsOption = Annotated[int | None, option("N", "Threads; by default every core.", "--threads", "-t", min=1)]
 
 
-@exit_codes()
-def quantize(
-    model: options.ModelArgument,
-    out: Annotated[Path, argument("OUT", "The file to write, NAME.gguf; or a directory, for compressed-tensors.")],
-    *,
-    type_name: Annotated[
-        str | None,
+def _read_methods(text: str) -> tuple[str, ...]:
+    return () if text == "round" else options.split_list(text.lower())
+
+
+JOB = {
+    "type_name": (
         option(
             "TYPE",
             "Of a file: a type of llama-quantize, by default q4_k_m, or nl4_g32, nl4_xs or nl4_r. "
             "Of a directory: w4a16, w4a16_asym, w8a8, w8a16, fp8_dynamic.",
             "--type",
         ),
-    ] = None,
-    bits_per_weight: Annotated[
-        float | None,
+        str.lower,
+    ),
+    "methods": (
         option(
-            "BITS",
-            "Instead of a type: give each matrix the format by which the model's answers change least within these bits, "
-            "as measured on the calibration text.",
+            "METHOD",
+            "round, the default; or gptq, awq, smoothquant, or several with commas, as awq,gptq: they need a calibration text.",
+            "--method",
         ),
-    ] = None,
-    candidates: Annotated[str | None, option("FORMATS", "With --bits-per-weight, the formats to choose from, with commas.")] = None,
-    method: Annotated[
-        str,
-        option("METHOD", "round; or gptq, awq, smoothquant, or several with commas, as awq,gptq: they need a calibration text."),
-    ] = "round",
+        _read_methods,
+    ),
+    "pure": flag("--pure", "Give every matrix the type's own format instead of a mix."),
+    "output": option("FORMAT", "The format of the output matrix.", "--output-tensor-type"),
+    "embed": option("FORMAT", "The format of the token embedding.", "--token-embedding-type"),
+    "smoothing_strength": option("SHARE", "Of smoothquant: 0 moves nothing into weights.", min=0, max=1),
+    "group_size": option("N", "Of w4a16: weights that share a scale, 32, 64 or 128."),
+    "bits_per_weight": option(
+        "BITS",
+        "Instead of a type: give each matrix the format by which the model's answers change least within these bits, "
+        "as measured on the calibration text.",
+    ),
+    "candidates": (
+        option("FORMATS", "With --bits-per-weight, the formats to choose from, with commas.", "--candidates"),
+        lambda text: options.split_list(text.lower()),
+    ),
+    "predicts": flag(
+        "--mtp/--no-mtp", "Keep a layer for multi-token prediction, which drafts; its matrices as those of the last layer."
+    ),
+}
+GPTQ = {
+    "dampening_frac": option("SHARE", "Of gptq: what is added to the Hessian's diagonal.", min=0),
+    "act_order": flag(
+        "--act-order/--no-act-order",
+        "Of gptq: round columns by the size of their inputs, the largest first, or as they stand.",
+    ),
+}
+
+
+@exit_codes()
+@options.takes_fields("gptq", GptqSettings, GPTQ)
+@options.takes_fields("job", Job, JOB)
+def quantize(
+    model: options.ModelArgument,
+    out: Annotated[Path, argument("OUT", "The file to write, NAME.gguf; or a directory, for compressed-tensors.")],
+    *,
     imatrix: Annotated[Path | None, option("FILE", "Weigh errors by this importance matrix, llama.cpp's .gguf or .dat.")] = None,
     calibration: CalibrationOption = None,
     chunks: ChunksOption = 32,
     ctx_size: ContextOption = 512,
-    pure: Annotated[bool, flag("--pure", "Give every matrix the type's own format instead of a mix.")] = False,
-    output_tensor_type: Annotated[str | None, option("FORMAT", "The format of the output matrix.")] = None,
-    token_embedding_type: Annotated[str | None, option("FORMAT", "The format of the token embedding.")] = None,
     tensor_type: Annotated[
         list[str] | None, option("PATTERN=FORMAT", "The format of matrices whose name has the pattern. Repeatable.")
     ] = None,
-    dampening_frac: Annotated[float, option("SHARE", "Of gptq: what is added to the Hessian's diagonal.", min=0)] = 0.01,
-    no_act_order: Annotated[
-        bool, flag("--no-act-order", "Of gptq: round columns from first to last, not by the size of their inputs.")
-    ] = False,
-    smoothing_strength: Annotated[float, option("SHARE", "Of smoothquant: 0 moves nothing into weights.", min=0, max=1)] = 0.5,
-    group_size: Annotated[int, option("N", "Of w4a16: weights that share a scale, 32, 64 or 128.")] = 128,
-    mtp: Annotated[
-        bool,
-        flag("--mtp/--no-mtp", "Keep a layer for multi-token prediction, which drafts; its matrices as those of the last layer."),
-    ] = True,
     lora: Annotated[
         list[str] | None,
         option("FILE[=SCALE]", "Merge a LoRA adapter, a directory of PEFT or a GGUF file, times SCALE, by default 1. Repeatable."),
     ] = None,
     threads: ThreadsOption = None,
     as_json: options.JsonOption = False,
+    job: Job,
+    gptq: GptqSettings,
 ) -> None:
     """Write a model in fewer bits: a GGUF file that cpuspec and llama.cpp read, or compressed-tensors for transformers and vLLM.
 
     Memory holds one matrix at a time, and with a calibration text the inputs of one. A run that is interrupted goes on from there.
     """
-    from cpuspec.checkpoints.adapters import open_adapter, read_scaled
-    from cpuspec.formats import get_format
-    from cpuspec.formats.format import OWN_GGUF_TYPES
-    from cpuspec.quantize.gptq import GptqSettings
-    from cpuspec.quantize.imatrix import read_importance
-    from cpuspec.quantize.job import Job, read_chunks
-    from cpuspec.quantize.job import quantize as quantize_model
-
     with options.usage_errors():
-        job = Job(
-            type_name=type_name.lower() if type_name else "q4_k_m" if bits_per_weight is None else "",
-            methods=() if method == "round" else tuple(method.lower().split(",")),
-            pure=pure,
-            output=output_tensor_type,
-            embed=token_embedding_type,
-            tensor_types=tuple(_read_tensor_type(text) for text in tensor_type or ()),
-            gptq=GptqSettings(dampening_frac, not no_act_order),
-            smoothing_strength=smoothing_strength,
-            group_size=group_size,
-            bits_per_weight=bits_per_weight,
-            candidates=tuple(candidates.lower().split(",")) if candidates else (),
-            predicts=mtp,
-        )
+        job = replace(job, gptq=gptq, tensor_types=tuple(map(_read_tensor_type, tensor_type or ())))
     checkpoint = open_model(model, adapts=True)
     with options.usage_errors():
         scaled = [*((path, 1.0) for path in checkpoint.adapters), *map(read_scaled, lora or ())]
     adapters = [open_adapter(path, checkpoint.config, checkpoint.name, scale, merges=True) for path, scale in scaled]
     text = None if calibration is None else _read_text(calibration)
-    with interruptible(), step_progress() as progress:
-        made = quantize_model(
-            checkpoint,
-            out,
-            job,
-            threads or usable_cores(),
-            None if text is None else read_chunks(checkpoint, text, chunks, ctx_size),
-            None if imatrix is None else read_importance(imatrix),
-            progress,
-            adapters,
-        )
+    with interruptible(), step_progress() as on_step:
+        found = None if text is None else read_chunks(checkpoint, text, chunks, ctx_size)
+        importance = None if imatrix is None else read_importance(imatrix)
+        made = quantize_model(checkpoint, out, job, threads or usable_cores(), found, importance, on_step, adapters)
     if as_json:
         emit_json(asdict(made))
-        return
+    else:
+        _show_made(made, job)
+
+
+def _show_made(made: Made, job: Job) -> None:
     if own := [name for name in made.formats if (get_format(name).gguf_type or 0) >= OWN_GGUF_TYPES]:
         note(f"only cpuspec has {' and '.join(own)}; llama.cpp does not read this file")
-    if made.num_left_out and mtp:
+    if made.num_left_out and job.predicts:
         note(f"{counted(made.num_left_out, 'tensor')} of layers for multi-token prediction left out: the file drafts without them")
     if made.num_resumed:
         note(f"{counted(made.num_resumed, 'tensor')} taken from the run that was interrupted")
-    kinds = ", ".join(f"{count} {name}" for name, count in sorted(made.formats.items()))
     print_facts(
         [
             ("file", made.path),
             ("size", size(made.num_bytes)),
             ("bits per weight", f"{made.bits_per_weight:.3f}"),
-            ("matrices", kinds),
+            ("matrices", ", ".join(f"{count} {name}" for name, count in sorted(made.formats.items()))),
         ]
     )
-    if bits_per_weight is not None:
+    if job.bits_per_weight is not None:
         emit("\n")
         _print_mix(made.matrices)
 
@@ -173,12 +174,6 @@ def imatrix(
     ctx_size: ContextOption = 512,
 ) -> None:
     """Measure how much each input of each matrix counts, for `quantize --imatrix` and for llama-quantize."""
-    from dataclasses import replace
-
-    from cpuspec.quantize.imatrix import write_importance
-    from cpuspec.quantize.job import measure_importance, read_chunks
-    from cpuspec.quantize.weights import Weights
-
     checkpoint, text = open_model(model), _read_text(calibration)
     with interruptible(), step_progress() as progress:
         found = measure_importance(Weights(checkpoint), read_chunks(checkpoint, text, chunks, ctx_size), progress)

@@ -1,8 +1,9 @@
 """Answers many prompts at once, with an LLM or a server of this machine, and measures what the answers cost."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import Prompt, prompt_ids
 from cpuspec.load.figures import RequestResult
-from cpuspec.metrics import LevelCounters, RequestStats, now_s
+from cpuspec.metrics import LevelCounters, RequestStats, now_s, sum_levels
 from cpuspec.server.parsing import answer_parser, opens_reasoning, shown_tokens
 from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.text import make_tokenizer
@@ -114,7 +115,9 @@ def answer_all(
     duration_s = now_s() - begin_s
     answers = [_answer(llm, *one) for one in zip((prompt for prompt, _ in requests), prompts, parts, strict=True)]
     took_s = [ends_s[number] - begins_s[number] for number in range(len(requests))]
-    return answers, _cost(llm, [answer.stats for answer in answers], duration_s, took_s)
+    levels = sum_levels(answer.stats.levels for answer in answers)
+    memory_bytes = sum(one.weight_bytes - one.shared_bytes + one.kv_bytes for one in llm.memory())
+    return answers, _cost([answer.stats for answer in answers], duration_s, took_s, levels, memory_bytes)
 
 
 def _is_conversation(prompt: Prompt | list[int]) -> bool:
@@ -143,33 +146,19 @@ def _content(llm: LLM, ids: list[int], text: str) -> str:
     return "".join(piece.text for piece in [*parser.push(text), *parser.finish()] if piece.kind == "content")
 
 
-def _cost(llm: LLM, stats: Sequence[RequestStats], duration_s: float, took_s: Sequence[float]) -> Cost:
-    levels: dict[str, LevelCounters] = {}
-    for one in stats:
-        for name, counts in one.levels.items():
-            levels[name] = levels.get(name, LevelCounters()) + counts
-    num_new, rates = sum(one.num_new_tokens for one in stats), [one.tokens_per_s for one in stats if one.tokens_per_s]
-    return Cost(
-        num_answers=len(stats),
-        num_prompt_tokens=sum(one.num_prompt_tokens for one in stats),
-        num_new_tokens=num_new,
-        num_draft_tokens=sum(one.num_draft_tokens for one in stats),
-        num_accepted_tokens=sum(one.num_accepted_tokens for one in stats),
-        duration_s=duration_s,
-        tokens_per_s=num_new / duration_s if duration_s else 0.0,
-        decode_tokens_per_s=float(np.median(rates)) if rates else None,
-        ttft_s=percentiles([one.ttft_s for one in stats if one.ttft_s is not None]),
-        tpot_s=percentiles([one.tpot_s for one in stats if one.tpot_s is not None]),
-        answer_s=percentiles(took_s),
-        levels={name: level.as_dict() for name, level in levels.items()},
-        memory_bytes=sum(one.weight_bytes - one.shared_bytes + one.kv_bytes for one in llm.memory()),
-    )
-
-
 def cost_of_server(answers: Sequence[RequestResult], duration_s: float) -> Cost:
     """The cost of a server's answers. All of them must have come. A count that the server does not report is 0."""
-    num_new = sum(one.num_new_tokens for one in answers)
-    times = [one.tpot_s for one in answers if one.tpot_s]
+    return _cost(answers, duration_s, [one.e2el_s for one in answers])
+
+
+def _cost(
+    answers: Sequence[RequestStats] | Sequence[RequestResult],
+    duration_s: float,
+    took_s: Sequence[float],
+    levels: Mapping[str, LevelCounters] = MappingProxyType({}),
+    memory_bytes: int | None = None,
+) -> Cost:
+    num_new, times_s = sum(one.num_new_tokens for one in answers), [one.tpot_s for one in answers if one.tpot_s]
     return Cost(
         num_answers=len(answers),
         num_prompt_tokens=sum(one.num_prompt_tokens or 0 for one in answers),
@@ -178,12 +167,12 @@ def cost_of_server(answers: Sequence[RequestResult], duration_s: float) -> Cost:
         num_accepted_tokens=sum(one.num_accepted_tokens or 0 for one in answers),
         duration_s=duration_s,
         tokens_per_s=num_new / duration_s if duration_s else 0.0,
-        decode_tokens_per_s=float(1 / np.median(times)) if times else None,
-        ttft_s=percentiles([one.ttft_s for one in answers]),
-        tpot_s=percentiles(times),
-        answer_s=percentiles([one.e2el_s for one in answers]),
-        levels={},
-        memory_bytes=None,
+        decode_tokens_per_s=float(np.median([1 / one for one in times_s])) if times_s else None,
+        ttft_s=percentiles([one.ttft_s for one in answers if one.ttft_s is not None]),
+        tpot_s=percentiles(times_s),
+        answer_s=percentiles(took_s),
+        levels={name: level.as_dict() for name, level in levels.items()},
+        memory_bytes=memory_bytes,
     )
 
 

@@ -105,7 +105,8 @@ def run_arms(
             outcomes = []
             for one in asked:
                 requests = [(problem.prompt, one.params) for problem in one.problems]
-                answers, cost = answer_all(llm, requests, partial(_tell, on_step, f"{arm}, {one.task.name}", len(requests)))
+                on_answer = partial(_tell, on_step, f"{arm}, {one.task.name}", len(requests))
+                answers, cost = answer_all(llm, requests, on_answer)
                 verdicts = judge(one.task, one.problems, [answer.content for answer in answers], one.chat, limits, isolated)
                 ids = tuple(answer.token_ids for answer in answers)
                 outcomes.append(TaskOutcome(one.task.name, "chat" if one.chat else "raw", score(verdicts, 1), cost, ids))

@@ -19,7 +19,7 @@ from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.answers import opened
 from cpuspec.evaluate.certify import file_identity
 from cpuspec.evaluate.quality import F64, logits_of
-from cpuspec.metrics import LevelCounters
+from cpuspec.metrics import LevelCounters, sum_levels
 from cpuspec.model.batch import F32, I32
 from cpuspec.sampling import kl_divergence
 from cpuspec.sequence import shared_prefix
@@ -33,10 +33,6 @@ _LEAST_REST = 1e-12  # probabilities of what is left of a row are differences of
 _WARM_UP_TOKENS = 4
 
 OnStep = Callable[[str, int, int], None]  # what begins, the number of its kind that are done, and the number of all
-
-
-def _quiet(what: str, done: int, total: int) -> None:
-    """Report nothing."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +289,7 @@ def record(
     beside: Side | None = None,
     top: int = TOP,
     whole_rows: int = WHOLE_ROWS,
-    on_progress: OnStep = _quiet,
+    on_progress: OnStep = lambda what, done, total: None,
 ) -> Recording:
     """Ask a side everything, and keep `top` logits of each row and every logit of `whole_rows` rows, spread evenly.
 
@@ -432,7 +428,7 @@ class Parity:
         }
 
 
-def compare_sides(a: Side, b: Side, questions: Sequence[Question], on_progress: OnStep = _quiet) -> Parity:
+def compare_sides(a: Side, b: Side, questions: Sequence[Question], on_progress: OnStep = lambda what, done, total: None) -> Parity:
     """Ask both sides everything, a question at a time, the first beginning, and compare.
 
     Rows are those of the prompt and the first's answer; where a side is a record, of what that was fed; of two records, of what
@@ -527,10 +523,7 @@ def _summary(side: Side, num_questions: int) -> dict[str, Any]:
     numbers = [number for number in range(num_questions) if side.answer(number).ids]
     plain = [side.answer(number) for number in numbers]
     drafted = [(side.answer(number), one) for number in numbers if (one := side.drafted(number)) is not None]
-    levels: dict[str, LevelCounters] = {}
-    for _, one in drafted:
-        for name, counts in (one.levels or {}).items():
-            levels[name] = levels.get(name, LevelCounters()) + counts
+    levels = sum_levels(one.levels or {} for _, one in drafted)
     with_drafts = {
         "num_answers": len(drafted),
         "num_identical": sum(answer.ids == one.ids for answer, one in drafted),

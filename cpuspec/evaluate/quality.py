@@ -4,7 +4,7 @@ Works on logits of the same tokens, some rows at a time, so that no more than a 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,16 +120,8 @@ def compare_backends(
     if len(tokens) < 2:
         raise ConfigError(f"a comparison needs at least two tokens, got {len(tokens)}")
     chunk = min(reference.max_rows, other.max_rows)
-    meter, difference, done = QualityMeter(), 0.0, 0
-    for wanted, got in zip(logits_of(reference, tokens, chunk), logits_of(other, tokens, chunk), strict=True):
-        difference = max(difference, float(np.abs(wanted - got).max()))
-        for start in range(0, len(wanted), _ROWS_AT_ONCE):
-            end = min(start + _ROWS_AT_ONCE, len(wanted))
-            # The last row of all has no token behind it.
-            meter.add(log_softmax(wanted[start:end]), log_softmax(got[start:end]), tokens[done + start + 1 : done + end + 1])
-        done += len(wanted)
-        on_rows(done)
-    return meter.quality(difference)
+    pairs = zip(logits_of(reference, tokens, chunk), logits_of(other, tokens, chunk), strict=True)
+    return _compare(pairs, tokens[1:], on_rows)  # the last row has no token behind it
 
 
 def last_rows(backend: Backend, tokens: Sequence[int], count: int, on_rows: Callable[[int], None] = lambda rows: None) -> F32:
@@ -153,11 +145,22 @@ def last_rows(backend: Backend, tokens: Sequence[int], count: int, on_rows: Call
 
 def compare_rows(reference: F32, other: F32, following: Sequence[int]) -> Quality:
     """Compare logits [rows, V] of the same rows. following: the token behind each."""
-    meter = QualityMeter()
-    for start in range(0, len(reference), _ROWS_AT_ONCE):
-        part = slice(start, start + _ROWS_AT_ONCE)
-        meter.add(log_softmax(reference[part]), log_softmax(other[part]), following[part])
-    return meter.quality(float(np.abs(reference - other).max()))
+    return _compare([(reference, other)], following)
+
+
+def _compare(
+    pairs: Iterable[tuple[F32, F32]], following: Sequence[int], on_rows: Callable[[int], None] = lambda rows: None
+) -> Quality:
+    """Compare logits of the same rows, which come in parts. following: the token behind each row, as far as there is one."""
+    meter, difference, done = QualityMeter(), 0.0, 0
+    for reference, other in pairs:
+        difference = max(difference, float(np.abs(reference - other).max()))
+        for start in range(0, len(reference), _ROWS_AT_ONCE):
+            rows, others = (log_softmax(one[start : start + _ROWS_AT_ONCE]) for one in (reference, other))
+            meter.add(rows, others, following[done : done + len(rows)])
+            done += len(rows)
+        on_rows(done)
+    return meter.quality(difference)
 
 
 def logits_of(backend: Backend, tokens: Sequence[int], chunk: int, first: int = 0) -> Iterator[F32]:

@@ -45,13 +45,13 @@ OnStep = Callable[[str, int, int], None]  # (what is done, how much of it, of ho
 class Job:
     """The options of one quantization. methods: of METHODS, in any order; none is rounding. The others as in `mixes.choose`.
 
-    type_name: of `mixes.TYPES` for a GGUF file, of `compressed_output.SCHEMES` for a directory. group_size: of a directory's
-    matrices of 4 bits. smoothing_strength: how much of what is hard to round SmoothQuant moves from inputs to weights, 0 to 1.
-    bits_per_weight: all matrices together get at most this many, each in that of `candidates` by which answers change least; there
-    is no type then.
+    type_name: of `mixes.TYPES` for a GGUF file, by default q4_k_m, of `compressed_output.SCHEMES` for a directory.
+    group_size: of a directory's matrices of 4 bits. smoothing_strength: how much of what is hard to round SmoothQuant moves from
+    inputs to weights, 0 to 1. bits_per_weight: all matrices together get at most this many, each in that of `candidates` by which
+    answers change least; there is no type then.
     """
 
-    type_name: str
+    type_name: str = ""
     methods: tuple[str, ...] = ()
     pure: bool = False
     output: str | None = None
@@ -65,6 +65,8 @@ class Job:
     predicts: bool = True  # whether a layer for multi-token prediction is written, too
 
     def __post_init__(self) -> None:
+        if not self.type_name and self.bits_per_weight is None:
+            object.__setattr__(self, "type_name", "q4_k_m")
         for method in self.methods:
             if method not in METHODS:
                 raise ConfigError(f"the method {method!r} is not known; wanted some of {', '.join(METHODS)}, or none for rounding")

@@ -1,11 +1,9 @@
 """A LoRA adapter in training beside a model that stays as it is; it ends as a directory of PEFT (arXiv 2106.09685)."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from cpuspec.checkpoints import Checkpoint
@@ -14,8 +12,7 @@ from cpuspec.checkpoints.canonical import HF, file_names
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles, is_linear
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.errors import ConfigError
-from cpuspec.files import write_file
-from cpuspec.train.layout import hf_tensors
+from cpuspec.train.layout import hf_tensors, write_directory
 from cpuspec.train.rows import not_computed
 
 
@@ -100,10 +97,7 @@ class AdapterWeights:
             "target_modules": self._targets,
             "inference_mode": True,
         }
-        directory.mkdir(parents=True, exist_ok=True)
-        written = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-        write_file(directory / WEIGHTS, save(written, {"format": "pt"}))
-        write_file(directory / CONFIG, json.dumps(config, indent=2) + "\n")
+        write_directory(directory, config, tensors, dtype, (CONFIG, WEIGHTS))
 
 
 def _last(name: str) -> str:

@@ -97,8 +97,7 @@ def write_new_head(
 
     Raises OSError.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    _write(directory, config, _tensors(arrays, method, target.config))
+    write_directory(directory, config, _tensors(arrays, method, target.config))
 
 
 def hf_tensors(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
@@ -134,9 +133,18 @@ def _tensors(arrays: Mapping[str, np.ndarray], method: str, target: ModelConfig)
     return tensors
 
 
-def _write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    write_file(directory / WEIGHTS, save({name: one.contiguous() for name, one in tensors.items()}, {"format": "pt"}))
-    write_file(directory / "config.json", json.dumps(config, indent=2) + "\n")
+def write_directory(
+    directory: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    names: tuple[str, str] = ("config.json", WEIGHTS),
+) -> None:
+    """Write a configuration and tensors into a directory, which is made; floats in `dtype`, if one is given. Raises OSError."""
+    written = {name: (one.to(dtype) if dtype and one.is_floating_point() else one).contiguous() for name, one in tensors.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    write_file(directory / names[1], save(written, {"format": "pt"}))
+    write_file(directory / names[0], json.dumps(config, indent=2) + "\n")
 
 
 def read_head(directory: Path, target: Checkpoint) -> Head:
@@ -169,11 +177,7 @@ def rewrite_head(
                 f"{source / WEIGHTS} has no tensor {theirs}; only heads with the names of DeepSpec and speculators are trained"
             )
         tensors[theirs] = values.detach().cpu().reshape(tensors[theirs].shape)
-    written = {name: (one.to(dtype) if one.is_floating_point() else one).contiguous() for name, one in tensors.items()}
-    directory.mkdir(parents=True, exist_ok=True)
-    config = (source / "config.json").read_bytes()
-    write_file(directory / WEIGHTS, save(written, {"format": "pt"}))
-    write_file(directory / "config.json", config)
+    write_directory(directory, read_json_object(source / "config.json", _MOST_BYTES), tensors, dtype)
 
 
 def replace_output(source: Path, directory: Path, arrays: Mapping[str, np.ndarray], target: Checkpoint) -> None:
@@ -184,7 +188,7 @@ def replace_output(source: Path, directory: Path, arrays: Mapping[str, np.ndarra
     copy_head(source, directory)
     config = read_json_object(directory / "config.json", _MOST_BYTES) | {"draft_vocab_size": len(arrays["token_ids"])}
     kept = {name: one.float() if one.is_floating_point() else one for name, one in load_file(directory / WEIGHTS).items()}
-    _write(directory, config, kept | _tensors(arrays, "eagle3", target.config))
+    write_directory(directory, config, kept | _tensors(arrays, "eagle3", target.config))
 
 
 def copy_head(source: Path, directory: Path) -> None:

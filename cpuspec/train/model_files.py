@@ -1,23 +1,20 @@
 """A whole model in training: its numbers, and the files that it ends as, a Hugging Face directory or a GGUF file as it came."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
 from cpuspec.checkpoints.huggingface import config_to_write
 from cpuspec.errors import ConfigError
-from cpuspec.files import write_file
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.quantize.gguf_output import write_model
 from cpuspec.quantize.mixes import file_type
-from cpuspec.train.layout import hf_tensors
+from cpuspec.train.layout import hf_tensors, write_directory
 from cpuspec.train.rows import not_computed
 
 GGUF_NAME = "model.gguf"
@@ -85,6 +82,4 @@ class ModelWeights:
         if self.mask_id is not None:
             config["pard_token"] = self.mask_id
         arrays = {name: values.detach().cpu().numpy() for name, values in trained.items()}
-        written = {name: tensor.to(dtype).contiguous() for name, tensor in hf_tensors(model.config, arrays).items()}
-        write_file(directory / "model.safetensors", save(written, {"format": "pt"}))
-        write_file(directory / "config.json", json.dumps(config, indent=2) + "\n")
+        write_directory(directory, config, hf_tensors(model.config, arrays), dtype)

@@ -5,7 +5,7 @@ A trained head and a served one are the same calls of `decode` and `inject` over
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -105,35 +105,17 @@ class Rows:
         assert k is not None, "heads that are trained have keys"
         return self._rotated(layer, q, "q_norm"), self._rotated(layer, k, "k_norm")
 
-    def absorb(self, layer: Layer, plain: Tensor, turned: Tensor, latent: Tensor, k_turned: Tensor) -> tuple[Tensor, Tensor]:
-        raise AssertionError("heads that are trained have keys and values of their own")
-
-    def expand(self, layer: Layer, mixed: Tensor) -> Tensor:
-        raise AssertionError("heads that are trained have keys and values of their own")
-
-    def layer_inputs(self, x: Tensor) -> Tensor:
-        raise AssertionError("heads have none (`ModelConfig`)")
-
-    def input_of(self, layer: Layer, inputs: Tensor) -> Tensor:
-        raise AssertionError("heads have none (`ModelConfig`)")
-
     def attention(self, layer: Layer, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         assert k is not None, "heads that are trained have keys"
         assert v is not None, "and values"
         v = v.unflatten(1, (-1, layer.attention.value_dims))
         return self._attention.attend(layer.index, q, k, v, layer.attention.scale).flatten(1)
 
-    def convolve(self, layer: Layer, x: Tensor) -> Tensor:
-        raise AssertionError("heads are not recurrent (`ModelConfig`)")
+    def refuse(self, *arguments: object) -> Any:
+        """An operation that nothing in training has: `not_computed` names what needs it, and the caller has refused that."""
+        raise AssertionError("this operation is not trained")
 
-    def delta_net(self, layer: Layer, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
-        raise AssertionError("heads are not recurrent (`ModelConfig`)")
-
-    def short_conv(self, layer: Layer, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
-        raise AssertionError("heads are not recurrent (`ModelConfig`)")
-
-    def mamba2(self, layer: Layer, xbc: Tensor, dt: Tensor, z: Tensor) -> Tensor:
-        raise AssertionError("heads are not recurrent (`ModelConfig`)")
+    absorb = expand = layer_inputs = input_of = convolve = delta_net = short_conv = mamba2 = experts = refuse
 
     def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
         self._attention.append(layer.index, self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, layer.attention.value_dims)))
@@ -147,17 +129,6 @@ class Rows:
 
     def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None, factor: str | None = None) -> Tensor:
         return x + self.norm(self._linear(branch, name), norm) * self._config.residual_scale
-
-    def experts(
-        self,
-        layer: Layer,
-        x: Tensor,
-        norm: str | None,
-        shared: tuple[Tensor, Tensor | None] | None,
-        norm_after: str | None,
-        factor: str | None,
-    ) -> Tensor:
-        raise AssertionError("the caller has refused mixtures")
 
     def keep(self, layer: Layer, x: Tensor) -> None:
         self.output = x
