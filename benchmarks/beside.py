@@ -2,7 +2,7 @@
 
     python benchmarks/beside.py smollm2-135m-instruct --rounds 9
 
-Each round answers a short and a long prompt alone, one after the other, then another long one with another short one behind it,
+Each round answers a short and a long prompt alone, one after the other, then another long one with another short one after it,
 which arrives at a random moment of the long one's reading. Delays of the short one are in steps of plain decoding.
 """
 

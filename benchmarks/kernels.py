@@ -48,7 +48,7 @@ OUT_FEATURES = 16384  # outputs of one matrix stay in the caches, as a layer's d
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel, over so many rows, by so many threads."""
+    """One kernel over a number of rows, by a number of threads."""
 
     format: str
     order: str
@@ -215,7 +215,7 @@ _CHAINS = 16  # sums that do not wait for each other
 
 
 def _chains(step: Callable[[Value], Value], typ: Any) -> Any:
-    """A compiled function: `step` on each of some vectors of `typ`, so many times."""
+    """A compiled function: `step` on each of some vectors of `typ`, a number of times."""
 
     @intrinsic
     def emit(typingctx, times):
@@ -245,7 +245,7 @@ def _f32_chains() -> Any:
 
 
 def _tile_products() -> Any:
-    """A compiled function: four products of whole tile registers, so many times."""
+    """A compiled function: four products of whole tile registers, a number of times."""
 
     @intrinsic
     def emit(typingctx, times):

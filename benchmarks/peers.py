@@ -10,7 +10,7 @@ format once and kept. Each runs in a process of its own (`peer_workers/`), the t
 Every round asks every engine for one figure after the other, so that a machine's moods hit all of them alike.
 
 --isa holds cpuspec back to an instruction set and puts llama.cpp's library for it (in VARIANTS/ISA/) in front of its own.
-The other engines choose their instructions themselves: they take part in `native` alone. Each engine has its turns in every round
+The other engines choose their instructions themselves: they take part in `native` only. Each engine has its turns in every round
 with each instruction set, and ratios are taken within one instruction set.
 """
 

@@ -36,7 +36,7 @@ QUIET, BUSY = Figure("decode"), Figure("decode", busy=True)
 
 
 def rows_name(rows: int) -> str:
-    """What a forward over so many rows is called in samples and tables."""
+    """The name of a forward over n rows in samples and tables."""
     return f"{rows} row{'s' * (rows != 1)}"
 
 

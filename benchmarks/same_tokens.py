@@ -108,7 +108,7 @@ class Comparison:
 
 
 def compare(ours: Sequence[Answer], theirs: Sequence[Answer], judged: Sequence[F64]) -> Comparison:
-    """judged: of each of our answers the judge's log probabilities [tokens, V], each row behind the tokens before."""
+    """judged: of each of our answers the judge's log probabilities [tokens, V], each row after the tokens before."""
     partings, own_errors, other_errors, compared = [], [], [], 0
     for number, (a, b, rows) in enumerate(zip(ours, theirs, judged, strict=True)):
         for place, (own, other) in enumerate(zip(a.tokens, b.tokens, strict=False)):
@@ -160,7 +160,7 @@ def own_answer(backend: Backend, prompt: Sequence[int], num_tokens: int) -> Answ
 
 
 def own_tokens_per_s(backend: Backend, prompt: Sequence[int], num_tokens: int) -> float:
-    """Of greedy decoding behind the first token."""
+    """Of greedy decoding after the first token."""
     cache = backend.new_cache(1, len(prompt) + num_tokens)
     token = int(argmax(_forward(backend, cache, prompt))[0])
     began = time.perf_counter()

@@ -4,7 +4,7 @@
         --count 500 --clients 16
 
 It exits with 1 if an answer differs. A server of its own answers --clients clients at once. The requests take turns between the
-protocols, streams and whole answers, conversations, raw texts and token ids, with tools, behind system prompts that many share,
+protocols, streams and whole answers, conversations, raw texts and token ids, with tools, after system prompts that many share,
 long and short, with drafts and without. Beside them go requests with random sampling and clients that vanish, which are not
 compared. The server restarts twice, with a small prefix cache and a directory on disk, and every seventh prompt comes again.
 
@@ -44,7 +44,7 @@ CHAT, TOKENS, TEXT, IDS, TOOLS, MESSAGES, RESPONSES, LONG = (
 )
 KINDS = (CHAT, TOKENS, TEXT, LONG, IDS, TOOLS, MESSAGES, RESPONSES, LONG)
 LENGTHS = (4, 24, 48, 96)
-RESTARTS, VANISHING, SAMPLED, AGAIN = 2, 11, 9, 7  # the last three: one in so many requests
+RESTARTS, VANISHING, SAMPLED, AGAIN = 2, 11, 9, 7  # the last three: one in n requests
 TOOL = {
     "type": "function",
     "function": {

@@ -104,7 +104,7 @@ def peer_command(program: Path, model: Path, threads: int) -> list[str]:
 
 
 def model_bytes(model: Path, context: int) -> tuple[int, dict[str, int]]:
-    """Bytes of a model's weights on the disk, and of the keys and values of so many tokens as each engine stores them."""
+    """Bytes of a model's weights on the disk, and of the keys and values of n tokens as each engine stores them."""
     command = [sys.executable, "-m", "cpuspec", "inspect", str(model), "--json"]
     report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
     files = [model] if model.is_file() else model.glob("*.safetensors")

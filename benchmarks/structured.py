@@ -50,7 +50,7 @@ def record_of(**properties: Any) -> dict[str, Any]:
 
 
 def list_of(item: Any, low: int, high: int) -> dict[str, Any]:
-    """The schema of a list with so many items."""
+    """The schema of a list with n items."""
     return {"type": "array", "items": item, "minItems": low, "maxItems": high}
 
 

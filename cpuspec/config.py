@@ -114,8 +114,9 @@ class RopeScaling:
             self._check(f"factors[{i}]", value, fits(partial(number, low=1e-6, high=1e38), value), "a number from 1e-6 to 1e38")
 
     def for_context(self, length: int) -> "RopeScaling":
-        """The scaling in a context of `length` tokens, which alone chooses: whoever chose by the tokens that are there would find
-        keys in the cache that were turned by other factors.
+        """The scaling in a context of `length` tokens.
+
+        The context chooses, not the tokens that are there: keys in the cache would have been turned by other factors.
         """
         if self.kind != "longrope":
             return self
@@ -365,7 +366,7 @@ class HeadConfig:
     # Where rows read the target's hidden state h beside the embedding e of the token that follows. "matrix": a matrix makes C
     # numbers of both (EAGLE, arXiv 2401.15077; multi-token prediction, arXiv 2412.19437, section 2.2). "attention": queries, keys
     # and values of the first layer read both, and branches are added to h (EAGLE-3, arXiv 2503.01840). "none": rows are tokens
-    # alone. "alone": rows are hidden states alone, and the head has no layers: matrices make logits of them (Medusa, arXiv
+    # only. "alone": rows are hidden states only, and the head has no layers: matrices make logits of them (Medusa, arXiv
     # 2401.10774; MLP speculators, arXiv 2404.19124).
     fuses: str = "matrix"
     input_norms: bool = True  # e and h have RMS norms
@@ -384,7 +385,7 @@ class HeadConfig:
     # numbers of h and of e where the rows between have others; the matrix `back` makes the next h; 0 for none
     target_size: int = 0
     # First layers that compute no rows: they hold keys and values that the target's own matrices make of the inputs of its layers,
-    # and all other layers read these alone, no row its own (Gemma 4's assistants).
+    # and all other layers read only these, no row its own (Gemma 4's assistants).
     reads: int = 0
 
     def __post_init__(self) -> None:
@@ -458,7 +459,7 @@ class ModelConfig:
     mlp_bias: bool = False  # the MLP's matrices have biases
     parallel: bool = False  # attention and MLP read the same norm, and are both added to its input
     rotates_first: bool = False  # `qk_norm` follows the rotation
-    query_growth: float = 0.0  # of `Rope`, for queries alone
+    query_growth: float = 0.0  # of `Rope`, for queries only
     query_growth_length: int = 0  # likewise
     sinks: bool = False  # each query head has a score of its own that softmax counts and no value belongs to
     # the sigmoid of numbers made like queries weighs attention's results, number by number

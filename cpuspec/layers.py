@@ -18,37 +18,27 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of `heads` queries over `kv_heads` keys of `dims` numbers each, and values of `value_dims`.
-
-    window: how many last tokens of its path a row sees, its own included; None for all. rope: of keys, None where nothing is
-    rotated. query_rope: of queries.
-    scale: factor of scores. softcap: c in c * tanh(x / c) for scores, 0 for none. norm: what RMS norms of queries and keys are
-    over, each "head" or the "row" of all heads; "" for none. rotates_first: they follow the rotation. sinks: whether softmax counts
-    a score of each head besides, which no value belongs to. gated: whether `q_gate` weighs the results. latent: what keys and
-    values are made of, where values are numbers of the cached keys.
-    keeps: whether it appends keys and values; else it reads those of the layer whose `state_index` it has. makes_values: whether a
-    matrix makes them, else they are keys before norms and positions. value_norm: whether values have a norm without weights.
-    """
+    """Attention of `heads` queries over `kv_heads` keys of `dims` numbers each, and values of `value_dims`."""
 
     heads: int
     kv_heads: int
     dims: int
-    window: int | None
-    rope: Rope | None
-    scale: float
-    softcap: float
-    norm: str
+    window: int | None  # last tokens of its path that a row sees, its own included; None for all
+    rope: Rope | None  # of keys; None where nothing is rotated
+    scale: float  # factor of scores
+    softcap: float  # c in c * tanh(x / c) for scores; 0 for none
+    norm: str  # what RMS norms of queries and keys are over: each "head", or the "row" of all heads; "" for none
     qkv_bias: bool
     o_bias: bool
-    query_rope: Rope | None
-    rotates_first: bool
-    sinks: bool
-    gated: bool
+    query_rope: Rope | None  # of queries
+    rotates_first: bool  # those norms follow the rotation
+    sinks: bool  # each head has one more score in its softmax, which no value belongs to
+    gated: bool  # `q_gate` weighs the results
     value_dims: int
-    latent: Latent | None = None
-    keeps: bool = True
-    makes_values: bool = True
-    value_norm: bool = False
+    latent: Latent | None = None  # what keys and values are made of; values are then numbers of the cached keys
+    keeps: bool = True  # it appends keys and values; else it reads those of the layer whose `state_index` it has
+    makes_values: bool = True  # a matrix makes values; else they are keys before norms and positions
+    value_norm: bool = False  # values have a norm without weights
 
     output = "o"
 
@@ -92,45 +82,33 @@ Mixer = Attention | Recurrent
 
 @dataclass(frozen=True)
 class FeedForward:
-    """activation(gate x) * (up x), times `down`: of the dense part (size 0 for none), and of the experts beside it.
-
-    gated: whether there is a gate; else the middle is activation(up x). bias: whether the matrices have biases.
-    A dense part beside experts is a shared one; shared_gate: whether the sigmoid of a row's product with a vector weighs it.
-    """
+    """activation(gate x) * (up x), times `down`: of the dense part, and of the experts beside it."""
 
     activation: str
-    size: int
+    size: int  # of the dense part, which is a shared one where there are experts; 0 for none
     experts: Experts | None = None
-    shared_gate: bool = False
-    gated: bool = True
-    bias: bool = False
+    shared_gate: bool = False  # the sigmoid of a row's product with a vector weighs the shared part
+    gated: bool = True  # there is a gate; else the middle is activation(up x)
+    bias: bool = False  # the matrices have biases
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer.
-
-    mixer, feed: its branches, one of which may be missing. beside: a recurrent mixer beside attention, of the same norm.
-    state_index: its place among the layers that keep the same kind of state: keys and values, or that of a recurrence.
-    normed_before, normed_after: whether branches have norms of their inputs, and of their outputs. norm_bias: whether those have
-    biases. parallel: both branches read one norm and are added to its input.
-    input_size: numbers that the layer is given for each token besides, of which a gate and a matrix make a last branch; 0 for none.
-    scaled: whether its output is multiplied with `output_scale`.
-    injected: it holds keys and values for the others, made of the numbers that it is given, and computes no rows.
-    """
+    """One layer. Its branches are `mixer` and `feed`; one of them may be missing."""
 
     index: int
-    state_index: int
+    state_index: int  # its place among the layers that keep the same kind of state: keys and values, or that of a recurrence
     mixer: Mixer | None
     feed: FeedForward | None
-    normed_before: bool
-    normed_after: bool
-    norm_bias: bool = False
-    parallel: bool = False
-    beside: Mamba2 | None = None
+    normed_before: bool  # branches have norms of their inputs
+    normed_after: bool  # and of their outputs
+    norm_bias: bool = False  # the norms of inputs have biases
+    parallel: bool = False  # both branches read one norm and are added to its input
+    beside: Mamba2 | None = None  # a recurrent mixer beside attention, which reads the same norm
+    # Numbers that the layer is given for each token besides, of which a gate and a matrix make a last branch; 0 for none.
     input_size: int = 0
-    scaled: bool = False
-    injected: bool = False
+    scaled: bool = False  # its output is multiplied with `output_scale`
+    injected: bool = False  # it holds keys and values for the others, made of what it is given, and computes no rows
 
     @property
     def recurrent(self) -> Recurrent | None:

@@ -174,7 +174,7 @@ class RequestStats:
 
     ttft_s runs from the arrival to the first token; the rest describes the time from then to the last token.
     tokens_per_s: tokens after the first step / that time. gb_per_s: weights and this request's keys and values that its
-    forwards read, drafts' included / that time. weight_bytes: weights alone, the first step's included.
+    forwards read, drafts' included / that time. weight_bytes: weights only, the first step's included.
     itl_s: gaps between consecutive tokens (tokens of one step arrive together); step_s: gaps between steps.
     """
 
@@ -235,7 +235,7 @@ class RequestMeter:
         for *_, cycles in self._steps:
             for source, num_drafted, num_accepted, num_positions in cycles:
                 if source not in levels:
-                    # A round without a draft, as a chain's first is, names the topmost level alone: those below come before it.
+                    # A round without a draft, as a chain's first is, names the topmost level only: those below come before it.
                     levels = {name: levels.get(name, LevelCounters()) for name, *_ in cycles} | levels
                 levels[source].record(num_drafted, num_accepted, num_positions)
         return levels

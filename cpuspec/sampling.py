@@ -197,7 +197,7 @@ def dense(row: Row) -> NDArray[Any]:
 def argmax(logits: NDArray[Any], best: Sequence[int] | None = None) -> Any:
     """Id of the largest logit along the last axis, the lowest id on ties. Raises BackendError for NaN or infinite logits.
 
-    best: the same ids, where whoever computed the logits has noted them already, with -1 for what is to raise.
+    best: the same ids where the computation of the logits has noted them, with -1 for rows that are to raise.
     """
     if best is not None and -1 not in best:
         return best

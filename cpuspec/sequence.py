@@ -13,7 +13,7 @@ from cpuspec.settings import SamplingParams
 
 
 class Constraint(Protocol):
-    """A grammar that a request's answer keeps to. Every method depends on the path alone: output tokens, then drafted ones."""
+    """A grammar that a request's answer keeps to. Every method depends only on the path: output tokens, then drafted ones."""
 
     def legal(self, path: Seq[int]) -> Legal | None:
         """Whether each token may follow the path, [V], the end token included; None where only the end or nothing may follow."""
@@ -33,7 +33,7 @@ class Sequence:
     """Prompt and output tokens of one request, with its own random numbers, so that no draw depends on the batch or on drafts.
 
     `seed` is the request's, or fresh entropy where it names none. Committed tokens are never taken back, except by `finish`.
-    constraint: asked for drafts, too. answer_constraint: the same, asked along the answer alone, step by step: a grammar has
+    constraint: asked for drafts, too. answer_constraint: the same, asked only along the answer, step by step: a grammar has
     limits, and questions about paths that the answer does not take must not bring them nearer.
     """
 
@@ -46,7 +46,7 @@ class Sequence:
     constraint: Constraint | None = None
     answer_constraint: Constraint | None = None
     prediction: Seq[int] = ()  # tokens that the answer may repeat, which lookups draft from
-    turns: Seq[int] = ()  # numbers of first tokens behind which a later prompt may well go another way (`Tokenizer.turns`)
+    turns: Seq[int] = ()  # lengths at which conversation turns begin; later prompts may differ from there on (`Tokenizer.turns`)
     adapters: AdapterSet = ()
     finish_reason: str | None = None  # "stop", "length", "error", "aborted"
     error: CpuspecError | None = None  # why it cannot go on
@@ -102,7 +102,7 @@ class Sequence:
         return self._history
 
     def draw(self, row: Row, num_ahead: int = 0) -> int:
-        """A token from the probabilities of the next one, or of the one behind `num_ahead` drafted tokens.
+        """A token from the probabilities of the next one, or of the one after `num_ahead` drafted tokens.
 
         Every draw for one place in the answer uses the same random numbers: the target draws the token that it draws without any
         draft, and a draft model's rows, the more they resemble the target's, the more often draw that one, too.
@@ -124,7 +124,7 @@ class Sequence:
 
     @property
     def num_committed(self) -> int:
-        """How many leading tokens stay as they are; those behind them are drafted, and another call may see others."""
+        """How many leading tokens stay as they are; those after them are drafted, and another call may see others."""
         return len(self.tokens) if self._num_committed is None else self._num_committed
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -132,7 +132,7 @@ class Sequence:
         self.tokens.extend(tokens)
 
     def ahead(self, tokens: Iterable[int] = ()) -> "Sequence":
-        """A sequence of its own that has drafted tokens behind this one's, and may be extended; this one stays as it is."""
+        """A sequence of its own that has drafted tokens after this one's, and may be extended; this one stays as it is."""
         history = self.history.copy() if self.history else None
         return replace(self, tokens=[*self.tokens, *tokens], _num_committed=self.num_committed, _history=history)
 

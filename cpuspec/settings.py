@@ -185,7 +185,7 @@ class SamplingParams:
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalties at their defaults are off.
     n: answers that `LLM.generate` and `LLM.chat` give to the prompt; with a seed, the second has seed + 1, and so on.
-    logprobs: None, or the number of alternatives to report beside each chosen token (0 = the chosen token alone).
+    logprobs: None, or the number of alternatives to report beside each chosen token (0 = only the chosen token).
     prompt_logprobs: the same for the prompt's tokens, in `Completion.prompt_logprobs`; streams have none.
     max_draft_tokens: most tokens drafted in a round for this request, 0 = none; None = as the model was loaded.
     json_schema (kept as JSON text), regex, choices, grammar: one of them at most; every token is then chosen among those that can
@@ -215,10 +215,10 @@ class SamplingParams:
     include_stop_str_in_output: bool = _setting(False, _BOOLEAN, "The answer's text ends with the stop text that ended it.")
     skip_special_tokens: bool = _setting(True, _BOOLEAN, "Leave special tokens out of the answer's text.")
     allowed_token_ids: tuple[int, ...] = _setting(
-        (), _IDS, "Choose among these tokens alone; by default among all. Repeatable.", "ID"
+        (), _IDS, "Choose only among these tokens; by default among all. Repeatable.", "ID"
     )
     bad_words: tuple[str, ...] = _setting(
-        (), _TEXTS, "The answer never has this text as the tokenizer writes it alone, or behind a space. Repeatable.", "TEXT"
+        (), _TEXTS, "The answer never has this text as the tokenizer writes it alone, or after a space. Repeatable.", "TEXT"
     )
     ignore_eos: bool = _setting(False, _BOOLEAN, "Go on when the model ends its answer, up to --max-tokens.")
     max_tokens: int = _setting(1024, _POSITIVE_COUNT, "Tokens that an answer may have at most.", "N", short="n")
@@ -235,7 +235,7 @@ class SamplingParams:
     )
     max_draft_tokens: int | None = _setting(None, _optional(_COUNT), "Tokens that are drafted in a round at most.", "N")
     cache_salt: str = _setting(
-        "", _TEXT, "Prefixes and past answers are shared with requests of the same salt alone, as in vLLM.", "TEXT"
+        "", _TEXT, "Prefixes and past answers are shared only with requests of the same salt, as in vLLM.", "TEXT"
     )
     draft: str | None = _setting(
         None,
@@ -252,12 +252,12 @@ class SamplingParams:
         None, _optional(_TEXT), "The answer is a text of this grammar: Lark as llguidance takes it, or llama.cpp's GBNF.", "FILE"
     )
     free_reasoning: bool = _setting(
-        False, _BOOLEAN, "A grammar begins behind the reasoning where there is any, from <think> to </think>."
+        False, _BOOLEAN, "A grammar begins after the reasoning where there is any, from <think> to </think>."
     )
     grammar_trigger: str | None = _setting(
         None,
         _optional(_TEXT),
-        "A grammar holds behind this token only, until its text is whole, each time that the answer has the token.",
+        "A grammar holds after this token only, until its text is whole, each time that the answer has the token.",
         "TOKEN",
     )
 
@@ -728,7 +728,7 @@ _VLLM_KEYS: Mapping[str, Callable[[Any], object]] = {
 
 
 def _read_vllm(values: Mapping[Any, Any]) -> LevelSpec:
-    """The level of vLLM's speculative config: a head's files say what method it has, so other methods need a model alone."""
+    """The level of vLLM's speculative config: a head's files say what method it has, so other methods need only a model."""
     for key, value in values.items():
         if key not in _VLLM_KEYS:
             known = ", ".join(_VLLM_KEYS)

@@ -102,7 +102,7 @@ def _table(results: Sequence[Result], labels: Sequence[tuple[str, str, Cell]]) -
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-# Columns of the table of servers under load: the heading, the name of a figure behind "8 clients, ", and a factor.
+# Columns of the table of servers under load: the heading, the name of a figure after "8 clients, ", and a factor.
 _LOAD: Sequence[tuple[str, str, float]] = (
     ("tokens/s", "output tokens/s", 1),
     ("first token, s: p50", "p50 ttft, ms", 1e-3),
@@ -345,7 +345,7 @@ def _range(spread: Mapping[str, Any] | None, digits: int | None = None, times: f
 
 
 def _number(value: float, digits: int | None = None) -> str:
-    """With so many digits after the point, or with three that count."""
+    """With `digits` after the point, or with three significant ones."""
     return f"{value:.{digits}f}" if digits is not None else re.sub(r"\.0$", "", f"{float(f'{value:.3g}')}")
 
 

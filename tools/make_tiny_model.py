@@ -474,7 +474,7 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, F32]:
         if config.value_norm and name.endswith("q_norm"):
             weights[name] /= np.float32(math.sqrt(len(weights[name])))  # scores have no other factor
         if isinstance(config.recurrent, DeltaNet) and name.endswith("delta_qkv"):
-            # Keys resemble queries: a result that nearly vanishes would have its rounding errors magnified by the norm behind it.
+            # Keys resemble queries: a result that nearly vanishes would have its rounding errors magnified by the norm after it.
             size = config.recurrent.key_heads * config.recurrent.key_dims
             weights[name][size : 2 * size] += weights[name][:size]
     return weights

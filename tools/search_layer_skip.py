@@ -3,7 +3,7 @@
     python tools/search_layer_skip.py qwen2.5-coder-1.5b-instruct CODE.txt PROSE.txt --skip 4
 
 Prints a `[layer_skip]` table for the model's recipe, from which `skip:4` takes its layers. Only the layers that change their input
-least are tried (arXiv:2403.03853), for their cosine with it is known after one forward. Every set of so many layers costs a draft
+least are tried (arXiv:2403.03853), for their cosine with it is known after one forward. Every set of n layers costs a draft
 the same, so agreement alone decides: how often draft and model, shown the same text, find the same token most likely.
 """
 

@@ -159,7 +159,7 @@ def _spoken(name: str) -> str:
 
 
 def figures(answer: StreamedAnswer, defaults: SamplingDefaults) -> str:
-    """The line behind an answer: tokens, latency, rates, accepted drafts of each level, and the sampling."""
+    """The line after an answer: tokens, latency, rates, accepted drafts of each level, and the sampling."""
     stats = answer.stats
     interrupted = [f"interrupted after {len(answer.token_ids)} tokens"] if answer.finish_reason == "aborted" else []
     chosen = describe_sampling(answer.params, defaults)

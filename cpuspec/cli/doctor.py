@@ -94,7 +94,7 @@ def processors(system: System, load: float) -> Iterator[Finding]:
             "cores",
             "slow",
             f"the slowest has {slowest:.0%} of the fastest's clock; they share work by what each gets done",
-            "compare with --threads of the fast cores alone (`cpuspec bench --threads N`)",
+            "compare with --threads of the fast cores only (`cpuspec bench --threads N`)",
         )
     if shared := sum(len(core.cpus) > 1 for core in cores):
         yield Finding("SMT", "ok", f"{counted(shared, 'core')} with two hardware threads use one: the second adds nothing")

@@ -336,7 +336,7 @@ def check_is_no_model(prompt: str | None) -> None:
     is_file = prompt is not None and len(prompt) < _LONGEST_NAME and Path(prompt).suffix == ".gguf" and Path(prompt).is_file()
     if prompt is not None and (is_file or prompt in known_names()):
         raise typer.BadParameter(
-            f"{prompt} is a model, and there is no PROMPT behind it; with a prompt from stdin or --file, name the model with -m"
+            f"{prompt} is a model, and there is no PROMPT after it; with a prompt from stdin or --file, name the model with -m"
         )
 
 

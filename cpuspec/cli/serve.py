@@ -49,7 +49,7 @@ def serve(
     running: options.Running,
     serving: ServerConfig,
 ) -> None:
-    """Serve models over HTTP to clients of OpenAI's and Anthropic's APIs. It listens to this machine alone unless --host says more.
+    """Serve models over HTTP to clients of OpenAI's and Anthropic's APIs. It listens to this machine only, unless --host says more.
 
     Each request has a line of JSON on stderr, without its texts. SIGTERM or Ctrl-C ends it when running answers are done.
     """
@@ -137,6 +137,6 @@ def run_server(models: "Mapping[str, tuple[Callable[[], LLM], int]]", config: Se
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     note(f"listening on {address}, loading {name}")
     if not (keys or ipaddress.ip_address(host).is_loopback):
-        note("warning: whoever reaches this address can use the model; give a key with --api-key-file")
+        note("warning: everybody who reaches this address can use the model; give a key with --api-key-file")
     said = f"ready: chat at {address}, OpenAI's protocol at {address}/v1"
     asyncio.run(serve(server, loaders[name].load, listener, lambda: note(said)))

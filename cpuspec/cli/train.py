@@ -43,12 +43,12 @@ def extract(
         str | None,
         option(
             "LIST",
-            "Layers whose outputs are kept, from 0, with commas; last is the last one's, final the state behind the last "
+            "Layers whose outputs are kept, from 0, with commas; last is the last one's, final the state after the last "
             "norm. By default those that EAGLE-3 reads, and final.",
         ),
     ] = None,
     dtype: Annotated[str, option("TYPE", "Of hidden states: bf16, f32 or int8.")] = "bf16",
-    top: Annotated[int, option("N", "Keep the N likeliest tokens behind each token, and their logits.", min=0)] = 0,
+    top: Annotated[int, option("N", "Keep the N likeliest tokens after each token, and their logits.", min=0)] = 0,
     max_length: Annotated[int | None, option("N", "Tokens of a sample; longer texts are cut. 2048, or the context.", min=2)] = None,
     max_tokens: Annotated[int | None, option("N", "End after this many in all.", min=1)] = None,
     all_count: Annotated[

@@ -33,7 +33,7 @@ except ModuleNotFoundError as error:
 _NEW_TOKENS = 256  # of an answer, where the task does not say: the harness's own default
 
 
-class HarnessLM(TemplateLM):  # the harness takes its subclasses alone
+class HarnessLM(TemplateLM):  # the harness takes its subclasses only
     """An LLM as the harness wants models. It scores with the backend, and generates with the LLM and its drafts."""
 
     def __init__(self, llm: LLM, backend: Backend) -> None:
@@ -61,7 +61,7 @@ class HarnessLM(TemplateLM):  # the harness takes its subclasses alone
         return self.eot_token_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids, behind those that the model's file wants before a text, unless the text has them itself."""
+        """Token ids, after those that the model's file wants before a text, unless the text has them itself."""
         ids = self.tokenizer.encode(string, add_special=False, parse_special=True)
         prefix = list(self.tokenizer.prefix)
         return ids if add_special_tokens is False or ids[: len(prefix)] == prefix else prefix + ids
@@ -71,7 +71,7 @@ class HarnessLM(TemplateLM):  # the harness takes its subclasses alone
         return self.tokenizer.apply_chat_template(chat_history, add_generation_prompt)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log likelihood of whole texts, in windows side by side, each token behind as many as there is room for."""
+        """The log likelihood of whole texts, in windows side by side, each token after as many others as there is room for."""
         found: list[float] = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)

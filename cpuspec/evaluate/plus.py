@@ -21,7 +21,7 @@ ASKED = "Please provide a self-contained Python script that solves the following
 ANSWERED = "Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:"
 
 
-class PlusDecoder(DecoderBase):  # EvalPlus' own loop takes its subclasses alone
+class PlusDecoder(DecoderBase):  # EvalPlus' own loop takes its subclasses only
     """An LLM as EvalPlus wants models: a conversation where it has a chat template, else the text goes on."""
 
     def __init__(self, llm: LLM, dataset: str, temperature: float, max_new_tokens: int) -> None:

@@ -121,11 +121,11 @@ def compare_backends(
         raise ConfigError(f"a comparison needs at least two tokens, got {len(tokens)}")
     chunk = min(reference.max_rows, other.max_rows)
     pairs = zip(logits_of(reference, tokens, chunk), logits_of(other, tokens, chunk), strict=True)
-    return _compare(pairs, tokens[1:], on_rows)  # the last row has no token behind it
+    return _compare(pairs, tokens[1:], on_rows)  # the last row has no token after it
 
 
 def last_rows(backend: Backend, tokens: Sequence[int], count: int, on_rows: Callable[[int], None] = lambda rows: None) -> F32:
-    """Logits [count, V] of a text's last rows that have a token behind them. on_rows is told how many tokens have been fed.
+    """Logits [count, V] of a text's last rows that have a token after them. on_rows is told how many tokens have been fed.
 
     Raises ConfigError for a text of fewer than two tokens more than rows.
     """
@@ -144,14 +144,14 @@ def last_rows(backend: Backend, tokens: Sequence[int], count: int, on_rows: Call
 
 
 def compare_rows(reference: F32, other: F32, following: Sequence[int]) -> Quality:
-    """Compare logits [rows, V] of the same rows. following: the token behind each."""
+    """Compare logits [rows, V] of the same rows. following: the token after each."""
     return _compare([(reference, other)], following)
 
 
 def _compare(
     pairs: Iterable[tuple[F32, F32]], following: Sequence[int], on_rows: Callable[[int], None] = lambda rows: None
 ) -> Quality:
-    """Compare logits of the same rows, which come in parts. following: the token behind each row, as far as there is one."""
+    """Compare logits of the same rows, which come in parts. following: the token after each row, as far as there is one."""
     meter, difference, done = QualityMeter(), 0.0, 0
     for reference, other in pairs:
         difference = max(difference, float(np.abs(reference - other).max()))

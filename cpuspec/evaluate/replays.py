@@ -2,7 +2,7 @@
 
 A recurrent layer folds rows into a state and forgets them. What a wrong fold leaves fades with every later row, so that later
 answers need not show it. Replays therefore feed the same text in forwards of other sizes, take it back as far as the cache can
-(there the state alone speaks, with no row behind it), feed it again, and compare the rows of every forward.
+(there only the state speaks, with no row after it), feed it again, and compare the rows of every forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ class _Sizes:
         return self._rng.integers(0, self._vocab_size, self._rng.integers(0, _MOST_WRONG + 1)).tolist()
 
 
-_Way = Callable[[KVCache, int, _Sizes], tuple[int, int, list[int]]]  # where it begins, where it ends, wrong tokens behind
+_Way = Callable[[KVCache, int, _Sizes], tuple[int, int, list[int]]]  # where it begins, where it ends, wrong tokens after these
 
 
 def _one_by_one(cache: KVCache, slot: int, sizes: _Sizes) -> tuple[int, int, list[int]]:
@@ -136,7 +136,7 @@ def _compared(
 
 
 def _control(backend: Backend, text: list[int], whole: F32) -> bool:
-    """Whether a rejected draft that stays in the place of the last of some tokens shows in the row behind it."""
+    """Whether a rejected draft that stays in the place of the last of some tokens shows in the row after it."""
     length = len(text) // 2
     cache = backend.new_cache(1, len(text))
     _fed(backend, cache, [0], [[*text[: length - 1], (text[length - 1] + 1) % backend.config.vocab_size]])

@@ -47,7 +47,7 @@ class Outcome:
 
 
 def run_program(program: str, limits: Limits | None = None, isolated: bool = True) -> Outcome:
-    """Run a Python program, which has the standard library alone.
+    """Run a Python program, which has the standard library only.
 
     isolated: in namespaces of its own; otherwise it has the limits, and as much of the filter of system calls as there is, and may
     read and write what this user may. Raises ConfigError where it cannot be isolated.

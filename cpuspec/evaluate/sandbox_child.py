@@ -185,7 +185,7 @@ def _filter_system_calls(required: bool) -> None:
         _Instruction(_JUMP_IF_AT_LEAST, 0, 1, _X32),
         _Instruction(_RETURN, 0, 0, _KILL),
     ]
-    ends = {"allow": 0, "enosys": 1, "eperm": 2, "clone": 3}  # behind the checks, in this order
+    ends = {"allow": 0, "enosys": 1, "eperm": 2, "clone": 3}  # after the checks, in this order
     body = [_Instruction(_JUMP_IF_EQUAL, len(checks) - 1 - at + ends[end], 0, number) for at, (number, end) in enumerate(checks)]
     tail = [
         _Instruction(_RETURN, 0, 0, _ALLOW),

@@ -143,7 +143,7 @@ def code_of(text: str, name: str = "") -> str:
 
 
 def last_number(text: str) -> str:
-    """The number behind the last `####`, else the last number of a text, in one spelling; "" without one."""
+    """The number after the last `####`, else the last number of a text, in one spelling; "" without one."""
     marked = text.rpartition("####")[2] if "####" in text else text
     found = _NUMBER.findall(marked)
     if not found:

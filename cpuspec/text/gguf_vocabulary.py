@@ -273,7 +273,7 @@ def _spaced_cores(vocabulary: GgufVocabulary, pre: PreTokenizer | None) -> tuple
         pairs = BytePairs(normal, lambda left, right: ranks.get(left + right), whole_words=False)
     else:
         pairs = BytePairs(normal, _merges(vocabulary, normal), pre.ignore_merges)
-    # Where no piece goes on behind a word's end, words are merged one by one, and those met before are remembered.
+    # Where no piece goes on after a word's end, words are merged one by one, and those met before are remembered.
     across = any(re.search(f"[^{_SPACE}]{_SPACE}", token) for token in normal)
     by_words = ".+" if across else f"{_SPACE}*[^{_SPACE}]+|{_SPACE}+"
     words = re.compile(by_words if pre is None else "\n+|" + by_words.replace("^", "^\n"), 0 if across and pre else re.DOTALL)

@@ -82,7 +82,7 @@ class Grammars:
         return Limited(grammar, self._tokenizer.vocab_size, params.min_tokens, ends, params.allowed_token_ids, bad)
 
     def _bad_words(self, words: Sequence[str]) -> set[tuple[int, ...]]:
-        """The tokens of each text, as it stands at a text's beginning and behind a space."""
+        """The tokens of each text, as it stands at a text's beginning and after a space."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         return {tuple(self._tokenizer.encode(text, add_special=False)) for text in texts} - {()}
 
@@ -103,16 +103,16 @@ class Grammars:
             self._compiled.pop(oldest, None)
         found = GrammarConstraint(matcher, self._vocabulary)
         if params.grammar_trigger is not None:
-            return self._behind_trigger(found, params.grammar_trigger, self._vocabulary.size)
-        return self._behind_reasoning(found, prompt, self._vocabulary) if params.free_reasoning else found
+            return self._after_trigger(found, params.grammar_trigger, self._vocabulary.size)
+        return self._after_reasoning(found, prompt, self._vocabulary) if params.free_reasoning else found
 
-    def _behind_trigger(self, grammar: "GrammarConstraint", trigger: str, vocab_size: int) -> Constraint:
+    def _after_trigger(self, grammar: "GrammarConstraint", trigger: str, vocab_size: int) -> Constraint:
         token = self._tokenizer.token_id(trigger)
         if token is None:
             raise ConfigError(f"grammar_trigger {trigger[:40]!r} is no control token of this vocabulary")
-        return BehindTrigger(grammar, token, vocab_size)
+        return AfterTrigger(grammar, token, vocab_size)
 
-    def _behind_reasoning(self, grammar: "GrammarConstraint", prompt: Sequence[int], vocabulary: "_Vocabulary") -> Constraint:
+    def _after_reasoning(self, grammar: "GrammarConstraint", prompt: Sequence[int], vocabulary: "_Vocabulary") -> Constraint:
         opens, closes = map(self._tokenizer.token_id, _REASONING)
         if closes is None:
             return grammar
@@ -120,14 +120,14 @@ class Grammars:
             if token == closes:
                 return grammar
             if token == opens:
-                return BehindReasoning(grammar, closes, vocabulary)
-        return grammar if opens is None else BehindReasoning(grammar, closes, vocabulary, opens)
+                return AfterReasoning(grammar, closes, vocabulary)
+        return grammar if opens is None else AfterReasoning(grammar, closes, vocabulary, opens)
 
 
 class GrammarConstraint:
     """The tokens that a grammar allows in one request, after any path of its output.
 
-    Each method depends on its path alone and not on earlier calls. A grammar that exceeds the limits of a step allows nothing.
+    Each method depends on its path, not on earlier calls. A grammar that exceeds the limits of a step allows nothing.
     """
 
     def __init__(self, compiled: "LLMatcher", vocabulary: "_Vocabulary") -> None:
@@ -138,7 +138,7 @@ class GrammarConstraint:
         self._legal: dict[tuple[int, ...], U8 | None] = {}  # by path, as bits
 
     def legal(self, path: Sequence[int]) -> Legal | None:
-        """Which tokens may follow the path, [V]; None where nothing may, or the end alone: `accepts` tells which."""
+        """Which tokens may follow the path, [V]; None where nothing may, or only the end: `accepts` tells which."""
         key = tuple(path)
         if key not in self._legal:
             if len(self._legal) >= _MOST_LEGAL:
@@ -156,7 +156,7 @@ class GrammarConstraint:
         """The tokens that follow the path in every text of the grammar, as far as they are known; empty where there is a choice."""
         return self._matcher.compute_ff_tokens() if self._follow(path) else []
 
-    def is_behind(self, path: Sequence[int]) -> bool:
+    def is_over(self, path: Sequence[int]) -> bool:
         """Whether the path is or begins with a text of the grammar that nothing can follow."""
         if self._follow(path):
             return self.legal(path) is None and self.accepts(path)
@@ -179,7 +179,7 @@ class GrammarConstraint:
         shared = shared_prefix(self._path, wanted)
         if self._matcher.is_error() or not self._matcher.rollback(len(self._path) - shared):
             self._matcher, shared = self._compiled.deep_copy(), 0  # a matcher does not recover from an error
-        new = [] if self._matcher.is_stopped() else wanted[shared:]  # free text behind a whole one may be long
+        new = [] if self._matcher.is_stopped() else wanted[shared:]  # free text after a whole one may be long
         self._path = wanted[: shared + (self._matcher.try_consume_tokens(new) if new else 0)]
         return len(self._path) == len(wanted) and not self._matcher.is_error()
 
@@ -188,7 +188,7 @@ class Limited:
     """Limits beside a grammar, or without one: a least number of tokens, tokens to choose among, and texts that never come.
 
     ends: tokens that end the answer, of which none is legal before it has `least` tokens, unless the grammar allows only the end.
-    allowed: tokens to choose among, empty for all. bad: token ids of texts; the last one of a text is illegal behind the others.
+    allowed: tokens to choose among, empty for all. bad: token ids of texts; the last one of a text is illegal after the others.
     """
 
     def __init__(
@@ -233,8 +233,8 @@ class Limited:
         return self._grammar.forced(path) if self._grammar and not self._bad else []
 
 
-class BehindReasoning:
-    """A grammar that begins behind the token that closes the reasoning. Reasoning may hold any token that ends no answer.
+class AfterReasoning:
+    """A grammar that begins after the token that closes the reasoning. Reasoning may hold any token that ends no answer.
 
     opens: the token that opens reasoning if the answer begins with it; None where the prompt has opened it.
     """
@@ -269,14 +269,14 @@ class BehindReasoning:
         return self._grammar.forced(rest) if rest is not None and (path or self._opens is None) else []
 
     def _rest(self, path: Sequence[int]) -> Sequence[int] | None:
-        """The path behind the reasoning; None within it."""
+        """The path after the reasoning; None within it."""
         if self._opens is not None and (not path or path[0] != self._opens):
             return path
         return path[path.index(self._closes) + 1 :] if self._closes in path else None
 
 
-class BehindTrigger:
-    """A grammar that begins behind each trigger token and holds until its text is whole. Elsewhere any token is legal."""
+class AfterTrigger:
+    """A grammar that begins after each trigger token and holds until its text is whole. Elsewhere any token is legal."""
 
     def __init__(self, grammar: GrammarConstraint, trigger: int, vocab_size: int) -> None:
         self._grammar = grammar
@@ -298,11 +298,11 @@ class BehindTrigger:
         return [] if rest is None else self._grammar.forced(rest)
 
     def _rest(self, path: Sequence[int]) -> Sequence[int] | None:
-        """The path behind the last trigger; None where there is none, or the text behind it is whole."""
+        """The path after the last trigger; None where there is none, or the text after it is whole."""
         if self._trigger not in path:
             return None
         rest = path[len(path) - list(reversed(path)).index(self._trigger) :]
-        return None if self._grammar.is_behind(rest) else rest
+        return None if self._grammar.is_over(rest) else rest
 
 
 class _Vocabulary:

@@ -216,7 +216,7 @@ def _spaced_word_pieces(read: TokenizerJson, hidden: set[int]) -> Iterator[str |
 
 
 def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[int], path: Path) -> tuple[Core, Core, Core]:
-    """The cores for a text, for text behind a control token, and for text that goes on from other text.
+    """The cores for a text, for text after a control token, and for text that goes on from other text.
 
     The library gets no control tokens except the one for unknown characters, under a name that no text contains. Added tokens are
     in the vocabulary that it gets, so they keep their ids.
@@ -235,7 +235,7 @@ def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[in
     merges = [pair for pair in read.merges if "".join(pair) not in control]
     literal = [token for token in read.added if token.content not in control]
     first = read.pre_tokenizer
-    # "first" means the beginning of the whole input, but the library sees the text behind each control token as an input.
+    # "first" means the beginning of the whole input, but the library sees the text after each control token as an input.
     later = [step | {"prepend_scheme": "never"} if step.get("prepend_scheme") == "first" else step for step in first]
     no_space: dict[str, dict[str, Any]] = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
     middle = [step | no_space.get(step["type"], {}) for step in first]
@@ -243,7 +243,7 @@ def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[in
 
     with library_errors(f"{path} cannot be used"):
         if read.kind == "Unigram":
-            # Pieces by id: control tokens under names that no text has, and added tokens behind the model's.
+            # Pieces by id: control tokens under names that no text has, and added tokens after the model's.
             least, unk_id = min(read.scores), None if read.unk_id in eos_ids else read.unk_id
             texts = [text if text in vocab else f"{HIDDEN}{i}" for i, text in enumerate(read.tokens)]
             scores = [*read.scores, *[least] * (len(texts) - len(read.scores))]

@@ -53,7 +53,7 @@ class Parts:
     """A vocabulary, read and checked: what `Tokenizer` is made of."""
 
     core: Core  # knows no control tokens
-    later_core: Core  # the same for text behind a control token
+    later_core: Core  # the same for text after a control token
     middle_core: Core  # the same for text that goes on from other text
     tokens: tuple[str | None, ...]  # by id; bytes of them that are no UTF-8 are lone surrogates ("surrogateescape")
     special: frozenset[int]

@@ -52,7 +52,7 @@ def _say(line: bytes) -> None:
 
 
 def _make_timer() -> Callable[[float], object]:
-    """A function that ends this process after so many more seconds of processor time; 0 for never."""
+    """A function that ends this process after a number of further seconds of processor time; 0 for never."""
     if hasattr(signal, "setitimer"):
         return lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
     end = [math.inf]  # Windows: a thread looks, between the instructions of Python

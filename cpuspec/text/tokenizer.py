@@ -223,7 +223,7 @@ class Tokenizer:
 
         Where neither messages nor variables contain a control token's text, equal to encoding the rendered text with
         `parse_special`. messages, variables: as in `apply_chat_template`. continues: end with the last message's text, so that the
-        model goes on with it; white space behind it stays if the template keeps it.
+        model goes on with it; white space after it stays if the template keeps it.
         """
         messages, given = _checked(messages), dict(variables or {})
         template = self._template(given)
@@ -252,7 +252,7 @@ class Tokenizer:
         return self._encode_healed(text, found, mark)
 
     def encode_filled(self, form: str, texts: Mapping[str, str]) -> list[int]:
-        """Token ids of a form whose places, as {query}, are filled by texts: control tokens are those of the form alone."""
+        """Token ids of a form whose places, as {query}, are filled by texts: only those of the form are control tokens."""
         mark = _unused_character([form, *texts.values()])
         pieces = re.split(f"{{({'|'.join(map(re.escape, texts))})}}", form)
         filled = [self._break_control(texts[one], mark) if at % 2 else one for at, one in enumerate(pieces)]
@@ -339,7 +339,7 @@ class Tokenizer:
     def _break_control(self, content: str, mark: str) -> str:
         pieces = []
         at = 0
-        # Goes on right behind the break: another token may begin inside the broken one.
+        # Goes on right after the break: another token may begin inside the broken one.
         while span := self._control_finder.search(content, at):
             pieces += [content[at : span[0] + 1], mark]
             at = span[0] + 1
@@ -414,14 +414,14 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _until(text: str, end: str) -> str:
-    """A rendered conversation up to a mark behind its last message's text. The mark had a space behind it.
+    """A rendered conversation up to a mark after its last message's text. The mark had a space after it.
 
     Where the template has trimmed that, it trims other white space before it, too. Source: transformers' `render_jinja_template`.
     """
-    before, mark, behind = text.rpartition(end)
+    before, mark, after = text.rpartition(end)
     if not mark:
         raise TokenizerError("the chat template leaves out the last message's text, so that nothing can continue it")
-    return before if behind.startswith(" ") else before.rstrip()
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _unused_character(texts: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from cpuspec.text.known_patterns import min_match
 _MOST_BYTES = 1 << 26  # of one file; the largest in use has 33 MB
 _MOST_TOKENS = 1 << 24
 _MOST_STEPS = 64  # of a normalizer, a pre-tokenizer, a decoder or a post-processor
-_MOST_AROUND = 1024  # tokens before and behind a text
+_MOST_AROUND = 1024  # tokens before and after a text
 _MOST_GROWTH = 64  # characters that all normalizers may make of one
 _LONGEST_ADDED = 1024  # characters of an added token
 _LONGEST_WORD = 256  # characters of a word that WordPiece splits, which takes time by their cube
@@ -427,7 +427,7 @@ def _read_decoder(data: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _read_around(data: dict[str, Any], num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that the file's post-processor puts before and behind every text."""
+    """The ids that the file's post-processor puts before and after every text."""
     prefix: list[int] = []
     suffix: list[int] = []
     for step in _steps(data, "post_processor", "processors"):

@@ -90,7 +90,7 @@ class Refused:
 
 @dataclass
 class AnswersSummary:
-    """The counts of a run. num_kept: answers of earlier runs. Counts are of this run alone; refused are of all runs of the file.
+    """The counts of a run. num_kept: answers of earlier runs. Counts are of this run only; refused are of all runs of the file.
 
     num_new_tokens: all that were generated; num_answer_tokens: those of answers in the file, earlier runs' included.
     """

@@ -134,7 +134,7 @@ def tune(
 
     model: what the chain calls the target. backend, settings: of answers, states and the last trial; training takes their threads
     and device. Raises ConfigError for a target or a source that cannot be trained, before anything is computed, and for prompts
-    that cannot be read; CheckpointError for an `out` of another run; KeyboardInterrupt and OSError, behind which the same call
+    that cannot be read; CheckpointError for an `out` of another run; KeyboardInterrupt and OSError, after which the same call
     goes on.
     """
     run = _Run(target, out, plan, backend, settings, listener)

@@ -1,7 +1,7 @@
 """Training of block heads: DFlash and DSpark (arXiv 2602.06036, 2607.05147).
 
 A block begins at an anchor, a token of an answer, and sees the features of the tokens before it and its own rows. Its first row
-holds the anchor, the others the mask; row i drafts the i-th token behind the anchor. A step trains blocks of many anchors at once.
+holds the anchor, the others the mask; row i drafts the i-th token after the anchor. A step trains blocks of many anchors at once.
 """
 
 from collections.abc import Iterable, Sequence

@@ -4,7 +4,7 @@ EAGLE-3 (arXiv 2503.01840, section 3.2), and layers for multi-token prediction (
 
 Row P is made of token P + 1 and of the feature of token P, and drafts token P + 2. At step 0 all features are the target's. At step
 k the last k rows of each chain are the head's own: row P takes the output of row P - 1 at step k - 1, and sees the rows of step 0
-up to P - k and one row of each step behind. That is what the engine computes for the k-th token behind row P - k.
+up to P - k and one row of each later step. That is what the engine computes for the k-th token after row P - k.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,8 @@
 """A small model learns a target's answers, and to draft several tokens in one pass.
 
 Of the answers it learns the tokens themselves (sequence-level distillation, arXiv 1606.07947), as its own tokenizer splits them,
-so that it drafts for any target. With masks it also learns PARD's rows (arXiv 2504.18583): behind a token stand k - 1 masks, each
-a row for one token more. Most of the deeper rows are left out of a step, as PARD does: of depth k a share kept^k, each behind a
+so that it drafts for any target. With masks it also learns PARD's rows (arXiv 2504.18583): after a token stand k - 1 masks, each
+a row for one token more. Most of the deeper rows are left out of a step, as PARD does: of depth k a share kept^k, each after a
 kept one.
 """
 
@@ -91,9 +91,9 @@ def read_answers(path: Path, target: Tokenizer, model: Tokenizer, num_rows: int)
 
 
 class Layout(NamedTuple):
-    """Rows of a text of T tokens: its own, and masks behind some of them.
+    """Rows of a text of T tokens: its own, and masks after some of them.
 
-    start, depth [R]: the token that a row stands behind, and how far: 0 for the token's own row.
+    start, depth [R]: the token that a row stands after, and how far: 0 for the token's own row.
     """
 
     start: I64
@@ -119,7 +119,7 @@ class DistillTraining:
 
     @torch.no_grad()
     def measure(self, samples: Iterable[Sample]) -> Acceptance:
-        """The acceptance of drafts behind tokens of the answers. Where all tokens before were right, true ones are the drafted."""
+        """The acceptance of drafts after tokens of the answers. Where all tokens before were right, true ones are the drafted."""
         served = self.weights.served()
         return Acceptance.sum(self._measured(sample, served) for sample in samples)
 
@@ -172,7 +172,7 @@ class DistillTraining:
         return decode(config, Rows(config, served, places, attention, embedded, asked=wanted))
 
     def _labels(self, samples: Sequence[Sample], layouts: Sequence[Layout]) -> tuple[I64, NDArray[np.bool_]]:
-        """The token behind each row, and whether it is one of an answer."""
+        """The token after each row, and whether it is one of an answer."""
         labels, known = [], []
         for one, layout in zip(samples, layouts, strict=True):
             at = layout.start + layout.depth + 1
@@ -186,7 +186,7 @@ class DistillTraining:
 
 
 class _Attention:
-    """A row sees the tokens up to the one that it stands behind, and the masks between."""
+    """A row sees the tokens up to the one that it stands after, and the masks between."""
 
     def __init__(self, layouts: Sequence[Layout], device: torch.device) -> None:
         ends = np.cumsum([0, *(len(layout.start) for layout in layouts)]).tolist()

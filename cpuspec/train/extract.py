@@ -31,7 +31,7 @@ LAST = "last"  # in a list of layers: the output of the last one, which no norm 
 _SHARD_BYTES = 128 << 20  # of a shard's hidden states in memory
 _LOGIT_BYTES = 256 << 20  # of a forward
 _ABSENT = np.float32(1e9)  # log_sum of a row whose likeliest tokens are not asked for: they get no probability
-_LINES = 128  # a row of logits is written in so many to find its largest ones
+_LINES = 128  # lines that a row of logits is laid out in to find its largest ones
 _PIECE_CHARACTERS = 1 << 16  # of plain text that is read at once
 
 
@@ -154,9 +154,9 @@ class Extractor:
         self._max_rows = min(backend.max_rows, max(_LOGIT_BYTES // (4 * config.vocab_size), 1)) if top else backend.max_rows
 
     def sample(self, text: ReadText) -> Sample:
-        """Hidden states of every token, and the likeliest tokens behind those that count or come before one that counts.
+        """Hidden states of every token, and the likeliest tokens after those that count or come before one that counts.
 
-        Where none counts, behind all: nothing else says which are wanted.
+        Where none counts, after all: nothing else says which are wanted.
         """
         self._cache.truncate(0, 0)
         asked, num = tuple(sorted(set(self._read))), len(text.token_ids)

@@ -2,7 +2,7 @@
 
 A directory OUT holds the head that was best on held-back samples, and OUT/training what a run goes on from: `state.pt`, and a line
 in `log.jsonl` for every measurement. A run that was interrupted ends with the numbers that it would have ended with: what a step
-draws depends on its number alone.
+draws depends on its number only.
 """
 
 import json
@@ -298,7 +298,7 @@ class _Run:
         self._state.tokens += num_tokens
 
     def _rate(self) -> float:
-        """A cosine behind a linear rise."""
+        """A cosine after a linear rise."""
         schedule, state = self._schedule, self._state
         done = (state.step + 1) / self._num_steps
         if schedule.minutes:

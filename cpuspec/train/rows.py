@@ -53,7 +53,7 @@ class Rows:
 
     weights: tensors by canonical name. positions [T]: of rotation. embedded, given [T, C]: tokens and hidden states of the target.
     asked [T]: whether a row's logits are wanted; None for all rows.
-    output [T, C]: the last layer's, as the engine hands it to a drafter. state [T, C]: behind the norm before the logits. They are
+    output [T, C]: the last layer's, as the engine hands it to a drafter. state [T, C]: after the norm before the logits. They are
     there when `decode` is done.
     Raises AssertionError for what no supported model trains with: soft caps of attention and windows.
     """

@@ -26,7 +26,7 @@ from cpuspec.formats import FORMATS
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 
-FINAL = "final"  # in `layers`: the hidden state behind the model's last norm, which its output matrix multiplies
+FINAL = "final"  # in `layers`: the hidden state after the model's last norm, which its output matrix multiplies
 METADATA = "extract.json"
 DTYPES = {"bf16": "BF16", "f32": "F32", "int8": "I8"}  # of hidden states, and safetensors' names of them
 

@@ -1,7 +1,7 @@
 """Heads before their training: parts of the target where they fit, so that few samples go far, and small random numbers elsewhere.
 
 Embedding and output matrix are the target's own and stay so, as in DFlash and DSpark (arXiv 2602.06036, 2607.05147). Layers begin
-as those behind the last one that the head reads, without biases of queries, keys and values.
+as those after the last one that the head reads, without biases of queries, keys and values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -122,7 +122,7 @@ def _eagle3_config(
 
 
 def start_mtp(directory: Path, target: Checkpoint, about: Extraction, counts: Counts, shape: HeadShape, seed: int) -> None:
-    """Write an untrained layer for multi-token prediction: the target's last one with attention, behind its hidden state.
+    """Write an untrained layer for multi-token prediction: the target's last one with attention, after its hidden state.
 
     Raises ConfigError for a shape that is not the target's own, and for a target with operations that are not trained.
     """
@@ -137,7 +137,7 @@ def start_mtp(directory: Path, target: Checkpoint, about: Extraction, counts: Co
         for name, array in arrays.items():
             random = _SMALL * rng.standard_normal(array.shape, np.float32)
             arrays[name] = random if array.ndim == 2 else np.full_like(array, not name.endswith("_bias"))
-    # Without the final norm's weights the hidden state is that which the layer would have read behind the target's last.
+    # Without the final norm's weights the hidden state is that which the layer would have read after the target's last.
     plain = np.sqrt(np.mean(norm * norm)) / np.where(norm == 0, 1, norm)
     arrays |= {"norm": norm, "embed_norm": np.ones(hidden, np.float32), "hidden_norm": np.clip(plain, -_LARGE, _LARGE)}
     of_token = _SMALL * rng.standard_normal((hidden, hidden), np.float32)
@@ -180,7 +180,7 @@ def _unpack(directory: Path, source: Path, target: Checkpoint) -> None:
     head = read_head(source, target)
     own, config, theirs = head.model, head.model.config, {id(tensor) for tensor in target.tensors.values()}
     if head.method not in ("eagle3", "mtp") or (head.method == "eagle3" and head.feature_norms):
-        raise ConfigError(f"{source} drafts by {head.method}, which is trained from its directory alone; name that with --from")
+        raise ConfigError(f"{source} drafts by {head.method}, which is trained from its directory only; name that with --from")
     arrays: dict[str, Any] = {name: tensor.dequantize() for name, tensor in own.tensors.items() if id(tensor) not in theirs}
     if head.token_ids is not None:
         arrays["token_ids"] = head.token_ids

@@ -18,12 +18,12 @@ from cpuspec.train.samples import SampleSet
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 
-# Of bigrams: as many tokens as the frequency of each is worth before one is counted behind another. Measured in benchmarks/LOG.md.
+# Of bigrams: as many tokens as the frequency of each is worth before one is counted after another. Measured in benchmarks/LOG.md.
 _PRIOR = 4.0
 
 
 class Counts(NamedTuple):
-    """tokens [V]: how often the target chose each token. pairs [n, 2], times [n]: which it chose behind which, and how often."""
+    """tokens [V]: how often the target chose each token. pairs [n, 2], times [n]: which it chose after which, and how often."""
 
     tokens: I64
     pairs: I64

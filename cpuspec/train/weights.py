@@ -72,7 +72,7 @@ class HeadWeights:
         return torch.tensor(np.ascontiguousarray(values), device=self.device)
 
     def encoded(self, samples: Sequence[Sample], counts: Sequence[int]) -> Tensor:
-        """The head's hidden states [T, C] of what it reads: of each sample the first tokens, so many as `counts` says."""
+        """The head's hidden states [T, C] of what it reads: of each sample the first `counts` tokens."""
         features = [one.hidden[:count, self._columns].reshape(count, -1) for one, count in zip(samples, counts, strict=True)]
         given = self.on_device(np.concatenate(features))
         return functional.linear(given, self.all["encode"]) if "encode" in self.all else given
@@ -93,7 +93,7 @@ class HeadWeights:
 
 
 def target_rows(weights: HeadWeights, samples: Sequence[Sample], rows: Sequence[I64]) -> tuple[Tensor, Tensor] | None:
-    """The target's likeliest next tokens behind tokens `rows` of each sample, one sample after the other.
+    """The target's likeliest next tokens after tokens `rows` of each sample, one sample after the other.
 
     ids I64 [T, K]: the head's numbers, 0 for tokens that it does not draft; probabilities F32 [T, K]: 0 for these. None where the
     samples have none.
