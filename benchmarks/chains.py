@@ -18,7 +18,7 @@ differ from those of their own plain decoding is counted and no error. One train
         --llama-cpp-draft "draft-eagle3 --spec-draft-model my-head.gguf --spec-draft-n-max 3"
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import chain
@@ -54,7 +54,7 @@ from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import prompt_ids, random_words, read_prompts, read_quotes
 from cpuspec.evaluate.statistics import geometric_mean, mean_ratio
 from cpuspec.formats import get_format
-from cpuspec.metrics import LevelCounters
+from cpuspec.metrics import sum_levels
 from cpuspec.quantize.cast import dequantized
 from cpuspec.settings import SamplingParams, SpecConfig
 from cpuspec.text import make_tokenizer
@@ -194,7 +194,7 @@ def summarize(answers: Sequence[Completion], plain: Sequence[Completion]) -> dic
         "over_plain_interval": list(interval),
         "num_tokens": num_tokens,
         "tokens_per_forward": num_tokens / (num_tokens - sum(one.stats.num_forwards_saved for one in answers)),
-        "levels": {name: level.as_dict() for name, level in _levels(answers).items()},
+        "levels": {name: level.as_dict() for name, level in sum_levels(one.stats.levels for one in answers).items()},
     }
 
 
@@ -246,15 +246,6 @@ def _over(one: Completion, plain: Completion) -> float | None:
     if one.stats.tokens_per_s is None or plain.stats.tokens_per_s is None:
         return None
     return one.stats.tokens_per_s / plain.stats.tokens_per_s
-
-
-def _levels(answers: Iterable[Completion]) -> dict[str, LevelCounters]:
-    """The counts of all answers together, by level."""
-    totals: dict[str, LevelCounters] = {}
-    for answer in answers:
-        for name, level in answer.stats.levels.items():
-            totals[name] = totals.get(name, LevelCounters()) + level
-    return totals
 
 
 if __name__ == "__main__":

@@ -14,23 +14,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from report_parts import PARTS, Block, Plot, Table, who_ran
 
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.parity import Recording
 from cpuspec.evaluate.parity_file import read_recording
-
-if TYPE_CHECKING:
-    from report_parts import Block
 
 HERE = Path(__file__).resolve().parent
 TITLE = "cpuspec, compared"
 QUIET_LOAD, QUIET_STOLEN = 1.0, 0.05  # above the threads of the run; of the processors' time
 
 Result = Mapping[str, Any]
-Chapter = tuple[str, list["Block"]]
+Chapter = tuple[str, list[Block]]
 
 
 class ReportError(Exception):
@@ -82,8 +80,6 @@ def read_runs(directory: Path) -> list[Recording]:
 
 def make_chapters(results: Sequence[Result], runs: Sequence[Recording]) -> list[Chapter]:
     """Every part with its blocks; of a part with nothing on file, that and the command. Raises ReportError, naming the part."""
-    from report_parts import PARTS
-
     chapters: list[Chapter] = []
     for part in PARTS:
         try:
@@ -100,8 +96,6 @@ def make_chapters(results: Sequence[Result], runs: Sequence[Recording]) -> list[
 
 def write_report(chapters: Sequence[Chapter], directory: Path) -> None:
     """Write report.md and its pictures."""
-    from report_parts import Plot
-
     directory.mkdir(parents=True, exist_ok=True)
     for _, blocks in chapters:
         for block in blocks:
@@ -112,8 +106,6 @@ def write_report(chapters: Sequence[Chapter], directory: Path) -> None:
 
 def as_markdown(chapters: Sequence[Chapter]) -> str:
     """The report as Markdown; pictures are files beside it."""
-    from report_parts import Plot, Table
-
     lines = [f"# {TITLE}"]
     for title, blocks in chapters:
         lines.append(f"## {title}")
@@ -129,16 +121,16 @@ def as_markdown(chapters: Sequence[Chapter]) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def _sources(results: Sequence[Result], runs: Sequence[Recording]) -> "list[Block]":
+def _sources(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """What every figure was made of: files, dates, machines, how busy they were, commands."""
-    from report_parts import Table
-
     rows = []
     for result in results:
         machine = result.get("machine", {})
         where = ", ".join(str(machine[key]) for key in ("processor", "isa") if key in machine)
         rows.append([str(result["file"]), f"{where}, {machine.get('cores', '?')} cores", result["date"][:10], _busy(result)])
-    rows += [[f"runs/{run.about['recorded']}", _where(run), str(run.about.get("date", ""))[:10], "not recorded"] for run in runs]
+    rows += [
+        [f"runs/{run.about['recorded']}", who_ran(run.about), str(run.about.get("date", ""))[:10], "not recorded"] for run in runs
+    ]
     commands = list(dict.fromkeys(f"`{result['command']}`" for result in results))
     return [Table(["file", "machine", "date", "was it quiet"], rows, 4), *commands] if rows else ["No result on file."]
 
@@ -151,11 +143,6 @@ def _busy(result: Result) -> str:
     quiet = max(load) <= result.get("threads", 1) + QUIET_LOAD and max(stolen, default=0) <= QUIET_STOLEN
     taken = f", {max(stolen):.0%} of the processors' time taken by others" if stolen else ""
     return f"{'yes' if quiet else 'NO'}: load average up to {max(load)}{taken}"
-
-
-def _where(run: Recording) -> str:
-    device = run.about.get("device", "cpu")
-    return ", ".join([*([device] if device != "cpu" else []), str(run.about.get("processor", "an unknown machine"))])
 
 
 if __name__ == "__main__":

@@ -78,7 +78,11 @@ def gains(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     blocks: list[Block] = []
     for number, (head, sets) in enumerate(_chains(results)):
         panels = {
-            f"{name}: {_prompts(arms)}": {_arm(spec, head): _gain(arm) for spec, arm in arms.items() if arm["over_plain"]}
+            f"{name}: {_prompts(arms)}": {
+                _arm(spec, head): plots.Bar(arm["over_plain"], *arm["over_plain_interval"])
+                for spec, arm in arms.items()
+                if arm["over_plain"]
+            }
             for name, arms in sets.items()
         }
         rows = [
@@ -121,8 +125,9 @@ def drafts_of_peers(results: Sequence[Result], runs: Sequence[Recording]) -> lis
                 label: plots.Bar(rates[label]) for label in sorted(rates, key=lambda one: -rates[one])
             }
             for peer, arm in theirs.items():
-                cells = [_figure(arm["tokens_per_s"], 1), _figure(arm["over_plain"]), _same(arm)]
-                rows.append([f"{name}: {peer}", *cells, _fastest_over(result, name, peer)])
+                same = "" if arm["num_identical"] is None else f"{arm['num_identical']} of {arm['num_prompts']}"
+                cells = [_figure(arm["tokens_per_s"], 1), _figure(arm["over_plain"]), same, _fastest_over(result, name, peer)]
+                rows.append([f"{name}: {peer}", *cells])
         blocks.append(f"**{subject}**")
         if rows:
             caption = f"{subject}: tokens per second of greedy answers to the same prompts, geometric mean, the fastest first"
@@ -155,7 +160,7 @@ def peers(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
             blocks.append(Plot(f"peers-{number}", caption, plots.bars(panels, "tokens/s", 1)))
         ratios = {figure: by_peer for figure, by_peer in result["ratios"].items() if figure in figures}
         others = list(dict.fromkeys(peer for by_peer in ratios.values() for peer in by_peer if peer != "best"))
-        rows = [[figure, *(_ratio(by_peer.get(peer)) for peer in others)] for figure, by_peer in ratios.items()]
+        rows = [[figure, *(_spread(by_peer.get(peer)) for peer in others)] for figure, by_peer in ratios.items()]
         blocks += [Table([f"{OWN} over", *others], rows)] if rows else []
         blocks += [f"{engine} was left out: {reason}" for engine, reason in result["failed"].items()]
     return [_PEERS, *blocks] if blocks else []
@@ -215,7 +220,7 @@ def acceptance(results: Sequence[Result], runs: Sequence[Recording]) -> list[Blo
 def trainings(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """The training of heads: acceptance on held-back answers, over tokens and minutes."""
     blocks: list[Block] = []
-    for number, result in enumerate(_newest_of_model(results, "training")):
+    for number, result in enumerate(_newest(results, "training")):
         panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
         lengths: dict[str, list[tuple[float, float]]] = {}
         rows = []
@@ -240,7 +245,7 @@ def memory(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """The memory of the levels, and a process's peak."""
     blocks: list[Block] = []
     panels: dict[str, dict[str, plots.Bar]] = {}
-    for result in _newest_chains(results):
+    for result in _newest(results, "chains", _target):
         for spec, levels in result["memory"].items():
             held = sum(level["weight_bytes"] - level["shared_bytes"] + level["kv_bytes"] for level in levels)
             panels.setdefault(_target(result), {})[_arm(spec, _target(result))] = plots.Bar(held / 1e6)
@@ -248,8 +253,15 @@ def memory(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
         caption = "weights, and keys and values, of each arm in megabytes; weights that drafts share with the target count once"
         blocks.append(Plot("memory", caption, plots.bars(panels, "MB", 0)))
     rows = [
-        [f"{result['model']}: {figure}, {engine}{_built(result, engine)}", _figure(one["median"])]
-        for result in _newest_of_model(results, "start")
+        [
+            f"{result['model']}: {figure}, {engine}"
+            # What the build of a peer is for, where the result tells.
+            + (
+                f" built for {result['instructions'][engine]}" if engine != OWN and engine in result.get("instructions", ()) else ""
+            ),
+            _figure(one["median"]),
+        ]
+        for result in _newest(results, "start")
         for figure, by_engine in result["figures"].items()
         for engine, one in by_engine.items()
     ]
@@ -267,7 +279,7 @@ def quality(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]
             f"{one['same_top']:.1%}",
             f"{one['perplexity_ratio']:.4f}",
         ]
-        for one in _newest_of_model(results, "quality")
+        for one in _newest(results, "quality")
     ]
     if not rows:
         return []
@@ -366,7 +378,7 @@ def identity(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block
     """Prompts whose greedy ids stay the same, by drafts, threads and batches."""
     rows = [
         [f"{one['model']}: {arm['arm']}", f"{arm['identical_prompts']} of {one['prompts']}", _accepted(arm)]
-        for one in _newest_of_model(results, "identity")
+        for one in _newest(results, "identity")
         for arm in one["arms"]
     ]
     return [Table(["model: how it was run", "prompts with identical ids", "drafted tokens accepted"], rows)] if rows else []
@@ -380,7 +392,7 @@ def machines(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block
         by_files.setdefault(frozenset(str(file["sha256"]) for file in run.model.files), []).append(run)
     for number, group in enumerate(by_files.values()):
         reference, *others = [run for run in group if run.questions == group[0].questions]
-        head = f"{reference.model.name}, reference {_who(reference.about)}"
+        head = f"{reference.model.name}, reference {who_ran(reference.about)}"
         blocks.append(f"**{head}**")
         if not others:
             blocks.append("One run is on file, and none to compare it with.")
@@ -391,22 +403,15 @@ def machines(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block
         for side in sides:
             for label, rate in (("plain", side["tokens_per_s"]), (side.get("draft"), (side["drafted"] or {}).get("tokens_per_s"))):
                 if rate:
-                    rates[f"{_who(side)}: {label}"] = plots.Bar(rate)
+                    rates[f"{who_ran(side)}: {label}"] = plots.Bar(rate)
         if rates:
             caption = f"{reference.model.name}: tokens per second of greedy answers, one at a time, on each machine"
             blocks.append(Plot(f"machines-{number}", caption, plots.bars({reference.model.name: rates}, "tokens/s", 1)))
-        columns = [
-            "compared with it",
-            "rows",
-            "same likeliest token",
-            "KL mean, at least",
-            "largest difference, at least",
-            "same answers",
-            "with drafts the plain ones",
-        ]
+        columns = ["compared with it", "rows", "same likeliest token", "KL mean, at least", "largest difference, at least"]
+        columns += ["same answers", "with drafts the plain ones"]
         blocks.append(Table(columns, [_agreement(one) for one in found]))
         levels = [
-            [f"{_who(side)}: {name}", _accepted(counts), f"{counts['accepted_per_proposed']:.0%}"]
+            [f"{who_ran(side)}: {name}", _accepted(counts), f"{counts['accepted_per_proposed']:.0%}"]
             for side in sides
             for name, counts in (side["drafted"] or {"levels": {}})["levels"].items()
         ]
@@ -414,77 +419,42 @@ def machines(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block
     return [_EXPLAINED, *blocks] if blocks else []
 
 
-_CHAINS = "python benchmarks/chains.py MODEL FILE.jsonl:FIELD:COUNT --arm SPEC --json benchmarks/results/chains-NAME.json"
-_WITH_PEERS = (
-    "python benchmarks/chains.py MODEL FILE.jsonl:FIELD:COUNT --arm SPEC --llama-cpp PROGRAMS --python torch=PYTHON "
-    "--json benchmarks/results/chains-NAME.json"
-)
-_IN_BF16 = (
-    "python benchmarks/chains.py MODEL FILE.jsonl:FIELD:COUNT --target-dtype bf16 --arm self:mxfp4 --arm DRAFT_MODEL "
-    "--arm DRAFT_MODEL,self:mxfp4 --json benchmarks/results/chains-NAME-bf16.json"
+def _bench(name: str, arguments: str, suffix: str = "") -> str:
+    return f"python benchmarks/{name}.py {arguments} --json benchmarks/results/{name}-NAME{suffix}.json"
+
+
+_PROMPTS = "MODEL FILE.jsonl:FIELD:COUNT"
+_CHAINS = _bench("chains", f"{_PROMPTS} --arm SPEC")
+_WITH_PEERS = _bench("chains", f"{_PROMPTS} --arm SPEC --llama-cpp PROGRAMS --python torch=PYTHON")
+_ARMS = "--arm self:mxfp4 --arm DRAFT_MODEL --arm DRAFT_MODEL,self:mxfp4"
+_IN_BF16 = _bench("chains", f"{_PROMPTS} --target-dtype bf16 {_ARMS}", "-bf16")
+_SIDE_BY_SIDE = _bench("peers", "MODEL --isa native,avx2 --llama-cpp PROGRAMS --python ENGINE=PYTHON")
+_PERPLEXITY = "cpuspec eval perplexity MODEL TEXT --save-logits REFERENCE"
+_KL = "cpuspec eval kl OTHER_MODEL REFERENCE --json > benchmarks/results/kl-NAME.json"
+_TASK = "cpuspec eval task humaneval DATA.jsonl -m MODEL --allow-code-execution --json > benchmarks/results/task-NAME.json"
+_FOUR_ARMS = "cpuspec eval arms MODEL humaneval:DATA.jsonl --allow-code-execution --json > benchmarks/results/arms-NAME.json"
+_PRICES = "--price-per-hour X --price-per-hour Y"
+_BESIDE = f"cpuspec eval beside FILE FILE {_PRICES} --json > benchmarks/results/beside-NAME.json"
+_RUNS = "benchmarks/results/runs"
+_RECORDS = (
+    f"cpuspec parity BACKEND -m MODEL --record {_RUNS}/ONE.json",
+    f"cpuspec parity BACKEND {_RUNS}/ONE.json -m MODEL --record {_RUNS}/OTHER.json",
 )
 
 PARTS = (
     Part("Drafts over plain decoding", (_CHAINS, _IN_BF16), gains),
     Part("Other engines' drafts", (_WITH_PEERS,), drafts_of_peers),
-    Part(
-        "Peers side by side",
-        (
-            "python benchmarks/peers.py MODEL --isa native,avx2 --llama-cpp PROGRAMS --python ENGINE=PYTHON "
-            "--json benchmarks/results/peers-NAME.json",
-        ),
-        peers,
-    ),
-    Part(
-        "The cost of n rows",
-        ("python benchmarks/peers.py MODEL --llama-cpp PROGRAMS --figures forwards --json benchmarks/results/peers-NAME.json",),
-        row_costs,
-    ),
+    Part("Peers side by side", (_SIDE_BY_SIDE,), peers),
+    Part("The cost of n rows", (_bench("peers", "MODEL --llama-cpp PROGRAMS --figures forwards"),), row_costs),
     Part("Acceptance, by position and level", (_CHAINS,), acceptance),
-    Part(
-        "Training of draft heads",
-        ("python benchmarks/training.py MODEL HEAD --json benchmarks/results/training-NAME.json",),
-        trainings,
-    ),
-    Part("Memory", (_CHAINS, "python benchmarks/start.py MODEL --json benchmarks/results/start-NAME.json"), memory),
-    Part("Quality", ("python benchmarks/quality.py MODEL TEXT --json benchmarks/results/quality-NAME.json",), quality),
-    Part(
-        "Formats: quality against bits",
-        (
-            "cpuspec eval perplexity MODEL TEXT --save-logits REFERENCE",
-            "cpuspec eval kl OTHER_MODEL REFERENCE --json > benchmarks/results/kl-NAME.json",
-        ),
-        formats,
-    ),
-    Part(
-        "Tasks: quality against speed and bits, and the cost of a right answer",
-        (
-            "cpuspec eval task humaneval DATA.jsonl -m MODEL --allow-code-execution --json > benchmarks/results/task-NAME.json",
-            "cpuspec eval arms MODEL humaneval:DATA.jsonl --allow-code-execution --json > benchmarks/results/arms-NAME.json",
-        ),
-        tasks,
-    ),
-    Part(
-        "Beside GPUs and other engines",
-        ("cpuspec eval beside FILE FILE --price-per-hour X --price-per-hour Y --json > benchmarks/results/beside-NAME.json",),
-        elsewhere,
-    ),
-    Part(
-        "Identical answers",
-        (
-            "python benchmarks/identity.py MODEL FILE.jsonl:FIELD:COUNT --draft-model OTHER_MODEL "
-            "--json benchmarks/results/identity-NAME.json",
-        ),
-        identity,
-    ),
-    Part(
-        "Backends and machines",
-        (
-            "cpuspec parity BACKEND -m MODEL --record benchmarks/results/runs/ONE.json",
-            "cpuspec parity BACKEND benchmarks/results/runs/ONE.json -m MODEL --record benchmarks/results/runs/OTHER.json",
-        ),
-        machines,
-    ),
+    Part("Training of draft heads", (_bench("training", "MODEL HEAD"),), trainings),
+    Part("Memory", (_CHAINS, _bench("start", "MODEL")), memory),
+    Part("Quality", (_bench("quality", "MODEL TEXT"),), quality),
+    Part("Formats: quality against bits", (_PERPLEXITY, _KL), formats),
+    Part("Tasks: quality against speed and bits, and the cost of a right answer", (_TASK, _FOUR_ARMS), tasks),
+    Part("Beside GPUs and other engines", (_BESIDE,), elsewhere),
+    Part("Identical answers", (_bench("identity", f"{_PROMPTS} --draft-model OTHER_MODEL"),), identity),
+    Part("Backends and machines", _RECORDS, machines),
 )
 
 
@@ -497,17 +467,13 @@ def _parts(results: Sequence[Result]) -> Iterator[Result]:
     return (result | part for result in _of(results, "peers") for part in result["instruction_sets"].values())
 
 
-def _newest_of_model(results: Sequence[Result], benchmark: str) -> list[Result]:
+def _newest(
+    results: Sequence[Result], benchmark: str, subject: Callable[[Result], str] = lambda one: str(one["model"])
+) -> list[Result]:
+    """The newest result about each subject, by default about each model."""
     newest: dict[str, Result] = {}
     for result in _of(results, benchmark):
-        newest.setdefault(str(result["model"]), result)
-    return list(newest.values())
-
-
-def _newest_chains(results: Sequence[Result]) -> list[Result]:
-    newest: dict[str, Result] = {}
-    for result in _of(results, "chains"):
-        newest.setdefault(_target(result), result)
+        newest.setdefault(subject(result), result)
     return list(newest.values())
 
 
@@ -552,25 +518,13 @@ def _fastest_over(result: Result, name: str, peer: str) -> str:
     return "" if ratio is None else f"{best}: {ratio:.2f} ({_interval(interval)})"
 
 
-def _gain(arm: Mapping[str, Any]) -> plots.Bar:
-    return plots.Bar(arm["over_plain"], *arm["over_plain_interval"])
-
-
 def _prompts(arms: Mapping[str, Any]) -> str:
     number = next(iter(arms.values()))["num_prompts"]
     return f"{number} prompt{'s' * (number > 1)}"
 
 
-def _same(arm: Mapping[str, Any]) -> str:
-    return "" if arm["num_identical"] is None else f"{arm['num_identical']} of {arm['num_prompts']}"
-
-
-def _built(result: Result, engine: str) -> str:
-    """What the build of a peer is for, where the result tells."""
-    return f" built for {result['instructions'][engine]}" if engine != OWN and engine in result.get("instructions", ()) else ""
-
-
-def _who(about: Mapping[str, Any]) -> str:
+def who_ran(about: Mapping[str, Any]) -> str:
+    """The name of a run's side, and the machine that it ran on."""
     where = about["device"] if about.get("device", "cpu") != "cpu" else about.get("processor", "an unknown machine")
     return f"{about['name']} on {where}"
 
@@ -578,7 +532,7 @@ def _who(about: Mapping[str, Any]) -> str:
 def _agreement(found: Parity) -> list[str]:
     report = found.as_dict()
     return [
-        _who(found.sides[1]),
+        who_ran(found.sides[1]),
         str(found.num_rows),
         f"{found.same_top:.2%}",
         f"{found.kl_mean:.2e}",
@@ -595,8 +549,8 @@ def _kept(side: Mapping[str, Any]) -> str:
     return f"{drafted['num_identical']} of {drafted['num_answers']}{promised}" if drafted else ""
 
 
-def _ratio(spread: Mapping[str, Any] | None) -> str:
-    return "" if spread is None else f"{spread['median']:.2f} ({spread['min']:.2f} to {spread['max']:.2f})"
+def _spread(one: Mapping[str, Any] | None) -> str:
+    return "" if one is None else f"{one['median']:.2f} ({one['min']:.2f} to {one['max']:.2f})"
 
 
 def _accepted(counts: Mapping[str, Any]) -> str:
