@@ -115,7 +115,7 @@ class _Job:
             raise ConfigError("messages must be a list of objects with role and content")
         if type(body.logprobs) is int:
             raise ConfigError(f"logprobs must be true or false, got {body.logprobs}; top_logprobs is a number")
-        params, keeps_to = chat_params(model, body), _strict(grammar_of(body))
+        params, keeps_to = chat_params(model, body, body.n), _strict(grammar_of(body))
         prompt = chat_prompt(model, body.messages, body.tools or (), body.tool_choice, body.variables, keeps_to, body)
         wanted = prompt.wanted(params, prediction=predicted_ids(model, body.prediction))
         head = self._head("chatcmpl", "chat.completion")

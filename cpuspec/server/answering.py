@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from cpuspec.engine.engine import RequestedAnswer
 from cpuspec.engine.llm import Job
 from cpuspec.errors import CpuspecError
-from cpuspec.server.errors import GONE, ClientGoneError, EngineFailedError, as_request_error
+from cpuspec.server.errors import ClientGoneError, EngineFailedError, as_request_error
 from cpuspec.server.figures import log_figures
 from cpuspec.server.gate import context_of
 from cpuspec.server.model import Answers, ServedModel
@@ -24,24 +24,19 @@ from cpuspec.server.writer import Event, Writer
 KEEP_ALIVE_S = 10.0  # silence, as while a long prompt is read, before a stream sends a sign of life
 _LAST_S = 10.0  # added to the time that a request may take, for its last event
 _LOG = logging.getLogger("cpuspec.server")
+_T = TypeVar("_T")
 
 
-async def respond(
-    request: Request,
-    model: ServedModel,
-    wanted: Sequence[RequestedAnswer],
-    make_writer: Callable[[Answers], Writer],
-    streams: bool | None,
-) -> Response:
-    """Compute the answers to a request, and send them as a stream of events, or as one object when the last has come.
-
-    Raises as `ServedModel.answers` does.
-    """
+async def submit(request: Request, model: ServedModel, wanted: Sequence[RequestedAnswer]) -> Answers:
+    """Queue the answers to a request. `respond` must follow: it closes them. Raises as `ServedModel.answers` does."""
     context = context_of(request)
     if context.adapters is not None:
         wanted = [replace(one, adapters=context.adapters) for one in wanted]
-    answers = await model.answers(context.client, context.id, wanted, context.rng)
-    writer = make_writer(answers)
+    return await model.answers(context.client, context.id, wanted, context.rng)
+
+
+async def respond(request: Request, answers: Answers, writer: Writer, streams: bool | None) -> Response:
+    """Send answers as a stream of events, or as one object when the last has come."""
     if streams:
         return EventStream(request, answers, writer)
 
@@ -49,7 +44,10 @@ async def respond(
         events = [one async for one in _events(request, answers, writer)]
         return json_response(writer.whole(events, answers.stats))
 
-    return await unless_gone(request, whole(), answers.close)
+    try:
+        return await unless_gone(request, whole())
+    finally:
+        answers.close()
 
 
 async def _events(request: Request, answers: Answers, writer: Writer) -> AsyncGenerator[Event]:
@@ -145,25 +143,13 @@ class _LivelySender:
                 await self.send({"type": "http.response.body", "body": self._sign_of_life().encode(), "more_body": True})
 
 
-async def respond_with_job(request: Request, model: ServedModel, job: Job, reply: Callable[[], Any]) -> Response:
-    """Run a job between the engine's steps, and send the JSON that `reply` makes when it is done."""
-    await finish(request, model, job)
-    return json_response(reply())
+async def run_job(request: Request, model: ServedModel, job: Job) -> None:
+    """Run a job between the engine's steps. Raises ClientGoneError if the client leaves before its end, and as the model's does."""
+    await unless_gone(request, model.run_job(job))
 
 
-async def finish(request: Request, model: ServedModel, job: Job) -> None:
-    """Run a job between the engine's steps. Raises ClientGoneError if the client leaves before its end, and as `run_job` does."""
-
-    async def computed() -> Response:
-        await model.run_job(job)
-        return Response()
-
-    if (await unless_gone(request, computed(), model.begin_job())).status_code == GONE:
-        raise ClientGoneError("the client has left")
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Response], close: Callable[[], object]) -> Response:
-    """Return what the work returns. If the client disconnects before that, cancel the work. `close` is called in any case."""
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return what the work returns. If the client disconnects before that, cancel the work and raise ClientGoneError."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -172,11 +158,10 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Response], clo
     task, gone = asyncio.create_task(work), asyncio.create_task(disconnected())
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return Response(status_code=GONE)
+        if not task.done():
+            raise ClientGoneError("the client has left")
+        return task.result()
     finally:
-        close()
         for one in (task, gone):
             one.cancel()
         with suppress(asyncio.CancelledError, CpuspecError):

@@ -9,13 +9,13 @@ from starlette.responses import Response
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import answer_params
 from cpuspec.sampling import TokenLogprobs
-from cpuspec.server.answering import finish, respond
+from cpuspec.server.answering import respond, run_job, submit
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
 from cpuspec.server.errors import RequestError
 from cpuspec.server.gate import context_of, model_of, shown_name
-from cpuspec.server.model import Answers, ServedModel
+from cpuspec.server.model import ServedModel
 from cpuspec.server.replies import event, json_response
 from cpuspec.server.schema import (
     ChatBody,
@@ -26,7 +26,7 @@ from cpuspec.server.schema import (
     predicted_ids,
     prompt_logprobs_of,
 )
-from cpuspec.server.structured import loose_format, loosened_note
+from cpuspec.server.structured import noted_format
 from cpuspec.settings import SamplingParams
 
 router = APIRouter(route_class=BodyRoute)
@@ -39,7 +39,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     model = await model_of(request, body.model, body.lora_scales)
-    params = chat_params(model, body)
+    params = chat_params(model, body, body.n)
     keeps_to = grammar_of(body)
     prompt = await model.in_worker(
         chat_prompt, model, body.messages, body.tools or (), body.tool_choice, body.variables, keeps_to, body
@@ -52,22 +52,19 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     scored: list[TokenLogprobs] = []
     if num_scored is not None:
         (scored,) = await _scores(request, model, [prompt.ids], num_scored, params.cache_salt, is_answered=True)
-    head = {"id": f"chatcmpl-{context.id}", "created": context.created, "model": shown_name(request, model)}
-
-    def make_writer(answers: Answers) -> ChatChunks:
-        return ChatChunks(
-            prompt,
-            head,
-            Usages(body.stream_options, [len(one.prompt) for one in wanted]),
-            len(wanted),
-            answers.new_id,
-            logprobs=bool(body.logprobs),
-            by_token=bool(body.stream and body.cpuspec and body.cpuspec.tokens),
-            meters=answers.meters,
-            scored=scored,
-        )
-
-    return await respond(request, model, wanted, make_writer, body.stream)
+    answers = await submit(request, model, wanted)
+    writer = ChatChunks(
+        prompt,
+        {"id": f"chatcmpl-{context.id}", "created": context.created, "model": shown_name(request, model)},
+        Usages(body.stream_options, [len(prompt.ids)] * len(wanted)),
+        len(wanted),
+        answers.new_id,
+        logprobs=bool(body.logprobs),
+        by_token=bool(body.stream and body.cpuspec and body.cpuspec.tokens),
+        meters=answers.meters,
+        scored=scored,
+    )
+    return await respond(request, answers, writer, body.stream)
 
 
 def check_number(model: ServedModel, number: int) -> None:
@@ -79,56 +76,50 @@ def check_number(model: ServedModel, number: int) -> None:
 
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request) -> Response:
-    """Continue one prompt or several, or fill the gap between a prompt and a suffix."""
+    """Continue one prompt or several, or fill the gap before a suffix. With `max_tokens` 0 only echo and score the prompts."""
     context = context_of(request)
     model = await model_of(request, body.model, body.lora_scales)
-    prompts, params = await _asked(model, body, context.notes)
+    params = _params(model, body, context.notes)
+    if body.suffix:
+        prompts, params = [await model.in_worker(model.fill_prompt, str(body.prompt), body.suffix)], model.fill_params(params)
+    else:
+        prompts = await model.in_worker(_prompts, model, body)
     wanted = [RequestedAnswer(prompt, one) for prompt in prompts for one in answer_params(params)]
     of_echo, of_prompt = params.logprobs if body.echo else None, prompt_logprobs_of(body)
     scores: list[list[TokenLogprobs]] = []
     if of_echo is not None or of_prompt is not None:
         most, is_answered = max(of_echo or 0, of_prompt or 0), body.max_tokens != 0
         scores = await _scores(request, model, prompts, most, params.cache_salt, is_answered)
-    head = {
-        "id": f"cmpl-{context.id}",
-        "object": "text_completion",
-        "created": context.created,
-        "model": shown_name(request, model),
-    }
-    usages = Usages(body.stream_options, [len(one.prompt) for one in wanted])
-    echoes = [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts)
-    has_logprobs = body.logprobs is not None
     writer = TextChunks(
         model.llm.tokenizer,
-        head,
-        usages,
-        echoes,
+        {
+            "id": f"cmpl-{context.id}",
+            "object": "text_completion",
+            "created": context.created,
+            "model": shown_name(request, model),
+        },
+        Usages(body.stream_options, [len(one.prompt) for one in wanted]),
+        [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts),
         len(wanted),
-        logprobs=has_logprobs,
+        logprobs=body.logprobs is not None,
         scores=_cut(scores, of_echo),
         scored=_cut(scores, of_prompt),
     )
     if body.max_tokens == 0:
         return _without_answers(writer, len(wanted), sum(map(len, prompts)), request.url.path, bool(body.stream))
-    return await respond(request, model, wanted, lambda _: writer, body.stream)
+    return await respond(request, await submit(request, model, wanted), writer, body.stream)
 
 
-async def _asked(model: ServedModel, body: CompletionBody, notes: dict[str, str]) -> tuple[list[list[int]], SamplingParams]:
-    """The prompts of a body, and the params of all. notes: gets how the request was changed. Raises RequestError or ConfigError."""
+def _params(model: ServedModel, body: CompletionBody, notes: dict[str, str]) -> SamplingParams:
+    """The params of a body. notes: gets how the request was changed. Raises RequestError or ConfigError."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of is not supported; leave it out, and choose among n answers", "best_of")
     if body.suffix and not (isinstance(body.prompt, str) and not body.echo):
         raise RequestError("suffix goes with one prompt, a text, and without echo", "suffix")
-    keeps_to, lost = loose_format(grammar_of(body))
-    notes |= loosened_note(lost)
     limit = _OPENAI_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
-    params = completion_params(model, body, keeps_to, limit)
+    params = completion_params(model, body, noted_format(grammar_of(body), notes), limit)
     check_number(model, params.n * len(_each_prompt(body.prompt)))
-    if not body.suffix:
-        return await model.in_worker(_prompts, model, body), params
-    assert isinstance(body.prompt, str), "checked above"
-    prompt = await model.in_worker(model.fill_prompt, body.prompt, body.suffix)
-    return [prompt], model.fill.params(params) if model.fill else params
+    return params
 
 
 async def _scores(
@@ -143,7 +134,7 @@ async def _scores(
     context = context_of(request)
     salt = model.salt(context.client, cache_salt) if is_answered else None
     job = model.llm.scoring_job(prompts, num_top, context.adapters, salt)
-    await finish(request, model, job)
+    await run_job(request, model, job)
     return [[TokenLogprobs(ids[0], math.nan, ()), *found] for ids, found in zip(prompts, job.scores(), strict=True)]
 
 

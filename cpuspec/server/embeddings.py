@@ -9,11 +9,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cpuspec.model.batch import F32
-from cpuspec.server.answering import respond_with_job
+from cpuspec.server.answering import run_job
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
+from cpuspec.server.replies import json_response
 from cpuspec.server.schema import Body
 
 router = APIRouter(route_class=BodyRoute)
@@ -73,7 +74,8 @@ async def embed(
         prompts = [prompt[: model.max_prompt_tokens] for prompt in prompts]
     num_tokens = count_tokens(request, model, prompts)
     job = model.llm.embedding_job(prompts, pooling, dimensions, context_of(request).adapters)
-    return await respond_with_job(request, model, job, lambda: reply(job.embeddings(), num_tokens))
+    await run_job(request, model, job)
+    return json_response(reply(job.embeddings(), num_tokens))
 
 
 def count_tokens(request: Request, model: ServedModel, prompts: Sequence[Sequence[int]]) -> int:

@@ -75,13 +75,10 @@ class BodyTooLargeError(RequestError):
     kind = "request_too_large"
 
 
-GONE = 499  # nginx's status for a client that has left
-
-
 class ClientGoneError(RequestError):
     """The client has left, and nobody reads this."""
 
-    status = GONE
+    status = 499  # nginx's
 
 
 class BusyError(RequestError):

@@ -87,7 +87,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("continue_final_message", "return_tokens_as_token_ids", "penalize_nl", "backend_sampling"), (False,)),
     **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_a", "min_keep", "n_keep"), (0,)),
     **dict.fromkeys(("priority", "n_discard", "n_cache_reuse", "n_indent", "num_keep", "smoothing_factor"), (0,)),
-    **dict.fromkeys(("typical_p", "typical", "tfs_z", "tfs", "length_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("n", "typical_p", "typical", "tfs_z", "tfs", "length_penalty", "best_of"), (1,)),
     **dict.fromkeys(("id_slot", "slot_id", "top_n_sigma", "t_max_predict_ms", "t_max_prompt_ms", "truncate_prompt_tokens"), (-1,)),
     **dict.fromkeys(("image_data", "tools", "bad_words", "logits_processors", "preserved_tokens", "grammar_triggers"), ([],)),
     **dict.fromkeys(("documents", "response_fields", "transforms", "plugins", "images", "context"), ([],)),

@@ -13,14 +13,14 @@ from starlette.responses import Response
 
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.metrics import RequestStats, now_s
-from cpuspec.server.answering import respond
+from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.fields import UNLIMITED
 from cpuspec.server.figures import chat_logprobs, timings
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.schema import Body, SamplingFields, sampling_params
-from cpuspec.server.structured import loose_format, loosened_note
+from cpuspec.server.structured import noted_format
 from cpuspec.server.writer import Writer
 from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
@@ -63,12 +63,10 @@ class CompletionBody(_TextBody):
 async def infill(body: InfillBody, request: Request) -> Response:
     """Fill the gap. n_predict 0 reads the prompt only, so that the next request finds it in the cache."""
     model = await model_of(request, body.model, body.lora_scales)
-    params = _params(request, model, body)
-    params = model.fill.params(params) if model.fill else params
+    params = model.fill_params(_params(request, model, body))
     others = [(one.filename, one.text) for one in body.input_extra]
     prompt = await model.in_worker(model.fill_prompt, body.input_prefix + body.prompt, body.input_suffix, others)
-    writer = _TextWriter(body, model.llm.tokenizer, shown_name(request, model), len(prompt))
-    return await respond(request, model, [RequestedAnswer(prompt, params)], lambda _: writer, body.stream)
+    return await _answer(request, model, body, prompt, params)
 
 
 @router.post("/completion")
@@ -79,14 +77,20 @@ async def completion(body: CompletionBody, request: Request) -> Response:
     if isinstance(prompt, str):
         model.check_text(len(prompt))
         prompt = await model.in_worker(model.llm.tokenizer.encode_prompt, prompt)
+    return await _answer(request, model, body, prompt, params)
+
+
+async def _answer(
+    request: Request, model: ServedModel, body: InfillBody | CompletionBody, prompt: list[int], params: SamplingParams
+) -> Response:
+    answers = await submit(request, model, [RequestedAnswer(prompt, params)])
     writer = _TextWriter(body, model.llm.tokenizer, shown_name(request, model), len(prompt))
-    return await respond(request, model, [RequestedAnswer(prompt, params)], lambda _: writer, body.stream)
+    return await respond(request, answers, writer, body.stream)
 
 
 def _params(request: Request, model: ServedModel, body: InfillBody | CompletionBody, logprobs: int | None = None) -> SamplingParams:
     """The params that a body asks for. Raises RequestError or ConfigError."""
-    keeps_to, lost = loose_format({} if body.json_schema is None else {"json_schema": body.json_schema})
-    context_of(request).notes |= loosened_note(lost)
+    keeps_to = noted_format({} if body.json_schema is None else {"json_schema": body.json_schema}, context_of(request).notes)
     limit, grammar = max(body.n_predict, 1), body.grammar or None
     return sampling_params(model, body, stop=body.stop, max_tokens=limit, grammar=grammar, logprobs=logprobs, **keeps_to)
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from cpuspec.engine.changing_lines import without_lines
 from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
-from cpuspec.server.answering import respond
+from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.content import content_text
@@ -76,8 +76,8 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         "stop_reason": None,
         "stop_sequence": None,
     }
-    wanted = prompt.wanted(params)
-    return await respond(request, model, wanted, lambda answers: _MessageWriter(prompt, head, answers.new_id), body.stream)
+    answers = await submit(request, model, prompt.wanted(params))
+    return await respond(request, answers, _MessageWriter(prompt, head, answers.new_id), body.stream)
 
 
 @router.post("/v1/messages/count_tokens")

@@ -129,25 +129,19 @@ class ServedModel:
         finally:
             self._compiling.leave(ticket)
 
-    def begin_job(self) -> Callable[[], None]:
-        """Count a request for embeddings or scores; returns what ends it. Raises BusyError where too many wait."""
+    async def run_job(self, job: Job) -> None:
+        """Run a job, for embeddings or scores, to its end beside the engine's steps. Raises BusyError, TimeUpError."""
         if self.num_jobs > self.admission.max_waiting:
             raise BusyError(f"{self.num_jobs} requests for embeddings or scores wait; try again later")
         self.num_jobs += 1
-
-        def end() -> None:
-            self.num_jobs -= 1
-
-        return end
-
-    async def run_job(self, job: Job) -> None:
-        """Run a job to its end, beside the engine's steps. Raises TimeUpError."""
         try:
             async with asyncio.timeout(self.config.max_request_s), self._runs_job:
                 while not job.is_done:
                     await self.runner.between_steps(partial(self.llm.job_step, job))
         except TimeoutError:
             raise TimeUpError(f"the request took longer than {self.config.max_request_s:g} s") from None
+        finally:
+            self.num_jobs -= 1
 
     def fill_prompt(self, before: str, behind: str, others: Sequence[tuple[str, str]] = ()) -> list[int]:
         """See `FillTokens.prompt`. Raises RequestError for a model that cannot fill in, and as `check_text` does."""
@@ -156,6 +150,10 @@ class ServedModel:
             raise RequestError(f"{lacks}; use a model such as qwen2.5-coder", "suffix")
         self.check_text(len(before) + len(behind) + sum(len(path) + len(text) for path, text in others))
         return self.fill.prompt(self.llm.tokenizer, before, behind, others)
+
+    def fill_params(self, params: SamplingParams) -> SamplingParams:
+        """See `FillTokens.params`."""
+        return params if self.fill is None else self.fill.params(params)
 
     def params(self, given: dict[str, Any]) -> SamplingParams:
         """The params of a request with these fields, the model's own recommendations for others.

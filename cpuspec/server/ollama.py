@@ -19,19 +19,19 @@ from starlette.responses import Response
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.metrics import RequestStats
 from cpuspec.model.batch import F32
-from cpuspec.server.answering import respond
+from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
 from cpuspec.server.embeddings import embed
 from cpuspec.server.errors import ForbiddenError, RequestError, UnknownModelError
 from cpuspec.server.gate import context_of, model_of, shown_name
-from cpuspec.server.model import Answers, ServedModel
+from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import reasoning_marks
 from cpuspec.server.replies import error_body, json_response
-from cpuspec.server.schema import Body, ChatBody, chat_params, grammar_of, ignoring, sampling_params
+from cpuspec.server.schema import Body, ConversationBody, chat_params, grammar_of, ignoring, sampling_params
 from cpuspec.server.server import Server, server_of
-from cpuspec.server.structured import loose_format, loosened_note
+from cpuspec.server.structured import noted_format
 from cpuspec.server.writer import Event, Writer
 
 router = APIRouter(route_class=BodyRoute)
@@ -41,13 +41,11 @@ _NS = 1_000_000_000
 _Unused: Any = ignoring("keep_alive", "truncate", "shift")
 
 
-class OllamaChatBody(ChatBody, _Unused):
+class OllamaChatBody(ConversationBody, _Unused):
     messages: list[dict[str, Any]] = Field(default_factory=list)
-    prompt_logprobs: Any = None  # ignored
 
 
-class GenerateBody(ChatBody, _Unused):
-    messages: list[dict[str, Any]] = Field(default_factory=list)
+class GenerateBody(ConversationBody, _Unused):
     prompt: str = ""
     suffix: str = ""
     system: str = ""
@@ -55,7 +53,6 @@ class GenerateBody(ChatBody, _Unused):
     context: list[int] = Field(default_factory=list)  # tokens of the conversation until now, as the last answer gave them
     raw: bool = False
     template: str = ""
-    prompt_logprobs: Any = None  # ignored
 
 
 class EmbedBody(Body):
@@ -99,7 +96,7 @@ async def chat(body: OllamaChatBody, request: Request) -> Response:
         return json_response({**head, "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "load"})
     messages = [_as_openai(number, one) for number, one in enumerate(body.messages)]
     prompt = await model.in_worker(chat_prompt, model, messages, body.tools or (), None, body.variables, grammar_of(body), body)
-    return await _answer_chat(request, model, body, prompt, _Shape(head, in_message=True))
+    return await _answer_chat(request, model, body, prompt, head, in_message=True)
 
 
 @router.post("/api/generate")
@@ -119,67 +116,48 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     prompt = await model.in_worker(chat_prompt, model, messages, (), None, body.variables, grammar_of(body), body)
     if body.context:
         prompt = replace(prompt, ids=_checked_ids(model, body.context) + prompt.ids)
-    return await _answer_chat(request, model, body, prompt, _Shape(head, context=prompt.ids))
+    return await _answer_chat(request, model, body, prompt, head, context=prompt.ids)
 
 
-async def _answer_chat(request: Request, model: ServedModel, body: ChatBody, prompt: ChatPrompt, shape: "_Shape") -> Response:
+async def _answer_chat(
+    request: Request,
+    model: ServedModel,
+    body: ConversationBody,
+    prompt: ChatPrompt,
+    head: Mapping[str, Any],
+    in_message: bool = False,
+    context: Sequence[int] = (),
+) -> Response:
     context_of(request).notes |= prompt.notes
-    wanted = prompt.wanted(chat_params(model, body.model_copy(update={"n": None})))
-
-    def make_writer(answers: Answers) -> Writer:
-        usages = Usages(None, [len(prompt.ids)])
-        return _OllamaLines(shape, ChatChunks(prompt, {}, usages, 1, answers.new_id, logprobs=bool(body.logprobs)))
-
-    return await respond(request, model, wanted, make_writer, body.stream is not False)
+    answers = await submit(request, model, prompt.wanted(chat_params(model, body)))
+    chunks = ChatChunks(prompt, {}, Usages(None, [len(prompt.ids)]), 1, answers.new_id, logprobs=bool(body.logprobs))
+    return await respond(request, answers, _OllamaLines(chunks, head, in_message, context), body.stream is not False)
 
 
 async def _answer_text(request: Request, model: ServedModel, body: GenerateBody, head: Mapping[str, Any]) -> Response:
-    keeps_to, lost = loose_format(grammar_of(body))
-    context_of(request).notes |= loosened_note(lost)
+    keeps_to = noted_format(grammar_of(body), context_of(request).notes)
     params = sampling_params(model, body, stop=body.stop, max_tokens=body.max_tokens, **keeps_to)
     if body.suffix:
-        ids = await model.in_worker(model.fill_prompt, body.prompt, body.suffix)
-        params = model.fill.params(params) if model.fill else params
+        ids, params = await model.in_worker(model.fill_prompt, body.prompt, body.suffix), model.fill_params(params)
     else:
         model.check_text(len(body.prompt))
         ids = await model.in_worker(model.llm.tokenizer.encode_prompt, body.prompt)
     chunks = TextChunks(model.llm.tokenizer, {}, Usages(None, [len(ids)]), [""], 1)
-    writer = _OllamaLines(_Shape(head), chunks)
-    return await respond(request, model, [RequestedAnswer(ids, params)], lambda _: writer, body.stream is not False)
-
-
-class _Shape:
-    """Where an answer's texts stand in a line: in a message, or in the line itself.
-
-    context: token ids of the prompt, where the last line tells the conversation's.
-    """
-
-    def __init__(self, head: Mapping[str, Any], *, in_message: bool = False, context: Sequence[int] = ()) -> None:
-        self.head, self.context, self._in_message = dict(head), context, in_message
-
-    def line(self, content: str, parts: Mapping[str, Any], **more: Any) -> Event:
-        """A line. parts: `thinking` and `tool_calls`, where there are any. more: fields of the line itself in both shapes."""
-        if self._in_message:
-            return {**self.head, "message": {"role": "assistant", "content": content, **parts}, "done": False, **more}
-        return {**self.head, "response": content, **parts, "done": False, **more}
-
-    def joined(self, lines: Sequence[Event]) -> Event:
-        """The last line, with what all of them say."""
-        parts = [line["message"] if self._in_message else line for line in lines]
-        content = "".join(part["content" if self._in_message else "response"] for part in parts)
-        found: dict[str, Any] = {"thinking": "".join(part.get("thinking", "") for part in parts)}
-        found["tool_calls"] = [call for part in parts for call in part.get("tool_calls", ())]
-        logprobs = [one for line in lines for one in line.get("logprobs", ())]
-        more = {name: value for name, value in lines[-1].items() if name not in ("message", "response")}
-        said = {name: value for name, value in found.items() if value}
-        return self.line(content, said, **more, **({"logprobs": logprobs} if logprobs else {}))
+    answers = await submit(request, model, [RequestedAnswer(ids, params)])
+    return await respond(request, answers, _OllamaLines(chunks, head), body.stream is not False)
 
 
 class _OllamaLines(Writer):
-    """Translates the chunks of OpenAI's protocol. A tool call is told when it is whole, before the last line."""
+    """Translates the chunks of OpenAI's protocol into lines. A tool call is told when it is whole, before the last line.
 
-    def __init__(self, shape: _Shape, chunks: ChatChunks | TextChunks) -> None:
-        self._shape, self._chunks = shape, chunks
+    in_message: whether a text stands in the line's message, else in the line itself. context: token ids of the prompt, where the
+    last line tells the conversation's.
+    """
+
+    def __init__(
+        self, chunks: ChatChunks | TextChunks, head: Mapping[str, Any], in_message: bool = False, context: Sequence[int] = ()
+    ) -> None:
+        self._chunks, self._head, self._in_message, self._context = chunks, dict(head), in_message, context
         self._calls: list[dict[str, Any]] = []
         self._tokens: list[int] = []
         self._reason = "stop"
@@ -196,14 +174,23 @@ class _OllamaLines(Writer):
     def end(self, stats: Sequence[RequestStats]) -> Iterator[Event]:
         """The tool calls, and the figures of the answer."""
         if self._calls:
-            yield self._shape.line("", {"tool_calls": [_as_ollama(number, one) for number, one in enumerate(self._calls)]})
-        context = {"context": [*self._shape.context, *self._tokens]} if self._shape.context else {}
+            yield self._line("", {"tool_calls": [_as_ollama(number, one) for number, one in enumerate(self._calls)]})
+        context = {"context": [*self._context, *self._tokens]} if self._context else {}
         figures = _figures(stats[0]) if stats else {}
-        yield self._shape.line("", {}, done=True, done_reason=self._reason, **context, **figures)
+        yield self._line("", {}, done=True, done_reason=self._reason, **context, **figures)
 
     def whole(self, events: Sequence[Event], stats: Sequence[RequestStats]) -> Event:
-        """The last line, with the texts and calls of all."""
-        return self._shape.joined(events)
+        """The last line, with the texts, calls and log-probabilities of all."""
+        parts = [line["message"] if self._in_message else line for line in events]
+        content = "".join(part["content" if self._in_message else "response"] for part in parts)
+        said = {
+            "thinking": "".join(part.get("thinking", "") for part in parts),
+            "tool_calls": [call for part in parts for call in part.get("tool_calls", ())],
+        }
+        more = {name: value for name, value in events[-1].items() if name not in ("message", "response")}
+        if logprobs := [one for line in events for one in line.get("logprobs", ())]:
+            more["logprobs"] = logprobs
+        return self._line(content, {name: value for name, value in said.items() if value}, **more)
 
     def sign_of_life(self) -> str:
         """Nothing: every line must be JSON, and clients of this protocol wait."""
@@ -212,6 +199,12 @@ class _OllamaLines(Writer):
     def failed(self, error: RequestError) -> Event:
         """The line of an error."""
         return error_body("/api/", error, "")
+
+    def _line(self, content: str, parts: Mapping[str, Any], **more: Any) -> Event:
+        """A line. parts: `thinking` and `tool_calls`, where there are any. more: fields of the line itself in both shapes."""
+        if self._in_message:
+            return {**self._head, "message": {"role": "assistant", "content": content, **parts}, "done": False, **more}
+        return {**self._head, "response": content, **parts, "done": False, **more}
 
     def _translated(self, chunks: Iterator[Event]) -> Iterator[Event]:
         for choice in (one for chunk in chunks for one in chunk["choices"]):
@@ -226,7 +219,7 @@ class _OllamaLines(Writer):
             parts = {"thinking": delta["reasoning_content"]} if delta.get("reasoning_content") else {}
             more = {"logprobs": choice["logprobs"]["content"]} if choice["logprobs"] else {}
             if content or parts or more:
-                yield self._shape.line(content, parts, **more)
+                yield self._line(content, parts, **more)
 
 
 def _head(request: Request, model: ServedModel) -> dict[str, Any]:

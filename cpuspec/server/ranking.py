@@ -7,12 +7,13 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict
 from starlette.responses import Response
 
-from cpuspec.server.answering import respond_with_job
+from cpuspec.server.answering import run_job
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.embeddings import check_inputs, count_tokens
 from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
+from cpuspec.server.replies import json_response
 from cpuspec.server.schema import Body, ignoring
 from cpuspec.server.server import server_of
 
@@ -110,7 +111,8 @@ async def _respond(
     check_inputs(model, list(dict.fromkeys(text for pair in pairs for text in pair)))
     job = await model.in_worker(model.llm.ranking_job, pairs, pooling, context_of(request).adapters)
     num_tokens = count_tokens(request, model, job.prompts)
-    return await respond_with_job(request, model, job, lambda: reply(job.scores(), num_tokens))
+    await run_job(request, model, job)
+    return json_response(reply(job.scores(), num_tokens))
 
 
 def _head(request: Request, model: ServedModel, kind: str, num_tokens: int) -> dict[str, Any]:

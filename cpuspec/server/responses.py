@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
-from cpuspec.server.answering import respond
+from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.errors import ContextExceededError, RequestError
@@ -117,22 +117,17 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     try:
         prompt = await model.in_worker(_prompt, model, body, items, tools)
         context.notes |= prompt.notes
-        wanted = prompt.wanted(params)
-        # In a stream that another server may repeat, signs of life have no numbers: they would come at other times.
-        counts_signs = context.rng is None
-        return await respond(
-            request,
-            model,
-            wanted,
-            lambda answers: _ResponseWriter(prompt, answers.new_id, owners, head, numbered, counts_signs, keep),
-            body.stream,
-        )
+        answers = await submit(request, model, prompt.wanted(params))
     except ContextExceededError as error:
         if not body.stream:
             raise
         # Codex shortens its conversation after such an event, and ignores the status.
         events = [event(numbered({"type": "response.created", "response": head})), event(numbered(_failed(head, error)))]
         return Response("".join(events), media_type="text/event-stream")
+    # In a stream that another server may repeat, signs of life have no numbers: they would come at other times.
+    counts_signs = context.rng is None
+    writer = _ResponseWriter(prompt, answers.new_id, owners, head, numbered, counts_signs, keep)
+    return await respond(request, answers, writer, body.stream)
 
 
 # Items about tools that OpenAI runs itself. They hold nothing that this model could read.

@@ -121,12 +121,11 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class SamplingBody(SamplingFields):
-    """The fields that chat and plain completions share."""
+class AnswerBody(SamplingFields):
+    """The fields that OpenAI's chat and plain completions share with Ollama's."""
 
     model: str | None = None
     max_tokens: int | None = None
-    n: int | None = None
     # One of these at most, under the names of SamplingParams, llama-server, and vLLM now and before 0.12.
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -140,6 +139,12 @@ class SamplingBody(SamplingFields):
     guided_grammar: str | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
+
+
+class SamplingBody(AnswerBody):
+    """The fields that OpenAI's chat and plain completions share."""
+
+    n: int | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None  # vLLM's
     # Ignored.
@@ -199,27 +204,32 @@ class Ending(Body):
         return self.continue_final_message
 
 
-class ChatBody(SamplingBody, UnusedBody, Ending):
-    messages: list[dict[str, Any]]
+class ConversationBody(AnswerBody, Ending):
+    """The fields of a conversation that OpenAI's chat completions share with Ollama's."""
+
     max_completion_tokens: int | None = None
     logprobs: bool | int | None = None  # a number is llama-server's: of likely tokens
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    prediction: Prediction | None = None
-    return_progress: bool | None = None  # llama-server's name
-    cpuspec: CpuspecOptions | None = None
-    # Ignored.
-    modalities: Any = None
-    verbosity: Any = None
 
     @property
     def variables(self) -> dict[str, Any]:
         """Variables of the chat template."""
         given, effort = self.chat_template_kwargs or {}, self.reasoning_effort
         return dict(given) if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none", **given}
+
+
+class ChatBody(ConversationBody, SamplingBody, UnusedBody):
+    messages: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any] | None = None
+    prediction: Prediction | None = None
+    return_progress: bool | None = None  # llama-server's name
+    cpuspec: CpuspecOptions | None = None
+    # Ignored.
+    modalities: Any = None
+    verbosity: Any = None
 
 
 def refuse(body: Body, reasons: Mapping[str, str]) -> None:
@@ -250,13 +260,13 @@ def predicted_ids(model: ServedModel, prediction: Prediction | None) -> list[int
     return model.llm.tokenizer.encode(text, add_special=False)[: model.llm.context_length]
 
 
-def chat_params(model: ServedModel, body: ChatBody) -> SamplingParams:
-    """The params of a chat completion. Raises RequestError or ConfigError."""
+def chat_params(model: ServedModel, body: ConversationBody, n: int | None = None) -> SamplingParams:
+    """The params of `n` answers to a conversation. Raises RequestError or ConfigError."""
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     num_top = _checked_logprobs(body.top_logprobs or (0 if body.logprobs is True else body.logprobs or 0), "top_logprobs")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return sampling_params(model, body, n=body.n, stop=body.stop, max_tokens=limit, logprobs=num_top if body.logprobs else None)
+    return sampling_params(model, body, n=n, stop=body.stop, max_tokens=limit, logprobs=num_top if body.logprobs else None)
 
 
 def completion_params(
@@ -281,7 +291,7 @@ def prompt_logprobs_of(body: SamplingBody) -> int | None:
     return None if body.prompt_logprobs is None else _checked_logprobs(body.prompt_logprobs, "prompt_logprobs")
 
 
-def grammar_of(body: SamplingBody) -> dict[str, Any]:
+def grammar_of(body: AnswerBody) -> dict[str, Any]:
     """The grammar of a body's answers, as fields of SamplingParams. Raises RequestError for more than one grammar."""
     found = {"response_format": answer_format(body.response_format, "response_format")}
     given = body.model_dump(include={*_GRAMMARS, "structured_outputs"}, by_alias=True)

@@ -62,6 +62,13 @@ def loose_format(keeps_to: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]
     return dict(keeps_to), set()
 
 
+def noted_format(keeps_to: Mapping[str, Any], notes: dict[str, str]) -> dict[str, Any]:
+    """As `loose_format`. notes: of the request; gets the lost keywords."""
+    found, lost = loose_format(keeps_to)
+    notes |= loosened_note(lost)
+    return found
+
+
 def loosened_note(lost: Set[str]) -> dict[str, str]:
     """The note of a request, for its response's headers, on what is lost of its schemas."""
     return {"loosened": ", ".join(sorted(lost))} if lost else {}

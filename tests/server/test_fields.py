@@ -28,6 +28,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"content": "the cat"},
     "/detokenize": {"tokens": [5, 6]},
     "/apply-template": {"messages": CHAT["messages"]},
+    "/api/chat": {"messages": CHAT["messages"], "options": {"num_predict": 3}},
+    "/api/generate": {"prompt": "the cat", "options": {"num_predict": 3}},
 }
 TYPES = (schema.ChatBody, schema.CompletionBody, responses.ResponsesBody, messages.MessagesBody)
 ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -105,9 +107,15 @@ def test_a_field_that_nobody_knows_is_ignored_and_named(running: Running, strict
     ]
     refused = post(strict, endpoint, surprise=1)
     assert refused.status_code == 400
-    assert "surprise" in refused.json()["error"]["message"]
+    assert "surprise" in refused.text
     assert post(strict, endpoint).status_code == 200
     assert "x-cpuspec-ignored-fields" not in post(running, endpoint).headers
+
+
+@pytest.mark.parametrize("endpoint", ["/api/chat", "/api/generate"])
+def test_what_ollama_lacks_is_ignored_and_named_there_too(running: Running, endpoint: str) -> None:
+    assert post(running, endpoint, n=2, tool_choice="none").headers["x-cpuspec-ignored-fields"] == "n, tool_choice"
+    assert "x-cpuspec-ignored-fields" not in post(running, endpoint, n=1).headers
 
 
 @pytest.mark.parametrize(("endpoint", "body"), [*zip(ANSWERS, TYPES, strict=True)])
