@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from cpuspec.engine.engine import RequestedAnswer
 from cpuspec.engine.llm import Job
 from cpuspec.errors import CpuspecError
-from cpuspec.server.errors import ClientGoneError, EngineFailedError, as_request_error
+from cpuspec.server.errors import FAILED, ClientGoneError, EngineFailedError, as_request_error
 from cpuspec.server.figures import log_figures
 from cpuspec.server.gate import context_of
 from cpuspec.server.model import Answers, ServedModel
@@ -61,7 +61,7 @@ async def _events(request: Request, answers: Answers, writer: Writer) -> AsyncGe
             break
     if answers.stats:
         context_of(request).figures.update(log_figures(answers.stats))
-    for one in writer.end(answers.stats):
+    for one in writer.finish(answers.stats):
         yield one
 
 
@@ -80,7 +80,7 @@ async def _stream(request: Request, answers: Answers, writer: Writer) -> AsyncGe
             told = as_request_error(error)
         else:
             _LOG.exception("request %s failed", context_of(request).id)
-            told = EngineFailedError("the server failed; its log says why")
+            told = EngineFailedError(FAILED)
         yield event(writer.failed(told) or error_body(path, told, context_of(request).id), path)
 
 

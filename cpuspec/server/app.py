@@ -23,7 +23,7 @@ from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.platform import SYSTEM
 from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, page, ranking, responses
 from cpuspec.server.connections import close_silent
-from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError, as_request_error
+from cpuspec.server.errors import FAILED, EngineFailedError, RequestError, UnavailableError, as_request_error
 from cpuspec.server.fields import REFUSED
 from cpuspec.server.gate import NOTE, NOTES, Gate, context_of
 from cpuspec.server.model import ServedModel
@@ -49,10 +49,8 @@ def make_app(server: Server) -> FastAPI:
 def guard(app: Starlette, server: Server) -> None:
     """Put the gate of a server before an application, and give its errors the protocols' shapes."""
     app.state.server = server
-    app.add_exception_handler(CpuspecError, _on_error)
-    app.add_exception_handler(RequestValidationError, _on_bad_body)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_failure)
+    for kind in (CpuspecError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
     app.add_middleware(Gate, server=server)
     if server.config.cors:
         # Around the gate: a browser asks without a key first, and reads errors only with these headers.
@@ -67,12 +65,26 @@ def guard(app: Starlette, server: Server) -> None:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, CpuspecError), "this handler is registered for nothing else"
-    return error_response(request.url.path, as_request_error(error), context_of(request).id)
+    return error_response(request.url.path, _told(request, error), context_of(request).id)
 
 
-async def _on_bad_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError), "this handler is registered for nothing else"
+def _told(request: Request, error: Exception) -> RequestError:
+    """What the client is told of an error. The framework logs one that is none of the kinds below."""
+    match error:
+        case CpuspecError():
+            return as_request_error(error)
+        case RequestValidationError():
+            return _bad_body(request, error)
+        case HTTPException():
+            told = RequestError(str(error.detail))
+            told.status = error.status_code
+            told.kind = {404: "not_found_error", 413: "request_too_large"}.get(error.status_code, told.kind)
+            return told
+    return EngineFailedError(FAILED)
+
+
+def _bad_body(request: Request, error: RequestValidationError) -> RequestError:
+    """The first fault of a body that is not what its endpoint declares."""
     first = error.errors()[0]
     place = [str(part) for part in first["loc"][1:]]
     name = place[0] if place else None
@@ -87,20 +99,7 @@ async def _on_bad_body(request: Request, error: Exception) -> Response:
         message = "the body was not read as JSON: send the header Content-Type: application/json"
     else:
         message = f"{'.'.join(place) or 'the body'}: {first['msg']}"
-    return error_response(request.url.path, RequestError(message[:500], name), context_of(request).id)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "this handler is registered for nothing else"
-    told = RequestError(str(error.detail))
-    told.status = error.status_code
-    told.kind = {404: "not_found_error", 413: "request_too_large"}.get(error.status_code, told.kind)
-    return error_response(request.url.path, told, context_of(request).id)
-
-
-async def _on_failure(request: Request, error: Exception) -> Response:
-    # The framework logs the exception itself.
-    return error_response(request.url.path, EngineFailedError("the server failed; its log says why"), context_of(request).id)
+    return RequestError(message[:500], name)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -181,4 +180,4 @@ async def _drain(server: Server, web: uvicorn.Server) -> None:
             while server.num_unfinished and not web.should_exit:
                 await asyncio.sleep(0.02)
     for model in server.models.values():
-        model.end_answers(UnavailableError("the server has ended before this answer was complete"))
+        model.fail_answers(UnavailableError("the server has ended before this answer was complete"))

@@ -100,7 +100,7 @@ class ChatChunks(Writer):
             reason = "tool_calls" if called else output.finish_reason
             yield self._chunk(index, {}, reason=reason, **_timings_of_one([output.stats], len(self._parsers)))
 
-    def end(self, stats: Sequence[RequestStats]) -> Iterator[Event]:
+    def finish(self, stats: Sequence[RequestStats]) -> Iterator[Event]:
         """The usage, if it was asked for."""
         if self._usages.in_last_chunk:
             yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(stats)}
@@ -205,7 +205,7 @@ class TextChunks(Writer):
         if output.text or logprobs or output.finish_reason is not None:
             yield self._chunk(index, output.text, logprobs, output.finish_reason, **more)
 
-    def end(self, stats: Sequence[RequestStats]) -> Iterator[Event]:
+    def finish(self, stats: Sequence[RequestStats]) -> Iterator[Event]:
         """The usage, if it was asked for."""
         if self._usages.in_last_chunk:
             yield {**self._head, "choices": [], "usage": usage(stats, len(self._echoes))}

@@ -52,10 +52,13 @@ class ForbiddenError(RequestError):
 
 
 class UnknownModelError(RequestError):
-    """A model that this server does not have."""
+    """A model or an adapter that this server does not have."""
 
     status = 404
     kind = "not_found_error"
+
+    def __init__(self, message: str, param: str = "model") -> None:
+        super().__init__(message, param, "model_not_found")
 
 
 class UnknownResponseError(RequestError):
@@ -109,6 +112,9 @@ class NotSupportedError(RequestError):
 
     status = 501
     kind = "not_supported_error"
+
+
+FAILED = "the server failed; its log says why"
 
 
 class EngineFailedError(RequestError):

@@ -85,7 +85,7 @@ async def model_of(request: Request, name: str | None, lora: Mapping[int, float]
     found.num_users += 1
     context.models.append(found)
     if adapter and adapter not in found.llm.adapters:
-        raise UnknownModelError(f"the model {own} has no adapter {adapter[:200]!r}", "model", "model_not_found")
+        raise UnknownModelError(f"the model {own} has no adapter {adapter[:200]!r}")
     if adapter and lora:
         raise RequestError("model names an adapter, and lora others; name them in one place", "lora")
     if adapter:

@@ -116,7 +116,7 @@ class _TextWriter(Writer):
         self._first_s = now_s() if self._first_s is None else self._first_s
         self.is_done = self._body.t_max_predict_ms > 0 and 1000 * (now_s() - self._first_s) > self._body.t_max_predict_ms
 
-    def end(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
+    def finish(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
         """The figures of the answer."""
         reason, stop = (self._last.finish_reason, self._last.stop_reason) if self._last else (None, None)
         yield {

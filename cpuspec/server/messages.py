@@ -220,17 +220,19 @@ class _MessageWriter(Writer):
         self._last: Output | None = None
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """The message without content, and what was written for the model."""
+        """The message without content, and the beginning that was written for the model."""
         usage = {"input_tokens": len(self._prompt.ids), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         yield {"type": "message_start", "message": {**self._head, "usage": {**usage, "output_tokens": 0}}}
-        self._waiting = self._parser.push(self._prompt.prefix)  # is sent with the first output
+        yield from self._show(self._parser.push(self._prompt.prefix))
 
     def show(self, index: int, output: Output) -> Iterator[dict[str, Any]]:
         """The events of an output."""
         self._last = output
-        pieces, self._waiting = [*self._waiting, *self._parser.push(output.text)], []
+        yield from self._show(self._parser.push(output.text))
         if output.finish_reason is not None:
-            pieces += self._parser.finish()
+            yield from self._show(self._parser.finish())
+
+    def _show(self, pieces: Sequence[Piece]) -> Iterator[dict[str, Any]]:
         for piece in pieces:
             kind = "arguments" if piece.kind == "call" else piece.kind
             if self._open != (kind, piece.call):
@@ -240,7 +242,7 @@ class _MessageWriter(Writer):
                 name, key = _DELTAS[kind]
                 yield self._delta({"type": name, key: piece.text})
 
-    def end(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
+    def finish(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
         """The end of the last block, why the answer ended, and its usage."""
         yield from self._close()
         assert self._last is not None, "an answer has outputs"

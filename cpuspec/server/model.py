@@ -193,8 +193,8 @@ class ServedModel:
         rounds = (self.admission.num_waiting + 1) / self.admission.max_running
         return max(1, min(60, round(rounds * self.metrics.mean_request_s)))
 
-    def end_answers(self, error: CpuspecError) -> None:
-        """End all answers with this error."""
+    def fail_answers(self, error: CpuspecError) -> None:
+        """Make all unfinished answers raise this error."""
         for answers in self.unfinished:
             answers.fail(error)
 
@@ -206,7 +206,7 @@ class ServedModel:
         self.llm.close()
 
     def _engine_failed(self) -> None:
-        self.end_answers(EngineFailedError("the engine failed while it computed this answer; try again"))
+        self.fail_answers(EngineFailedError("the engine failed while it computed this answer; try again"))
         if not self.runner.is_alive:
             self.on_death()
 
@@ -297,7 +297,7 @@ class Answers:
         for number, ticket in enumerate(self._tickets):
             if number in self._engine_ids:
                 self._model.metrics.ended(self.meters[number], "aborted", 0)
-            self._end(number)
+            self._release(number)
             self._model.admission.leave(ticket)
 
     def _come(self) -> Iterator[tuple[int, Output]]:
@@ -346,10 +346,11 @@ class Answers:
         metrics.output(self.meters[number], len(output.token_ids))
         if output.finish_reason is not None:
             metrics.ended(self.meters[number], output.finish_reason, output.stats.num_cached_tokens if output.stats else 0)
-            self._end(number)
+            self._release(number)
             self._model.admission.leave(self._tickets[number])
 
-    def _end(self, number: int) -> None:
+    def _release(self, number: int) -> None:
+        """Abort an answer that still runs, and free its slot."""
         engine_id = self._engine_ids.pop(number, None)
         if engine_id is not None:
             self._model.runner.abort(engine_id)

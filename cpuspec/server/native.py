@@ -110,7 +110,7 @@ async def model(name: str, request: Request) -> Response:
         for one in found.llm.adapters if found else ():
             if one.name == adapter and found:
                 return json_response(_adapter_row(server, one, found) | {"id": name})
-        raise UnknownModelError(f"the model {own} has no loaded adapter {adapter[:200]!r}", "model", "model_not_found")
+        raise UnknownModelError(f"the model {own} has no loaded adapter {adapter[:200]!r}")
     return json_response(_model_row(server, name))
 
 
@@ -238,7 +238,7 @@ async def unload_adapter(body: AdapterBody, request: Request) -> Response:
     _lora_dir(request)
     found = await model_of(request, body.model)
     if body.lora_name not in found.llm.adapters:
-        raise UnknownModelError(f"no adapter is called {body.lora_name[:200]!r}", "lora_name", "model_not_found")
+        raise UnknownModelError(f"no adapter is called {body.lora_name[:200]!r}", "lora_name")
     found.llm.adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

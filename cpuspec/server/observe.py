@@ -53,10 +53,10 @@ _OF_DRAFTS: Sequence[Row] = (
     (Counted, "num_drafts", "Drafts that were verified.", lambda one: one.num_drafts),
     (Counted, "num_draft_tokens", "Tokens that were drafted.", lambda one: one.num_draft_tokens),
     (Counted, "num_accepted_tokens", "Drafted tokens that were accepted.", lambda one: one.num_accepted_tokens),
-)
-_OF_LENGTHS: Sequence[Row] = (
     (
-        *(Gauge, "mean_acceptance_length", "Tokens of a draft that was verified, its bonus included."),
+        Gauge,
+        "mean_acceptance_length",
+        "Tokens of a draft, its bonus too.",
         lambda one: 1 + one.num_accepted_tokens / one.num_drafts,
     ),
 )
@@ -176,7 +176,6 @@ class Metrics:
         ]
         help = "The same by their position in the draft."
         yield self._family(Counted, "spec_decode_num_accepted_tokens_per_pos", help, by_position, "level", "position")
-        yield from self._of_levels("spec_decode_", _OF_LENGTHS, drafting)
 
     def _of_levels(self, prefix: str, table: Iterable[Row], levels: Sequence[tuple[str, Any]]) -> Iterator[Metric]:
         """A family for each row of a table, with a value for each level that has one."""

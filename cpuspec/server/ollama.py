@@ -171,7 +171,7 @@ class _OllamaLines(Writer):
         self._tokens += output.token_ids
         yield from self._translated(self._chunks.show(index, output))
 
-    def end(self, stats: Sequence[RequestStats]) -> Iterator[Event]:
+    def finish(self, stats: Sequence[RequestStats]) -> Iterator[Event]:
         """The tool calls, and the figures of the answer."""
         if self._calls:
             yield self._line("", {"tool_calls": [_as_ollama(number, one) for number, one in enumerate(self._calls)]})
@@ -363,9 +363,7 @@ async def pull(body: NameBody, request: Request) -> Response:
     if name not in known:
         shown = ", ".join(map(repr, known))
         raise UnknownModelError(
-            f"this server has {shown}, and pulls no other model; start it with `cpuspec serve MODEL`, got {name[:200]!r}",
-            "model",
-            "model_not_found",
+            f"this server has {shown}, and pulls no other model; start it with `cpuspec serve MODEL`, got {name[:200]!r}"
         )
     return Response('{"status":"success"}\n', media_type="application/x-ndjson")
 

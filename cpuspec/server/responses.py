@@ -298,22 +298,19 @@ class _ResponseWriter(Writer):
         self._last: Output | None = None
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """The response without output."""
+        """The response without output, and the beginning that was written for the model."""
         yield self._numbered({"type": "response.created", "response": self._head})
         yield self._numbered({"type": "response.in_progress", "response": self._head})
-        self._waiting = self._parser.push(self._prompt.prefix)  # is sent with the first output
+        yield from self._show(self._parser.push(self._prompt.prefix))
 
     def show(self, index: int, output: Output) -> Iterator[dict[str, Any]]:
         """The events of an output."""
         self._last = output
-        pieces, self._waiting = [*self._waiting, *self._parser.push(output.text)], []
+        yield from self._show(self._parser.push(output.text))
         if output.finish_reason is not None:
-            pieces += self._parser.finish()
-        for piece in pieces:
-            for one in self._show_piece(piece):
-                yield self._numbered(one)
+            yield from self._show(self._parser.finish())
 
-    def end(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
+    def finish(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
         """The end of the last item, and the whole response."""
         complete = self._last is None or self._last.finish_reason != "length"
         status = "completed" if complete else "incomplete"
@@ -342,13 +339,14 @@ class _ResponseWriter(Writer):
         """The event of a response that ends with an error."""
         return self._numbered(_failed(self._head, error))
 
-    def _show_piece(self, piece: Piece) -> list[dict[str, Any]]:
-        kind = "arguments" if piece.kind == "call" else piece.kind
-        events = [] if self._open == (kind, piece.call) else [*self._close("completed"), *self._begin_item(kind, piece)]
-        if piece.kind != "call":
-            self._text += piece.text
-            events.append({**self._where(f"{self._name()}.delta"), "delta": piece.text} | self._no_logprobs())
-        return events
+    def _show(self, pieces: Sequence[Piece]) -> Iterator[dict[str, Any]]:
+        for piece in pieces:
+            kind = "arguments" if piece.kind == "call" else piece.kind
+            events = [] if self._open == (kind, piece.call) else [*self._close("completed"), *self._begin_item(kind, piece)]
+            if piece.kind != "call":
+                self._text += piece.text
+                events.append({**self._where(f"{self._name()}.delta"), "delta": piece.text} | self._no_logprobs())
+            yield from map(self._numbered, events)
 
     def _close(self, status: str) -> list[dict[str, Any]]:
         """The events that end the open item."""

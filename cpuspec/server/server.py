@@ -69,7 +69,7 @@ class Server:
         """
         if name and name not in self.names and not self._forgives:
             known = ", ".join(map(repr, self.names))
-            raise UnknownModelError(f"the model {name[:200]!r} does not exist here; there is {known}", "model", "model_not_found")
+            raise UnknownModelError(f"the model {name[:200]!r} does not exist here; there is {known}")
         if self._aliases:
             return self.name
         return name if name in self.names else self.loaded.name if self.loaded else self.name
@@ -134,11 +134,8 @@ class Server:
 
     def _add(self, model: ServedModel) -> None:
         self.models[model.name] = model
-        model.on_death = self._end
+        model.on_death = self.stop
         model.has_keys = len(self._keys) > 1
-
-    def _end(self) -> None:
-        self.stop()
 
     @property
     def has_failed(self) -> bool:

@@ -23,7 +23,7 @@ class Writer(Protocol):
     def show(self, index: int, output: Output) -> Iterable[Event]:
         """The events of an output of the answer with this index."""
 
-    def end(self, stats: Sequence[RequestStats]) -> Iterable[Event]:
+    def finish(self, stats: Sequence[RequestStats]) -> Iterable[Event]:
         """The events after the last output. stats: of all answers, in their order."""
 
     def whole(self, events: Sequence[Event], stats: Sequence[RequestStats]) -> Event:
