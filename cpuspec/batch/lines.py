@@ -28,7 +28,7 @@ class LineError(CpuspecError):
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a batch. number: counted from 1, empty lines left out. end: the byte of the file behind it."""
+    """One line of a batch. number: counted from 1, empty lines left out. end: the byte of the file after it."""
 
     number: int
     content: bytes

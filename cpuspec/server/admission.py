@@ -20,7 +20,7 @@ class Ticket:
 
 
 class Admission:
-    """Hands out places. Waiting clients take turns, one place each; the answers of one client keep their order."""
+    """Hands out `max_running` places: to clients in rotation, one each. The answers of one client keep their order."""
 
     def __init__(self, max_running: int, max_waiting: int, name: str = "answers") -> None:
         """name: the word for the answers in error messages."""
@@ -28,7 +28,7 @@ class Admission:
         self.max_waiting = max_waiting
         self._name = name
         self.num_running = 0
-        self._waiting: dict[str, deque[Ticket]] = {}  # the client whose turn is next comes first
+        self._waiting: dict[str, deque[Ticket]] = {}  # by client; the client that gets the next place comes first
 
     @property
     def num_waiting(self) -> int:
@@ -40,7 +40,7 @@ class Admission:
         free = self.max_running - self.num_running
         if self.num_waiting + number - free > self.max_waiting:
             raise BusyError(
-                f"{self.num_running} {self._name} are computed and {self.num_waiting} wait, and at most {self.max_waiting} may; "
+                f"{self.num_running} {self._name} are running and {self.num_waiting} wait, and at most {self.max_waiting} may; "
                 "try again later"
             )
 
@@ -70,7 +70,7 @@ class Admission:
             ticket = queue.popleft()
             del self._waiting[client]
             if queue:
-                self._waiting[client] = queue  # behind the others
+                self._waiting[client] = queue  # after the others
             ticket.state = "running"
             self.num_running += 1
             ticket.start()

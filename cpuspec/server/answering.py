@@ -66,7 +66,7 @@ async def _events(request: Request, answers: Answers, writer: Writer) -> AsyncGe
 
 
 async def _stream(request: Request, answers: Answers, writer: Writer) -> AsyncGenerator[str]:
-    """The events as texts; an error on the way is one more, for its status can no longer be sent."""
+    """The events as texts. An error becomes the last event: it is too late for its status."""
     path = request.url.path
     try:
         async for one in _events(request, answers, writer):

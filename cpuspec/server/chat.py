@@ -36,7 +36,7 @@ class ChatPrompt:
     template: the chat template that made the prompt, and that says how answers are written. thinking: the prompt has opened the
     reasoning. functions: schemas of the tools' arguments by name. prefix: the answer's beginning, as of a demanded tool call.
     keeps_to: fields of SamplingParams that restrict the answer. notes: how the request was changed, for headers of the response, by
-    their names. begun: the text that the prompt ends with and the answer continues, behind the mark of reasoning if that is open.
+    their names. begun: the text that the prompt ends with and the answer continues, after the mark of reasoning if that is open.
     """
 
     model: ServedModel
@@ -177,7 +177,7 @@ def _encoded_turns(tokenizer: Tokenizer, messages: list[dict[str, Any]], variabl
 
 
 def _open_reasoning(message: Mapping[str, Any], marks: tuple[str, str]) -> str | None:
-    """The reasoning that a message has begun and not closed; None where it has none, or a text behind it."""
+    """The reasoning that a message has begun and not closed; None where it has none, or a text after it."""
     content: str = message["content"]
     if not content.strip():
         return message.get("reasoning_content")

@@ -1,4 +1,4 @@
-"""Closes idle connections. The web server itself never does, and it takes a limited number of connections."""
+"""Closes silent connections. The web server itself never does, and it takes a limited number of connections."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from cpuspec.metrics import now_s
 REQUEST_S = 30.0  # the longest time in which the first line and the headers of a request may arrive
 READ_S = 60.0  # the longest time in which a client may read nothing
 _LOG = logging.getLogger("cpuspec.server")
-_SWEEPS = 4  # looks at all connections within the shorter of these times
+_SWEEPS = 4  # how often all connections are looked at within the shorter of these times
 
 
 async def close_silent(web: uvicorn.Server) -> None:
@@ -37,6 +37,6 @@ async def close_silent(web: uvicorn.Server) -> None:
 
 
 def _awaits_request(one: Any) -> bool:
-    """No request is being answered; and none has just been, for which the web server has a shorter time of its own."""
+    """Whether no request is being answered. After an answer the web server closes an idle connection itself, and sooner."""
     answering = one.cycle is not None and not one.cycle.response_complete
     return not answering and one.timeout_keep_alive_task is None

@@ -45,7 +45,7 @@ class UnauthorizedError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """A request that this server was not allowed to take, or whose Host header does not name it."""
+    """A request that the server's settings do not allow, or whose Host header does not name this server."""
 
     status = 403
     kind = "permission_error"
@@ -79,7 +79,7 @@ class BodyTooLargeError(RequestError):
 
 
 class ClientGoneError(RequestError):
-    """The client has left, and nobody reads this."""
+    """The client has left, so that nobody reads this error."""
 
     status = 499  # nginx's
 

@@ -31,10 +31,8 @@ SAME_NAMES = (
     ("add_special", "add_special_tokens"),
 )
 _OTHER_NAMES = {name: names for names in SAME_NAMES for name in names}
-_HOLDERS = (
-    "options",
-    "extra_body",
-)  # their fields count as the body's own: Ollama's `options`; OpenAI's client unpacks `extra_body` itself
+# Objects whose fields count as the body's own: Ollama's `options`, and the `extra_body` that OpenAI's client unpacks itself.
+_HOLDERS = ("options", "extra_body")
 
 
 def _thinks(value: Any) -> dict[str, Any]:
@@ -47,7 +45,7 @@ def _thinks(value: Any) -> dict[str, Any]:
 
 
 def _reasoning(value: Any) -> dict[str, Any]:
-    """OpenRouter's, and of OpenAI's responses."""
+    """The field `reasoning` of OpenRouter and of OpenAI's responses: an effort, or whether the model reasons."""
     if not isinstance(value, Mapping):
         return _thinks(value)
     effort = {} if value.get("effort") is None else {"reasoning_effort": value["effort"]}
@@ -60,14 +58,14 @@ def _budget(value: Any) -> dict[str, Any] | None:
 
 
 def _format(value: Any) -> dict[str, Any] | None:
-    """Ollama's: "json", or a schema."""
+    """Ollama's field `format`: "json", or a schema."""
     if value == "json":
         return {"response_format": {"type": "json_object"}}
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": value}}} if isinstance(value, Mapping) else None
 
 
-# Fields that are translated into others; None is a value that cannot be honoured. A translation counts where the body does not
-# declare the field itself, and declares every field that it becomes.
+# Functions that translate a field's value into other fields; None is a value that cannot be honoured. A field is translated if the
+# body does not declare it, and declares every field that it becomes.
 TRANSLATED: Mapping[str, Callable[[Any], dict[str, Any] | None]] = {
     "thinking": _thinks,
     "think": _thinks,

@@ -58,7 +58,7 @@ def token_parts(output: Output) -> list[tuple[str, list[TokenLogprobs], dict[str
     """For each token the text that it added, its log-probabilities, and the `cpuspec` object of its chunk.
 
     level: the drafter that proposed the token, null for the target's own. rounds: in the first token's object, the target's
-    verifications behind this output, each with the chosen drafter and its counts of drafted and accepted tokens.
+    verifications after this output, each with the chosen drafter and its counts of drafted and accepted tokens.
     """
     rounds = [
         {"level": source if drafted else None, "drafted": drafted, "accepted": accepted}

@@ -1,4 +1,4 @@
-"""Filling in the middle: the tokens around a gap, by which a model writes the text between what stands before and behind it."""
+"""Filling in the middle: the tokens around a gap, which make a model write the text that belongs there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
 
-# The marks before the text, behind it, and before the gap's own text, by model family: Qwen2.5-Coder and CodeGemma; StarCoder 2,
-# Granite and SmolLM; the first StarCoder's relatives; DeepSeek-Coder; CodeLlama; GLM-4.5; Falcon-H1-Coder (llama.cpp's list).
+# The marks of the text before the gap, of the text after it, and of the gap, by model family: Qwen2.5-Coder and CodeGemma;
+# StarCoder 2, Granite and SmolLM; the first StarCoder's relatives; DeepSeek-Coder; CodeLlama; GLM-4.5; Falcon-H1-Coder (llama.cpp's
+# list).
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -38,7 +39,7 @@ class FillTokens:
     repository: int | None
     file: int | None
 
-    def prompt(self, tokenizer: Tokenizer, before: str, behind: str, others: Sequence[tuple[str, str]] = ()) -> list[int]:
+    def prompt(self, tokenizer: Tokenizer, before: str, after: str, others: Sequence[tuple[str, str]] = ()) -> list[int]:
         """The prompt that asks for the text between two texts. others: names and texts of other files.
 
         Source of the order: Qwen2.5-Coder's and StarCoder 2's repository format, as llama.cpp's server writes it.
@@ -55,7 +56,7 @@ class FillTokens:
             found += [self.file, *ids("file\n")]
         elif others:
             found += ids("".join(f"{text}\n" for _, text in others))
-        return [*found, self.prefix, *ids(before), self.suffix, *ids(behind), self.middle]
+        return [*found, self.prefix, *ids(before), self.suffix, *ids(after), self.middle]
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """The params, with the tokens that end the text in the gap."""

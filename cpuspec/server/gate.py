@@ -26,10 +26,10 @@ from cpuspec.server.server import Server, server_of
 BODY_S = 60.0  # the longest time in which a body may arrive
 # Paths that need no key: those of probes, and the page, which asks the user for the key.
 OPEN_PATHS = ("/livez", "/health", "/ready", *page.FILES)
-# A key of the scope, set for a request whose stream another server may have to repeat event for event. Its value is a text that is
-# unique to the request, and the time when the request came, in seconds since the epoch.
+# A key of the scope. `cpuspec.ray` sets it for a request whose stream another replica may have to repeat event for event. Its value
+# is a text that is unique to the request, and the time when the request came, in seconds since the epoch.
 NONCE = "cpuspec.nonce"
-# Response headers that tell how a request was changed: their prefix, and their names behind it.
+# Response headers that say how a request was changed are NOTE with one of the names NOTES.
 NOTE, NOTES = "x-cpuspec-", ("ignored-fields", "left-out", "loosened")
 _OF_V1 = (
     "/chat/completions",
@@ -51,9 +51,10 @@ _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::[0-9]+)?")
 class RequestContext:
     """Facts about one request that all layers share.
 
-    created: when the request came, in seconds since the epoch. rng: for a request with a nonce; equal nonces give equal numbers.
-    figures: what the endpoint adds to the log line. notes: how the request was changed, by the header's name behind NOTE.
-    models: those that must stay loaded until the request has ended. adapters: that the request names; None where it names none.
+    created: when the request came, in seconds since the epoch. rng: of a request with a NONCE, else None; equal nonces give equal
+    random numbers. figures: what the endpoint adds to the log line. notes: how the request was changed, by the names of NOTES.
+    models: those that must stay loaded until the request has ended. adapters: those that the request names; None if it names none.
+    adapter: the one that the request names as its model, or "".
     """
 
     id: str
@@ -64,7 +65,7 @@ class RequestContext:
     notes: dict[str, str] = field(default_factory=dict)
     models: list[ServedModel] = field(default_factory=list)
     adapters: AdapterSet | None = None
-    adapter: str = ""  # the one that the model's name was
+    adapter: str = ""
 
 
 def context_of(request: Request) -> RequestContext:
@@ -74,10 +75,10 @@ def context_of(request: Request) -> RequestContext:
 
 
 async def model_of(request: Request, name: str | None, lora: Mapping[int, float] | None = None) -> ServedModel:
-    """The model of that name, loaded if need be, which stays until the request has ended.
+    """The model that a request names, loaded if need be. It stays loaded until the request has ended.
 
-    name: that of the model, of one of its adapters, or MODEL:ADAPTER. lora: scales of adapters by id, which a request may name
-    instead. The context gets the adapters. Raises as `Server.model` does, and UnknownModelError or ConfigError for adapters.
+    name: of the model, of one of its adapters, or MODEL:ADAPTER. lora: scales of adapters by id, which a request may name
+    instead. The context gets the adapters. Raises UnknownModelError or ConfigError for adapters, and as `Server.model`.
     """
     server, context = server_of(request), context_of(request)
     own, adapter = server.split_name(name)

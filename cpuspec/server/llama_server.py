@@ -1,5 +1,4 @@
-"""Answers of llama.cpp's own protocol: `/completion`, and `/infill` for editors, the text between what stands before and behind
-the cursor, with other files as context.
+"""llama.cpp's own protocol: `/completion`, and for editors `/infill`, the text at the cursor, with other files as context.
 
 Source: llama.cpp's server README.
 """

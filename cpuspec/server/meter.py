@@ -1,10 +1,10 @@
-"""The times of an answer."""
+"""When an answer was asked for, began to run, and brought its tokens."""
 
 from cpuspec.metrics import now_s
 
 
 class AnswerMeter:
-    """The times of one answer, for `Metrics`. Its clock starts when it is made, before the answer waits for its turn."""
+    """The times of one answer, for `Metrics`. It is made when the answer enters the queue."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
@@ -15,10 +15,10 @@ class AnswerMeter:
         self.last_s: float | None = None
 
     def start(self) -> None:
-        """The answer's turn has come."""
+        """Note that the answer begins to run."""
         self.start_s = now_s()
 
     @property
     def running_s(self) -> float:
-        """How long ago its turn came."""
+        """Seconds since the answer began to run."""
         return 0.0 if self.start_s is None else now_s() - self.start_s

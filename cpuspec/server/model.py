@@ -37,8 +37,11 @@ _MOST_STOPS, _STOP_CHARS, _MOST_BIASES = 32, 4096, 1024
 
 
 @dataclass
-class Slot:
-    """One place where answers are computed, for `/slots`. tokens: of the prompt that it was given last, and of its answer."""
+class ReportedSlot:
+    """A row of `/slots`: a place for one running answer. The engine's cache slots have other numbers.
+
+    tokens: of the prompt that was computed here last, and of its answer.
+    """
 
     number: int
     meter: AnswerMeter | None = None
@@ -61,7 +64,7 @@ class ServedModel:
         self.has_keys = False  # whether clients are told apart by keys
         self.admission = Admission(llm.max_sequences, config.max_waiting)
         self.unfinished: set[Answers] = set()
-        self.slots = [Slot(number) for number in range(llm.max_sequences)]
+        self.slots = [ReportedSlot(number) for number in range(llm.max_sequences)]
         self.metrics = Metrics(name, self._state, lambda: llm.levels, llm.reads, lambda: llm.num_draft_failures)
         self.on_death: Callable[[], object] = lambda: None  # called when its engine has died for good
         self.runner = Runner(llm, asyncio.get_running_loop(), self._engine_failed)
@@ -113,7 +116,7 @@ class ServedModel:
         return Answers(self, client, request_id, salted, rng)
 
     def salt(self, client: str, given: str = "") -> str:
-        """The engine's salt of a client's requests. given: their `cache_salt`."""
+        """The engine's salt for a client's request. given: the request's `cache_salt`."""
         return f"{client}:{given}" if self.has_keys else given
 
     async def _compile(self, client: str, params: SamplingParams, check: Callable[[], None]) -> None:
@@ -121,10 +124,10 @@ class ServedModel:
         if self.llm.has_compiled(params):
             check()
             return
-        turn = asyncio.Event()
-        (ticket,) = self._compiling.enter(client, [turn.set])
+        admitted = asyncio.Event()
+        (ticket,) = self._compiling.enter(client, [admitted.set])
         try:
-            await turn.wait()
+            await admitted.wait()
             await asyncio.get_running_loop().run_in_executor(self._compiler, partial(contained, check))
         finally:
             self._compiling.leave(ticket)
@@ -143,13 +146,13 @@ class ServedModel:
         finally:
             self.num_jobs -= 1
 
-    def fill_prompt(self, before: str, behind: str, others: Sequence[tuple[str, str]] = ()) -> list[int]:
+    def fill_prompt(self, before: str, after: str, others: Sequence[tuple[str, str]] = ()) -> list[int]:
         """See `FillTokens.prompt`. Raises RequestError for a model that cannot fill in, and as `check_text` does."""
         if self.fill is None:
             lacks = f"{self.name} has no tokens for filling in the middle, so it cannot take a suffix"
             raise RequestError(f"{lacks}; use a model such as qwen2.5-coder", "suffix")
-        self.check_text(len(before) + len(behind) + sum(len(path) + len(text) for path, text in others))
-        return self.fill.prompt(self.llm.tokenizer, before, behind, others)
+        self.check_text(len(before) + len(after) + sum(len(path) + len(text) for path, text in others))
+        return self.fill.prompt(self.llm.tokenizer, before, after, others)
 
     def fill_params(self, params: SamplingParams) -> SamplingParams:
         """See `FillTokens.params`."""
@@ -216,13 +219,14 @@ class ServedModel:
 
 
 class Answers:
-    """The answers to one request, from their places in the queue to their last tokens. The caller must call `close` in the end.
+    """The answers to one request. They enter the queue when this is made, run when a place is free, and come out of `outputs`.
 
-    `ServedModel.answers` makes it, after `LLM.check` has accepted the request. Raises BusyError if the queue is full.
+    `ServedModel.answers` makes it, after `LLM.check` has accepted the request. The caller must call `close` at the end. An answer
+    is known by its number, counted from 0. Raises BusyError if the queue is full.
 
-    rng: None, unless another server may have to repeat the answers. Then all seeds and ids are drawn from it, and the outputs do
-    not depend on when tokens come. stamp: with an `rng`, a checksum of the tokens that `outputs` has yielded; None for a progress
-    report.
+    rng: None, unless another replica may have to repeat the answers (`cpuspec.ray`). Then seeds and ids are drawn from it, and the
+    outputs come in an order that does not depend on the computation's speed: one token each, answer by answer in rotation.
+    stamp: with an `rng`, a checksum of the tokens that `outputs` has yielded; None for a progress report.
     """
 
     def __init__(
@@ -232,19 +236,19 @@ class Answers:
         self.stamp = None if rng is None else 0
         self._rng = rng
         self._checksum = 0
-        self._turns = deque(range(len(wanted)))
+        self._rotation = deque(range(len(wanted)))  # with an rng: the unfinished answers, the next one first
         self.meters = [AnswerMeter(len(one.prompt)) for one in wanted]
         self._model = model
         self._client, self._request_id = client, request_id
         self.deadline_s = asyncio.get_running_loop().time() + model.config.max_request_s
-        self._outputs: list[list[Output]] = [[] for _ in wanted]  # not taken yet, by number
-        self._ends: dict[int, RequestStats] = {}
+        self._outputs: list[list[Output]] = [[] for _ in wanted]  # that `outputs` has not yielded yet, by number
+        self._stats: dict[int, RequestStats] = {}  # of the finished answers, by number
         self._ready = asyncio.Event()
         self._engine_ids: dict[int, int] = {}  # the engine's ids of the running answers, by number
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, ReportedSlot] = {}
         self._error: CpuspecError | None = None
         try:
-            starts = [partial(self._start, number) for number in range(len(wanted))]
+            starts = [partial(self._submit, number) for number in range(len(wanted))]
             self._tickets = model.admission.enter(client, starts)
         except BusyError as error:
             error.retry_after_s = model.retry_after_s()
@@ -253,8 +257,8 @@ class Answers:
 
     @property
     def stats(self) -> list[RequestStats]:
-        """The figures of the answers whose last outputs have been taken, in the order of the answers."""
-        return [self._ends[number] for number in sorted(self._ends)]
+        """The figures of the answers whose last outputs `outputs` has yielded, in the order of the answers."""
+        return [self._stats[number] for number in sorted(self._stats)]
 
     def new_id(self) -> str:
         """32 hexadecimal digits for an item or a call of the answers."""
@@ -263,7 +267,6 @@ class Answers:
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
         """Yield each answer's number and output as they come. Outputs that came while the reader was slow are merged into one.
 
-        With an `rng` every token is an output, and the answers take turns.
         Raises TimeUpError when the time is up, EngineFailedError if the engine ended an answer, RequestError if its grammar did.
         """
         num_left = len(self.wanted)
@@ -276,14 +279,14 @@ class Answers:
             self._ready.clear()
             if self._error:
                 raise self._error
-            for number, output in self._come() if self._rng is None else self._in_turn():
+            for number, output in self._merged_outputs() if self._rng is None else self._outputs_in_rotation():
                 if output.error:
                     raise as_request_error(output.error)
                 if output.finish_reason == "aborted":
                     raise EngineFailedError("the engine failed while it computed this answer; try again")
                 if output.finish_reason is not None:
                     num_left -= 1
-                    self._ends |= {number: output.stats} if output.stats else {}
+                    self._stats |= {number: output.stats} if output.stats else {}
                 yield number, output
 
     def fail(self, error: CpuspecError) -> None:
@@ -300,34 +303,32 @@ class Answers:
             self._release(number)
             self._model.admission.leave(ticket)
 
-    def _come(self) -> Iterator[tuple[int, Output]]:
-        """Yield what has come of each answer, as one output."""
+    def _merged_outputs(self) -> Iterator[tuple[int, Output]]:
+        """Yield for each answer one output, merged of those that have come."""
         for number, waiting in enumerate(self._outputs):
             if waiting:
                 self._outputs[number] = []
                 yield number, _merged(waiting)
 
-    def _in_turn(self) -> Iterator[tuple[int, Output]]:
-        """Yield what has come, answer by answer, until the next answer has nothing.
-
-        A progress report does not use up its answer's turn.
-        """
-        while self._turns and (waiting := self._outputs[self._turns[0]]):
-            number, output = self._turns[0], waiting.pop(0)
+    def _outputs_in_rotation(self) -> Iterator[tuple[int, Output]]:
+        """Yield the outputs that have come, answer by answer, until the next answer has none. Progress reports do not rotate."""
+        while self._rotation and (waiting := self._outputs[self._rotation[0]]):
+            number, output = self._rotation[0], waiting.pop(0)
             if output.num_read_tokens is None:
-                self._turns.popleft()
+                self._rotation.popleft()
                 if output.finish_reason is None:
-                    self._turns.append(number)
+                    self._rotation.append(number)
                 self._checksum = crc32(f"{number} {output.token_ids} ".encode(), self._checksum)
             self.stamp = self._checksum if output.num_read_tokens is None else None
             yield number, output
 
-    def _start(self, number: int) -> None:
+    def _submit(self, number: int) -> None:
+        """Hand an answer to the engine: its place in the queue has come up."""
         one, model = self.wanted[number], self._model
         self.meters[number].start()
         try:
-            take = partial(self._take, number)
-            self._engine_ids[number] = contained(partial(model.runner.submit, replace(one, shown=model.shown), take))
+            receive = partial(self._receive, number)
+            self._engine_ids[number] = contained(partial(model.runner.submit, replace(one, shown=model.shown), receive))
         except CpuspecError as error:
             self.fail(error)
             return
@@ -335,10 +336,10 @@ class Answers:
         slot.meter, slot.request_id, slot.tokens = self.meters[number], self._request_id, list(one.prompt)
         slot.client, slot.salt = self._client, one.params.cache_salt
 
-    def _take(self, number: int, output: Output) -> None:
-        """Keep an output that has come. A finished answer gives its place back at once, even if its reader is slow."""
+    def _receive(self, number: int, output: Output) -> None:
+        """Keep an output of the engine. A finished answer gives its place back at once, even if its reader is slow."""
         if number not in self._engine_ids:
-            return  # closed meanwhile
+            return  # `close` was called meanwhile
         self._outputs[number] += [output] if self._rng is None else _by_token(output)
         self._slots[number].tokens += output.token_ids
         self._ready.set()

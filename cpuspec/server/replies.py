@@ -8,7 +8,8 @@ from starlette.responses import Response
 
 from cpuspec.server.errors import ContextExceededError, RequestError
 
-# In the messages of a stream that another server may have to repeat: `Answers.stamp`. What has none is no part of the answer.
+# A key of ASGI messages with the value of `Answers.stamp`, in a stream that another replica may have to repeat. A message without
+# it is no part of the answer, as a sign of life.
 STAMP = "cpuspec.stamp"
 
 

@@ -82,7 +82,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     owner = server.owner(context.client)
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if body.previous_response_id is not None:
-        items = [*server.kept.conversation(owner, body.previous_response_id), *items]
+        items = [*server.responses.conversation(owner, body.previous_response_id), *items]
     head = {
         "id": f"resp_{context.id}",
         "object": "response",
@@ -112,7 +112,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
 
     def keep(response: dict[str, Any]) -> None:
         if stores:
-            server.kept.keep(owner, response, items)
+            server.responses.store(owner, response, items)
 
     try:
         prompt = await model.in_worker(_prompt, model, body, items, tools)
@@ -146,17 +146,17 @@ _FOREIGN_ITEMS = (
 
 
 @router.get("/v1/responses/{response_id}")
-async def kept_response(response_id: str, request: Request) -> Response:
-    """A response that the server keeps."""
+async def stored_response(response_id: str, request: Request) -> Response:
+    """A stored response."""
     server = server_of(request)
-    return json_response(server.kept.get(server.owner(context_of(request).client), response_id).response)
+    return json_response(server.responses.get(server.owner(context_of(request).client), response_id).response)
 
 
 @router.get("/v1/responses/{response_id}/input_items")
-async def kept_input(response_id: str, request: Request) -> Response:
-    """The input items of a kept response, the latest first, those of earlier responses among them."""
+async def stored_input(response_id: str, request: Request) -> Response:
+    """The input items of a stored response and of the earlier ones in its conversation, the latest first."""
     server = server_of(request)
-    items = server.kept.get(server.owner(context_of(request).client), response_id).items
+    items = server.responses.get(server.owner(context_of(request).client), response_id).items
     return json_response({"object": "list", "data": items[::-1], "has_more": False})
 
 
@@ -164,7 +164,7 @@ async def kept_input(response_id: str, request: Request) -> Response:
 async def delete_response(response_id: str, request: Request) -> Response:
     """Forget a response."""
     server = server_of(request)
-    server.kept.delete(server.owner(context_of(request).client), response_id)
+    server.responses.delete(server.owner(context_of(request).client), response_id)
     return json_response({"id": response_id, "object": "response.deleted", "deleted": True})
 
 

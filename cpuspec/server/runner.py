@@ -25,15 +25,15 @@ _LONGEST_ERROR = 300
 
 
 class Runner:
-    """Runs an LLM's steps in a thread of its own; requests come from the event loop, and their outputs go there.
+    """Runs an LLM's steps in a thread of its own. The event loop submits requests and receives their outputs.
 
-    A step that fails ends the requests that run: their last outputs say "aborted". Waiting requests go on. All outputs of a step
-    cross into the event loop in one call. If the thread dies, all requests end, and a new thread starts unless this one died
-    before its first token.
+    All outputs of a step cross into the event loop in one call. If a step fails, the requests that run end, their last outputs say
+    "aborted", and the waiting ones go on. If the thread dies, all requests end. Then a new thread starts, unless the dead one never
+    brought a token.
     """
 
     def __init__(self, llm: LLM, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], object] = lambda: None) -> None:
-        """on_failure: called in the event loop when the running requests may never get another output."""
+        """on_failure: called in the event loop when the running requests may get no more outputs."""
         self._llm = llm
         self._loop = loop
         self._on_failure = on_failure
@@ -111,7 +111,7 @@ class Runner:
         failed = False
         while not self._closed:
             while self._calls:
-                _answer(*self._calls.popleft())
+                _run_into(*self._calls.popleft())
             try:
                 more, failed = self._llm.step(), False
             except BaseException:  # a panic of a Rust library is no Exception
@@ -136,14 +136,14 @@ class Runner:
 async def in_own_thread(function: Callable[[], _T]) -> _T:
     """Call the function in a daemon thread, and return what it returns."""
     future: Future[_T] = Future()
-    start_thread(threading.Thread(target=_answer, args=(future, function), name="cpuspec-load", daemon=True))
+    start_thread(threading.Thread(target=_run_into, args=(future, function), name="cpuspec-load", daemon=True))
     return await asyncio.wrap_future(future)
 
 
 def contained(function: Callable[[], _T]) -> _T:
     """Call the function. Raises EngineFailedError for a BaseException that is no Exception, such as a panic of a Rust library.
 
-    Such an exception would pass by every handler of errors, and might end the thread or the event loop.
+    No handler of errors would catch such an exception, and it might end the thread or the event loop.
     """
     try:
         return function()
@@ -153,7 +153,8 @@ def contained(function: Callable[[], _T]) -> _T:
         raise EngineFailedError(f"a library failed: {type(error).__name__}: {in_one_line(str(error))[:_LONGEST_ERROR]}") from error
 
 
-def _answer(future: Future[Any], function: Callable[[], Any]) -> None:
+def _run_into(future: Future[Any], function: Callable[[], Any]) -> None:
+    """Call the function, and give its result or its error to the future."""
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(contained(function))
@@ -165,5 +166,5 @@ def _deliver(outputs: list[tuple[OnOutput, Output]]) -> None:
     for on_output, output in outputs:
         try:
             on_output(output)
-        except Exception:  # of one request, and the outputs of others come behind it
+        except Exception:  # the fault of one request must not lose the outputs of the others
             _LOG.exception("an output could not be delivered")

@@ -13,15 +13,15 @@ from cpuspec.environment import default_models_bytes
 from cpuspec.errors import CpuspecError
 from cpuspec.metrics import epoch_s
 from cpuspec.server.errors import EngineFailedError, UnavailableError, UnknownModelError
-from cpuspec.server.kept import KeptResponses
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
+from cpuspec.server.response_store import ResponseStore
 from cpuspec.server.runner import in_own_thread
 from cpuspec.settings import ANY_NAME, ServerConfig
 
 
 class Loader(NamedTuple):
-    """How a model is loaded. num_bytes: the size of its file, an estimate of the memory it takes."""
+    """How a model is loaded. num_bytes: the size of its file, which estimates the memory that it will take."""
 
     load: Callable[[], LLM]
     num_bytes: int
@@ -44,9 +44,9 @@ class Server:
         self.created = epoch_s()
         self.models: dict[str, ServedModel] = {}  # the loaded ones, least recently used first
         self.stop: Callable[[], object] = lambda: None  # ends the server as a signal does; any thread may call it
-        self._forgives = ANY_NAME in config.aliases
+        self._takes_any_name = ANY_NAME in config.aliases
         self._aliases = tuple(name for name in config.aliases if name != ANY_NAME)
-        self.kept = KeptResponses()
+        self.responses = ResponseStore()
         self.ignored_fields: set[str] = set()  # names of ignored request fields that are in the log already
         self._loaders = dict(loaders or {})
         self._loading = asyncio.Lock()
@@ -64,10 +64,10 @@ class Server:
     def own_name(self, name: str | None) -> str:
         """The own name of the model that a request names.
 
-        Without a name, or with an unknown one that is forgiven, it is the loaded model that was used last, else the first model.
-        Raises UnknownModelError.
+        A request without a name, or with an unknown one where any name is taken, gets the loaded model that was used last, else the
+        first model. Raises UnknownModelError.
         """
-        if name and name not in self.names and not self._forgives:
+        if name and name not in self.names and not self._takes_any_name:
             known = ", ".join(map(repr, self.names))
             raise UnknownModelError(f"the model {name[:200]!r} does not exist here; there is {known}")
         if self._aliases:
@@ -94,7 +94,7 @@ class Server:
         return self._loaders[name].num_bytes if name in self._loaders else 0
 
     def start(self, model: ServedModel) -> None:
-        """The first model is loaded: from now on requests are answered."""
+        """Take the first model, which is loaded now. From now on requests are answered."""
         self._add(model)
         if self.state == "loading":
             self.state = "ready"
@@ -142,12 +142,12 @@ class Server:
         """Whether the engine of a model answers no more: then the server is about to end."""
         return any(not model.runner.is_alive for model in self.models.values())
 
-    async def _make_room(self, num_bytes: int, but: str = "") -> bool:
-        """Close idle models other than `but` until `num_bytes` fit. Returns whether they fit, or no other model is loaded."""
+    async def _make_room(self, num_bytes: int, keep: str = "") -> bool:
+        """Close idle models until `num_bytes` fit. Returns whether they fit or no model is loaded. keep: a model that stays."""
         gb = self.config.models_gb
         limit = default_models_bytes() if gb is None else int(gb * 1e9)
         while sum(model.num_bytes for model in self.models.values()) + num_bytes > limit:
-            idle = next((model for model in self.models.values() if not model.num_users and model.name != but), None)
+            idle = next((model for model in self.models.values() if not model.num_users and model.name != keep), None)
             if idle is None:
                 return not self.models
             del self.models[idle.name]
@@ -156,7 +156,7 @@ class Server:
         return True
 
     def owner(self, client: str) -> str:
-        """Who may see what is kept of a client: the client alone where keys tell clients apart, else everybody."""
+        """The owner of the responses that are stored for a client: the client where keys tell clients apart, else "" for all."""
         return client if len(self._keys) > 1 else ""
 
     def client(self, key: str | None, address: str) -> str | None:

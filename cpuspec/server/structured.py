@@ -164,7 +164,7 @@ def _is_text(schema: Any) -> bool:
 
 
 def _tagged(schema: Mapping[str, Any], options: Mapping[str, Any], number: int) -> str:
-    """The right side of a Lark rule for arguments in tags, with rules of its own behind it. number: of the tool."""
+    """The right side of a Lark rule for arguments in tags, with rules of its own after it. number: of the tool."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not properties and schema.get("additionalProperties") is not False:
         return r'("<parameter=" /[^<>"\n]{1,256}/ ">\n" text "\n")*'

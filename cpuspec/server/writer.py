@@ -13,7 +13,7 @@ Event = dict[str, Any]
 class Writer(Protocol):
     """A protocol's way to write the answers to one request. Its events are JSON objects; one with a `type` is named by it."""
 
-    closing: str = ""  # is sent behind the last event
+    closing: str = ""  # is sent after the last event
     is_done: bool = False  # whether no more outputs are wanted
 
     def begin(self) -> Iterable[Event]:

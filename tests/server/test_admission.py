@@ -42,7 +42,7 @@ def test_no_more_run_than_there_are_places() -> None:
 def test_a_full_queue_takes_all_of_a_request_or_nothing() -> None:
     desk = Desk(1, 2)
     desk.enter("a", "1", "2")
-    with pytest.raises(BusyError, match="1 answers are computed and 1 wait"):
+    with pytest.raises(BusyError, match="1 answers are running and 1 wait"):
         desk.enter("b", "3", "4")
     assert desk.admission.num_waiting == 1
     desk.enter("b", "3")

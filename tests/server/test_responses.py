@@ -8,7 +8,7 @@ import pytest
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.server.errors import UnknownResponseError
-from cpuspec.server.kept import KeptResponses
+from cpuspec.server.response_store import ResponseStore
 from tests.server.running import Running, events, load, serving, templated_model
 from tests.server.test_tools import TEMPLATE
 
@@ -162,15 +162,15 @@ def test_a_kept_response_is_its_keys_own(path: Any) -> None:
 
 
 def test_the_oldest_responses_are_forgotten_where_room_is_short() -> None:
-    kept = KeptResponses(most_bytes=1000)
+    store = ResponseStore(most_bytes=1000)
     for number in range(20):
-        kept.keep("me", {"id": str(number), "output": []}, [{"content": "x" * 60}])
+        store.store("me", {"id": str(number), "output": []}, [{"content": "x" * 60}])
     known = []
     for number in range(20):
         with suppress(UnknownResponseError):
-            known.append(int(kept.get("me", str(number)).response["id"]))
+            known.append(int(store.get("me", str(number)).response["id"]))
     assert known == list(range(known[0], 20))
     assert 2 < len(known) < 12
-    kept.keep("me", {"id": "large", "output": []}, [{"content": "x" * 600}])
+    store.store("me", {"id": "large", "output": []}, [{"content": "x" * 600}])
     with pytest.raises(UnknownResponseError):
-        kept.get("me", "large")
+        store.get("me", "large")

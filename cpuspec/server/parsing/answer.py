@@ -57,7 +57,7 @@ def answer_parser(template: str | None, functions: Functions, thinking: bool = F
     """A parser of one answer to a prompt of the chat template.
 
     functions: schemas of their arguments by name; without any the answer has no tool calls. thinking: the prompt has opened the
-    reasoning (`opens_reasoning`). begun: text behind that with which the prompt ends and which the answer continues.
+    reasoning (`opens_reasoning`). begun: text after that with which the prompt ends and which the answer continues.
     """
     form = tool_format(template)
     calls = form.parser(functions) if functions and not form.channels else None
@@ -111,7 +111,7 @@ class AnswerParser:
     reasons: whether an opening mark at the answer's beginning opens reasoning; thinking: the prompt has opened it already. calls:
     the parser of tool calls, None without tools. marks: around reasoning. White space around reasoning is dropped.
     call_marks: around a call. Models forget to close their reasoning before a call (Qwen3.5, Nemotron 3), so calls that end an
-    answer in its reasoning are calls. Calls that the reasoning goes on behind are part of it.
+    answer in its reasoning are calls. Calls that the reasoning goes on after are part of it.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class AnswerParser:
         return False
 
     def _let_go(self) -> Piece:
-        """What was held is no call: its mark is reasoning, and the text behind the mark is searched again."""
+        """What was held is no call: its mark is reasoning, and the text after the mark is searched again."""
         assert self._held is not None
         text, self._held = self._held.text, None
         end = text.index(self._call_opens) + len(self._call_opens)
@@ -229,9 +229,9 @@ class _HeldCalls:
         """Read on; returns whether there can still be nothing but calls."""
         self.text += text
         self._pieces += self.calls.push(text)
-        behind = self.text[self._start : self._start + 80]
-        first = behind.lstrip(_SPACE)[:1]
-        if first and first not in "<{[" and (first != behind[0] or not first.isidentifier()):
+        after = self.text[self._start : self._start + 80]
+        first = after.lstrip(_SPACE)[:1]
+        if first and first not in "<{[" and (first != after[0] or not first.isidentifier()):
             return False  # the mark is spoken of
         return all(piece.kind != "content" or not piece.text.strip(_SPACE) for piece in self._pieces)
 

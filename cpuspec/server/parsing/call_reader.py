@@ -139,7 +139,7 @@ class CallReader:
         return _text(value) or value  # some models write the arguments as a text that holds JSON
 
     def _give_up(self) -> None:
-        # A call that goes wrong behind its arguments is a call all the same.
+        # A call that goes wrong after its arguments is a call all the same.
         self.done, self.failed = self.begun, not self.begun
 
 

@@ -21,7 +21,7 @@ _SPACE = " \t\r\n"
 
 
 class MarkedCalls:
-    """Calls behind a mark, as `<tool_call>{...}</tool_call>` and `[TOOL_CALLS][{...}, {...}]`, with text before and between them.
+    """Calls after a mark, as `<tool_call>{...}</tool_call>` and `[TOOL_CALLS][{...}, {...}]`, with text before and between them.
 
     One pair of marks may hold a list. White space beside a call is dropped. named: a call may also be written as `NAME[ARGS]{...}`.
     """
@@ -164,9 +164,9 @@ class MarkedCalls:
 
 
 class BareCalls:
-    """An answer that is nothing but calls: JSON objects, perhaps behind a mark or in a fence, with ; or , between them.
+    """An answer that is nothing but calls: JSON objects, perhaps after a mark or in a fence, with ; or , between them.
 
-    An object that names none of the functions is no call. It and all text behind it go to `rest`; without `rest` they are content.
+    An object that names none of the functions is no call. It and all text after it go to `rest`; without `rest` they are content.
     """
 
     def __init__(self, names: Collection[str], marks: Sequence[str], rest: Parser | None = None) -> None:
@@ -194,7 +194,7 @@ class BareCalls:
         broken_off = self._state == "call" and not self._reader.begun
         text = self._skipped + (self._reader.raw if broken_off else "") + self._pending
         self._pending, self._skipped, self._state = "", "", "content"
-        # Separators behind a call are dropped.
+        # Separators after a call are dropped.
         pieces = self._others(text) if not self._num_own or text.strip(_SPACE + ";,[]`") else []
         return pieces + (self._numbered(self._rest.finish()) if self._rest else [])
 

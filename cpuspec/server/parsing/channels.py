@@ -1,7 +1,7 @@
 """Answers in channels, as gpt-oss writes them (OpenAI's "harmony" format).
 
 An answer is messages, each with a header, a mark and a text: `<|channel|>analysis<|message|>...<|end|>` is reasoning,
-`<|start|>assistant<|channel|>final<|message|>...` content. A header with `to=functions.NAME` before or behind the channel makes the
+`<|start|>assistant<|channel|>final<|message|>...` content. A header with `to=functions.NAME` before or after the channel makes the
 message a call of that function. Source: OpenAI's harmony guide.
 """
 

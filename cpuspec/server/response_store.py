@@ -1,0 +1,62 @@
+"""The stored responses. A request may name one as `previous_response_id` instead of sending the conversation again."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cpuspec.server.errors import UnknownResponseError
+
+_MOST_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response with the items of its conversation: those of earlier responses, then its input. owner: see `Server.owner`."""
+
+    owner: str
+    response: dict[str, Any]
+    items: list[dict[str, Any]]
+    num_bytes: int
+
+
+class ResponseStore:
+    """The latest responses of one server, in memory."""
+
+    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+        """most_bytes: the limit for all responses, as JSON. One response takes at most a quarter."""
+        self._most_bytes = most_bytes
+        self._stored: dict[str, StoredResponse] = {}
+        self._num_bytes = 0
+
+    def store(self, owner: str, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
+        """Store a complete response. The oldest are forgotten where memory is short; one that is too large is not stored."""
+        size = len(json.dumps([response, items]))
+        if size > self._most_bytes // 4:
+            return
+        self._stored[response["id"]] = StoredResponse(owner, response, list(items), size)
+        self._num_bytes += size
+        while self._num_bytes > self._most_bytes:
+            self._forget(next(iter(self._stored)))
+
+    def get(self, owner: str, response_id: str) -> StoredResponse:
+        """A stored response. Raises UnknownResponseError."""
+        found = self._stored.get(response_id)
+        if found is None or found.owner != owner:
+            raise UnknownResponseError(
+                f"there is no response {response_id[:80]!r}; the latest ones are kept, in memory: send the whole conversation"
+            )
+        return found
+
+    def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
+        """The items of a stored response's conversation, with its output. Raises UnknownResponseError."""
+        found = self.get(owner, response_id)
+        return [*found.items, *found.response["output"]]
+
+    def delete(self, owner: str, response_id: str) -> None:
+        """Forget a response. Raises UnknownResponseError."""
+        self.get(owner, response_id)
+        self._forget(response_id)
+
+    def _forget(self, response_id: str) -> None:
+        self._num_bytes -= self._stored.pop(response_id).num_bytes
