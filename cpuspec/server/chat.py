@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cpuspec.engine.changing_lines import without_changing_lines
 from cpuspec.engine.engine import RequestedAnswer
@@ -26,28 +26,22 @@ from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name, which templates do not know
-_KEPT = ("name", "tool_call_id", "reasoning_content")  # fields of a message that templates may read, besides role and content
+_TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")  # of a message, that templates may read besides role and content
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation, ready to be answered.
-
-    template: the chat template that made the prompt, and that says how answers are written. thinking: the prompt has opened the
-    reasoning. functions: schemas of the tools' arguments by name. prefix: the answer's beginning, as of a demanded tool call.
-    keeps_to: fields of SamplingParams that restrict the answer. notes: how the request was changed, for headers of the response, by
-    their names. begun: the text that the prompt ends with and the answer continues, after the mark of reasoning if that is open.
-    """
+    """A conversation, ready to be answered."""
 
     model: ServedModel
-    ids: list[int]
-    template: str
-    thinking: bool
-    functions: Mapping[str, Mapping[str, Any]]
-    prefix: str
-    keeps_to: Mapping[str, Any] = field(default_factory=dict)
-    notes: Mapping[str, str] = field(default_factory=dict)
-    begun: str = ""
+    ids: list[int]  # the prompt, with `prefix` at its end
+    template: str  # the chat template that made the prompt; it decides how answers are written
+    thinking: bool  # whether the prompt opens the reasoning, so that the answer begins in it
+    functions: Mapping[str, Mapping[str, Any]]  # schemas of the tools' arguments by function name
+    prefix: str  # the answer's beginning that the server writes for the model, as of a demanded tool call
+    keeps_to: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that restrict the answer
+    notes: Mapping[str, str] = field(default_factory=dict)  # how the request was changed, for the response's headers
+    begun: str = ""  # the client's own beginning, which the answer continues; without a mark that opens reasoning
 
     def parser(self) -> Parser:
         """A new parser for one answer."""
@@ -80,9 +74,9 @@ def chat_prompt(
 ) -> ChatPrompt:
     """Encode a conversation in OpenAI's spelling. A long one may take seconds.
 
-    variables: of the chat template. answer_format: fields of SamplingParams that restrict an answer without tool calls. ending: by
-    default the answer continues the last message if that is an assistant's. Raises RequestError for a malformed conversation,
-    TokenizerError for one that the template refuses.
+    variables: of the chat template. answer_format: fields of SamplingParams that restrict an answer without tool calls.
+    ending: how the prompt ends; by default the answer continues the last message if that is an assistant's.
+    Raises RequestError for a malformed conversation, TokenizerError for one that the template refuses.
     """
     if not model.llm.tokenizer.chat_template:
         raise RequestError(f"{model.name} has no chat template; use /v1/completions, or an instruct model", "model")
@@ -103,40 +97,62 @@ def chat_prompt(
         listed = _without_tools(listed, tools, model.llm.tokenizer.chat_template or "")
     tokenizer = model.llm.tokenizer
     template = tokenizer.chat_template_for(given) or ""
-    form, prefix, lost = model.tool_format, "", set[str]()
+    form = model.tool_format
     if form.channels:
         listed = list(map(_in_channels, listed))
     elif model.template_takes_tools and "tool_calls" not in template:
         listed = [_with_calls_as_text(message, form) for message in listed]
-    marks = reasoning_marks(template)
-    reasons, closing = any(mark in template for mark in marks), marks[1]
     ids, begun, thinking = _encoded(tokenizer, template, listed, given, adds_prompt, continues)
-    closed = f"\n{closing}\n\n" if thinking else ""
-    keeps_to, unkept = loose_format(answer_format or {})
-    if tools and (named or tool_choice == "required"):
-        in_tags = form.tagged and can_be_tagged(loosened(tools[0]["function"]["parameters"])[0])
-        begun_call = form.mark + form.head(named, in_tags) if named else form.begins
-        prefix = closed + begun_call
-        grammar, lost = call_grammar(form, tools, strict, begun_call, demanded=True)
-        keeps_to = {"grammar": grammar}
-    elif tools and keeps_to:
-        if "json_schema" not in keeps_to:
-            raise RequestError("an answer that may call tools keeps to a JSON schema only; leave out tools or the grammar", "tools")
-        grammar, lost = call_grammar(form, tools, strict, "", keeps_to["json_schema"])
-        keeps_to, lost = {"grammar": grammar, "free_reasoning": reasons}, lost | unkept
-    elif tools and strict and tokenizer.token_id(form.mark) is not None:
-        grammar, lost = call_grammar(form, tools, strict, form.mark)
-        keeps_to = {"grammar": grammar, "grammar_trigger": form.mark}
-    elif keeps_to:
-        keeps_to["free_reasoning"], lost = reasons, unkept
-    if "free_reasoning" in keeps_to and (closing != "</think>" or tokenizer.token_id(closing) is None):
-        # No single token marks where the reasoning ends and the grammar begins, so the reasoning is closed here.
-        prefix, keeps_to = "<|channel|>final<|message|>" if form.channels else closed, keeps_to | {"free_reasoning": False}
+    choice = _Choice(tools, strict, named, bool(named) or tool_choice == "required")
+    prefix, keeps_to, lost = _restricted(model, template, choice, answer_format or {}, thinking)
     functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     if prefix:
         ids = ids + tokenizer.encode(prefix, add_special=False, parse_special=True)
     notes = loosened_note(lost) | ({"left-out": ", ".join(sorted(left_out))} if left_out else {})
     return ChatPrompt(model, ids, template, thinking, functions, prefix, keeps_to, notes, begun)
+
+
+class _Choice(NamedTuple):
+    """The tools that a model may call. named: the function that it must call, or ""; demanded: it must call one of them."""
+
+    tools: Sequence[Mapping[str, Any]]
+    strict: set[str]  # functions whose arguments keep to their whole schema
+    named: str
+    demanded: bool
+
+
+def _restricted(
+    model: ServedModel, template: str, choice: _Choice, answer_format: Mapping[str, Any], thinking: bool
+) -> tuple[str, dict[str, Any], set[str]]:
+    """The answer's beginning, the fields of SamplingParams that restrict the rest, and the keywords of schemas that are lost.
+
+    answer_format: fields that restrict an answer without calls. thinking: the prompt opens the reasoning. Raises RequestError.
+    """
+    form, tokenizer = model.tool_format, model.llm.tokenizer
+    marks = reasoning_marks(template)
+    reasons, closing = any(mark in template for mark in marks), marks[1]
+    closed, prefix = f"\n{closing}\n\n" if thinking else "", ""
+    keeps_to, lost = loose_format(answer_format)
+    if choice.demanded and choice.tools:
+        in_tags = form.tagged and can_be_tagged(loosened(choice.tools[0]["function"]["parameters"])[0])
+        begun = form.mark + form.head(choice.named, in_tags) if choice.named else form.begins
+        grammar, lost = call_grammar(form, choice.tools, choice.strict, begun, demanded=True)
+        return closed + begun, {"grammar": grammar}, lost
+    if choice.tools and keeps_to:
+        if "json_schema" not in keeps_to:
+            raise RequestError("an answer that may call tools keeps to a JSON schema only; leave out tools or the grammar", "tools")
+        grammar, more = call_grammar(form, choice.tools, choice.strict, "", keeps_to["json_schema"])
+        keeps_to, lost = {"grammar": grammar}, lost | more
+    elif choice.tools and choice.strict and tokenizer.token_id(form.mark) is not None:
+        grammar, lost = call_grammar(form, choice.tools, choice.strict, form.mark)
+        return "", {"grammar": grammar, "grammar_trigger": form.mark}, lost
+    if keeps_to:
+        # Without a single token that ends the reasoning, nothing would say where the grammar begins: the reasoning is closed here.
+        ends_in_a_token = closing == "</think>" and tokenizer.token_id(closing) is not None
+        keeps_to["free_reasoning"] = reasons and ends_in_a_token
+        if not ends_in_a_token:
+            prefix = "<|channel|>final<|message|>" if form.channels else closed
+    return prefix, keeps_to, lost
 
 
 def _encoded(
@@ -221,7 +237,7 @@ def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[Seq
 
 
 def _chosen_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], str]:
-    """The tools that the model is told of, and the name of the one that it must call, "" for none."""
+    """The tools that the model gets to know, and the name of the one that it must call, "" for none."""
     found = [_tool(number, tool) for number, tool in enumerate(tools)]
     if choice in (None, "auto", "required"):
         if choice == "required" and not found:
@@ -263,7 +279,7 @@ def _message(number: int, message: Mapping[str, Any], left_out: set[str]) -> dic
         raise RequestError(f"messages[{number}] has no role", "messages")
     content = content_text(message.get("content"), f"messages[{number}]", left_out)
     found: dict[str, Any] = {"role": _ROLES.get(role, role), "content": content}
-    for key in _KEPT:
+    for key in _TEXT_FIELDS:
         if isinstance(message.get(key), str):
             found[key] = message[key]
     calls = message.get("tool_calls")
@@ -316,27 +332,27 @@ def _tool_call(number: int, call: Any) -> dict[str, Any]:
 
 
 def _without_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
-    """The conversation for a template that has no place for tools: told in words, with calls and results as texts."""
-    told: list[dict[str, Any]] = []
+    """The conversation for a template that has no place for tools: they are described in words, calls and results are texts."""
+    found: list[dict[str, Any]] = []
     for message in messages:
         if calls := message.get("tool_calls"):
             shown = [json.dumps({"name": call["function"]["name"], "parameters": call["function"]["arguments"]}) for call in calls]
             content = "\n".join(filter(None, (message["content"], *shown)))
-            told.append({"role": "assistant", "content": content})
+            found.append({"role": "assistant", "content": content})
         elif message["role"] in ("tool", "function"):
             result = f"```tool_output\n{message['content']}\n```"
-            if told and told[-1]["role"] == "user":  # the results of several calls become one message
-                told[-1] = {"role": "user", "content": f"{told[-1]['content']}\n{result}"}
+            if found and found[-1]["role"] == "user":  # the results of several calls become one message
+                found[-1] = {"role": "user", "content": f"{found[-1]['content']}\n{result}"}
             else:
-                told.append({"role": "user", "content": result})
+                found.append({"role": "user", "content": result})
         else:
-            told.append(message)
+            found.append(message)
     if not tools:
-        return told
+        return found
     role = "system" if "system" in template or not template else "user"
-    first = next((number for number, message in enumerate(told) if message["role"] in ("system", role)), None)
+    first = next((number for number, message in enumerate(found) if message["role"] in ("system", role)), None)
     words = tool_instructions(tools)
     if first is None:
-        return [{"role": role, "content": words}, *told]
-    told[first] = told[first] | {"content": f"{told[first]['content']}\n\n{words}"}
-    return told
+        return [{"role": role, "content": words}, *found]
+    found[first] = found[first] | {"content": f"{found[first]['content']}\n\n{words}"}
+    return found

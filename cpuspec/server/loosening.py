@@ -1,4 +1,4 @@
-"""The part of a JSON schema that a grammar can hold: keywords that llguidance cannot keep are dropped, and named.
+"""The part of a JSON schema that a grammar can enforce: keywords that llguidance cannot keep to are dropped, and named.
 
 Whatever the whole schema allows, the rest of it allows, too. Source: llguidance's docs/json_schema.md (1.9).
 """
@@ -7,6 +7,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from cpuspec.server.parsing.converted import referred_schema
 
 _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"))
 # Keywords that cannot be kept, and the values with which they restrict nothing.
@@ -17,8 +19,10 @@ _LOST: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("$dynamicRef", "$recursiveRef"), ()),
 }
 _PARTS_OF_LOST = ("then", "else", "minContains", "maxContains", "$dynamicAnchor", "$recursiveAnchor")
-_VALUES = ("const", "enum", "default", "examples", "required", "type")  # keywords whose values are no schemas
+_VALUES = ("const", "enum", "required", "type")  # keywords whose values are no schemas
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords whose values map names to schemas
+# Keywords that restrict nothing: agents' tools have kilobytes of them. `$schema` stays, because it says how others are meant.
+REMARKS = ("$comment", "default", "description", "examples", "title")
 _DEEPEST, _MOST_BRANCHES = 64, 64
 _MOST_CHARS = 1 << 20  # of a schema; no grammar of this size is compiled
 _ASSERTION = re.compile(r"\(\?<?[=!]")
@@ -27,7 +31,7 @@ _QUANTIFIER = re.compile(r"[*+?]|\{\d")
 
 
 def loosened(schema: Any) -> tuple[Any, set[str]]:
-    """The part of a schema that can be kept, and the keywords that are kept in part or not at all.
+    """The part of a schema that can be kept, without remarks, and the keywords that are kept in part or not at all.
 
     A schema that is far too long to be compiled, or is no JSON, is returned unchanged.
     """
@@ -57,7 +61,7 @@ def _loosened(schema: Any, root: Any, lost: set[str], depth: int) -> Any:
             found |= {} if plain is None else {key: plain}
         elif key in _BY_NAME and isinstance(value, Mapping):
             found[key] = {name: _loosened(one, root, lost, depth - 1) for name, one in value.items()}
-        elif key not in _PARTS_OF_LOST:
+        elif key not in _PARTS_OF_LOST and key not in REMARKS:
             found[key] = value if key in _VALUES else _loosened(value, root, lost, depth - 1)
     patterns = found.get("patternProperties")
     if isinstance(patterns, Mapping) and any(plain_pattern(one) != one for one in patterns):
@@ -140,7 +144,7 @@ def _exclude_each_other(branches: Sequence[Any], root: Any) -> bool:
     """Whether no value can satisfy two of the schemas, as far as their types and constants tell."""
     if len(branches) > _MOST_BRANCHES:
         return False
-    found = [_referred(one, root) for one in branches]
+    found = [referred_schema(one, root) for one in branches]
     if not all(isinstance(one, Mapping) for one in found):
         return False
     names = sorted(set.intersection(*(_required(one) for one in found)) if found else ())[:_MOST_BRANCHES]
@@ -170,13 +174,3 @@ def _required(schema: Mapping[str, Any]) -> set[str]:
     if not isinstance(names, list) or not isinstance(properties, Mapping):
         return set()
     return {name for name in names if isinstance(name, str) and name in properties}
-
-
-def _referred(schema: Any, root: Any) -> Any:
-    """The schema that a reference within the root leads to, or itself."""
-    target = schema.get("$ref") if isinstance(schema, Mapping) else None
-    if not isinstance(target, str) or not target.startswith("#/"):
-        return schema
-    for name in target[2:].split("/"):
-        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
-    return root

@@ -19,12 +19,8 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 # The white space of `json.dumps`, as in the answers to `json_schema`.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_REMARKS = ("$comment", "$schema", "default", "description", "examples", "title")
-_VALUES = ("const", "enum")  # keywords whose values are no schemas
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords whose values map names to schemas
-_DEEPEST = 64
 # Keywords of the schemas of arguments that can be written in tags.
-_OF_TAGS = {*_REMARKS, "$defs", "additionalProperties", "definitions", "properties", "required", "type", "x-guidance"}
+_OF_TAGS = {"$schema", "$defs", "additionalProperties", "definitions", "properties", "required", "type", "x-guidance"}
 # llguidance cannot see that branches of `oneOf` exclude each other; those that do not have become `anyOf` by now.
 _APART = {"coerce_one_of": True}
 
@@ -151,16 +147,16 @@ def _is_text(schema: Any) -> bool:
     """Whether a value is any text, perhaps null instead, or one of some texts, and that is all that its schema says."""
     if not isinstance(schema, Mapping):
         return False
-    said = {key: value for key, value in schema.items() if key not in _REMARKS}
+    said = {key: value for key, value in schema.items() if key != "$schema"}
     if (texts := said.pop("enum", [said.pop("const")] if "const" in said else None)) is not None:
         one_line = isinstance(texts, list) and texts and all(isinstance(one, str) and "\n" not in one for one in texts)
         return bool(one_line) and said.pop("type", "string") == "string" and not said
     branches = said.pop("anyOf", None)
-    kinds = [one.get("type") for one in branches if len(one.keys() - _REMARKS) == 1] if isinstance(branches, list) else [None]
-    kinds = said.pop("type", None) if branches is None else kinds
-    return not said and (
-        kinds == "string" or (isinstance(kinds, list) and sorted(map(str, kinds)) in (["null", "string"], ["string"]))
-    )
+    kinds = said.pop("type", None) if branches is None else branches
+    if isinstance(branches, list):
+        kinds = [one.get("type") if isinstance(one, Mapping) and len(one) == 1 else None for one in branches]
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    return not said and isinstance(kinds, list) and sorted(map(str, kinds)) in (["null", "string"], ["string"])
 
 
 def _tagged(schema: Mapping[str, Any], options: Mapping[str, Any], number: int) -> str:
@@ -191,22 +187,7 @@ def _schema_text(schema: Any, options: Mapping[str, Any], name: str, **implied: 
         found = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(found, Mapping):
             raise ValueError("it is no object")
-        return json.dumps({**implied, **_without_remarks(found, _DEEPEST), "x-guidance": {**_STYLE, **options}}, allow_nan=False)
+        found = {**implied, **found, "x-guidance": {**_STYLE, **options}}
+        return json.dumps({key: value for key, value in found.items() if key != "$schema"}, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{name} cannot be read: {str(error)[:200]}", "tools") from None
-
-
-def _without_remarks(schema: Any, depth: int, is_schema: bool = True) -> Any:
-    """A schema without texts that restrict nothing: agents' tools have kilobytes of them.
-
-    is_schema: whether it is a schema, and no mapping from names to schemas.
-    """
-    if depth and isinstance(schema, list):
-        return [_without_remarks(one, depth - 1) for one in schema]
-    if not depth or not isinstance(schema, Mapping):
-        return schema
-    return {
-        key: value if is_schema and key in _VALUES else _without_remarks(value, depth - 1, not (is_schema and key in _BY_NAME))
-        for key, value in schema.items()
-        if not (is_schema and key in _REMARKS)
-    }

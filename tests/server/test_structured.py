@@ -468,7 +468,11 @@ def test_a_demanded_call_in_xml_keeps_to_the_schema_and_is_read_as_it_was_meant(
 
 
 @pytest.mark.parametrize(
-    "one", [{"type": "string", "pattern": "^a+$"}, {}, {"type": ["string", "integer"]}, {"enum": ["a", 1]}, True]
+    "one",
+    [
+        *({"type": "string", "pattern": "^a+$"}, {}, {"type": ["string", "integer"]}, {"enum": ["a", 1]}, True),
+        *({"anyOf": [{"type": "string"}, True]}, {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}),
+    ],
 )
 def test_a_schema_that_tags_cannot_tell_is_kept_to_in_json(one: Any) -> None:
     tools = [{"function": {"name": "f", "parameters": of(**one) if one is not True else {"properties": {"a": True}}}}]

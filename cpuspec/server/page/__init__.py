@@ -7,7 +7,7 @@ browser holds that (Content-Security-Policy with Trusted Types), whatever a mode
 from functools import cache
 from importlib.resources import files
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 router = APIRouter(include_in_schema=False)
@@ -31,37 +31,17 @@ HEADERS = {
 }
 
 
-def _file(path: str) -> Response:
-    name, media_type = FILES[path]
-    return Response(_content(name), headers=HEADERS, media_type=media_type)
-
-
 @cache
 def _content(name: str) -> bytes:
     return files(__package__).joinpath(name).read_bytes()
 
 
-@router.get("/")
-@router.head("/")  # agents look this way whether there is a server
-async def index() -> Response:
-    """The page."""
-    return _file("/")
+async def file(request: Request) -> Response:
+    """One of the page's files."""
+    name, media_type = FILES[request.scope["path"]]
+    return Response(_content(name), headers=HEADERS, media_type=media_type)
 
 
-@router.get("/page.css")
-async def style() -> Response:
-    """Its style."""
-    return _file("/page.css")
-
-
-@router.get("/page.js")
-async def script() -> Response:
-    """Its script."""
-    return _file("/page.js")
-
-
-@router.get("/icon.svg")
-@router.get("/favicon.ico")
-async def icon() -> Response:
-    """Its icon."""
-    return _file("/icon.svg")
+for _path in FILES:
+    router.add_api_route(_path, file)
+router.add_api_route("/", file, methods=["HEAD"])  # agents look this way whether there is a server

@@ -261,13 +261,18 @@ def value_kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
         kinds |= {json_type(value) for value in (*_list(one.get("enum")), *([one["const"]] if "const" in one else []))}
         kinds |= {kind for kind in (one.get("type"), *_list(one.get("type"))) if isinstance(kind, str)}
         left += [branch for word in ("anyOf", "oneOf", "allOf") for branch in _list(one.get(word))]
-        reference = one.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#/"):
-            found: Any = root
-            for part in reference[2:].split("/"):
-                found = found.get(part) if isinstance(found, Mapping) else None
-            left.append(found)
+        left += [] if (referred := referred_schema(one, root)) is one else [referred]
     return kinds
+
+
+def referred_schema(schema: Any, root: Any) -> Any:
+    """The schema that a reference within the root leads to, None for a reference to nothing; a schema without one itself."""
+    target = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(target, str) or not target.startswith("#/"):
+        return schema
+    for name in target[2:].split("/"):
+        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return root
 
 
 def json_type(value: Any) -> str:
