@@ -1,19 +1,14 @@
 """What agents send and how they read, over two turns of a conversation with tools: Codex, Claude Code, others that speak chat."""
 
-import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
-from cpuspec.engine.engine import Output
 from cpuspec.server import answering
-from cpuspec.server.model import Answers
 from tests.server.agents import (
     CALLS,
     CHAT_AGENTS,
@@ -37,6 +32,7 @@ from tests.server.running import (
     PATIENCE_S,
     Running,
     assert_in_order,
+    before_forwards,
     load,
     prompt_of,
     script_answers,
@@ -206,20 +202,12 @@ def test_clients_find_what_they_look_for_first(running: Running, path: str) -> N
     ],
 )
 def test_a_stream_that_is_silent_shows_that_it_lives(
-    running: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], sign: str
+    running: Running, scripted: None, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], sign: str
 ) -> None:
-    whole, seen = Answers.outputs, threading.Event()
-
-    async def outputs(self: Answers) -> AsyncIterator[tuple[int, Output]]:
-        while not seen.is_set():  # the prompt is long
-            await asyncio.sleep(0.01)
-        async for number, output in whole(self):
-            yield number, replace(output, finish_reason="stop" if output.finish_reason else None)
-
-    monkeypatch.setattr(Answers, "outputs", outputs)
+    seen, lines = threading.Event(), []
     monkeypatch.setattr(answering, "KEEP_ALIVE_S", 0.01)
-    lines = []
-    with running.client() as client, client.stream("POST", path, json=body) as reply:
+    takes_long = before_forwards(running.model.llm, lambda: seen.wait(PATIENCE_S))
+    with takes_long, running.client() as client, client.stream("POST", path, json=body) as reply:
         for line in reply.iter_lines():
             if sign in line:
                 seen.set()

@@ -1,13 +1,12 @@
 """Parts of messages that a text model cannot read: the conversation goes on, and the model and the client are told."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
-from tests.server.running import Running, load, serving, tiny_model
+from tests.server.running import Running
 
 PNG = "iVBORw0KGgo" + "A" * 8000
 PARTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -66,13 +65,6 @@ def test_what_is_no_part_is_refused(part: Any) -> None:
         content_text([part], "messages[0]")
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    path = tiny_model(tmp_path_factory.mktemp("model"))
-    with serving(lambda: load(path)) as found:
-        yield found
-
-
 SEEN, SEES = PARTS["Anthropic's image"]
 CALL = {"id": "c", "type": "function", "function": {"name": "read", "arguments": "{}"}}
 HISTORIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -112,10 +104,10 @@ HISTORIES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(("route", "body"), HISTORIES.values(), ids=HISTORIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_image_in_the_result_of_a_tool_ends_no_conversation(
-    plain: Running, route: str, body: dict[str, Any], stream: bool
+    running: Running, route: str, body: dict[str, Any], stream: bool
 ) -> None:
     limit = "max_output_tokens" if "responses" in route else "max_tokens"
-    reply = plain.post(route, json={**body, limit: 1, "stream": stream})
+    reply = running.post(route, json={**body, limit: 1, "stream": stream})
     assert (reply.status_code, reply.headers["x-cpuspec-left-out"]) == (200, "image"), reply.text
-    prompt = next(slot.tokens for slot in plain.model.slots if slot.tokens)
-    assert SEES in plain.model.llm.tokenizer.decode(prompt, skip_special=False)
+    prompt = next(slot.tokens for slot in running.model.slots if slot.tokens)
+    assert SEES in running.model.llm.tokenizer.decode(prompt, skip_special=False)

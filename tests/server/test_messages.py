@@ -6,8 +6,7 @@ import anthropic
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from cpuspec.settings import SamplingDefaults
-from tests.server.running import Running, templated_model
+from tests.server.running import templated_model
 from tests.server.test_tools import TEMPLATE
 
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "the cat sat"}]}
@@ -75,15 +74,10 @@ def test_the_stop_sequence_that_ended_it_is_named(theirs: anthropic.Anthropic, l
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_demanded_tool_is_used(
-    theirs: anthropic.Anthropic, running: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_demanded_tool_is_used(theirs: anthropic.Anthropic, llm: LLM, stream: bool) -> None:
     ask: dict[str, Any] = {**ASK, "messages": USED, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_time"}}
-    model = running.model
-    (brace,) = model.llm.tokenizer.encode("{", add_special=False)
-    # A random model writes no arguments, so that it is made to begin some.
-    biased = SamplingDefaults(temperature=0.0), {"logit_bias": {brace: 100.0}}
-    monkeypatch.setattr(model, "params", lambda given: biased[0].under({**given, **biased[1]}))
+    (brace,) = llm.tokenizer.encode("{", add_special=False)
+    ask["extra_body"] = {"logit_bias": {str(brace): 100}}  # a random model is made to begin some arguments
     if stream:
         with theirs.messages.stream(max_tokens=1, **ask) as events:
             seen = list(events)

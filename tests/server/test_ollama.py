@@ -9,7 +9,7 @@ import ollama
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from tests.server.running import Running, load, prompt_of, script_answers, serving, stream, templated_model
+from tests.server.running import Running, before_forwards, load, prompt_of, script_answers, serving, stream, templated_model
 from tests.server.test_infill import with_fill_tokens
 from tests.server.test_tools import TEMPLATE, TOOL
 
@@ -174,17 +174,13 @@ def test_errors_have_the_shape_that_its_clients_read(client: ollama.Client, call
         assert not told.value.error.startswith("{"), "the text alone"
 
 
-def test_an_error_in_a_stream_is_a_line(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cpuspec.server.errors import EngineFailedError
-    from cpuspec.server.model import Answers
+def test_an_error_in_a_stream_is_a_line(running: Running) -> None:
+    def fails() -> None:
+        raise RuntimeError
 
-    async def outputs(self: Answers) -> Any:
-        raise EngineFailedError("it failed")
-        yield
-
-    monkeypatch.setattr(Answers, "outputs", outputs)
-    lines = stream(running, "/api/chat", {"model": "tiny", "messages": MESSAGES})
-    assert json.loads(lines[-1]) == {"error": "it failed"}
+    with before_forwards(running.model.llm, fails):
+        lines = stream(running, "/api/chat", {"model": "tiny", "messages": MESSAGES})
+    assert json.loads(lines[-1]) == {"error": "the engine failed while it computed this answer; try again"}
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -1,11 +1,10 @@
 """The page at `/`: its files and headers, what the stream tells it, and the page itself in a browser where there is one."""
 
-import asyncio
 import json
 import re
 import threading
 import tomllib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import pytest
 
 import cpuspec
 from cpuspec import SamplingParams
-from cpuspec.engine.engine import Output
 from cpuspec.server import answering, page
-from cpuspec.server.model import Answers
 from tests.server.browser import CHROMIUM, Browser, browsing
 from tests.server.running import Running, before_forwards, events, load, serving
 
@@ -181,19 +178,12 @@ def test_a_message_is_sent_answered_tinted_and_kept(browser: Browser, running: R
 
 @in_a_browser
 def test_signs_of_life_disturb_no_answer(browser: Browser, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Answers.outputs
-
-    async def outputs(self: Answers) -> AsyncIterator[tuple[int, Output]]:
-        await asyncio.sleep(0.5)  # the prompt is long
-        async for one in whole(self):
-            yield one
-
-    monkeypatch.setattr(Answers, "outputs", outputs)
     monkeypatch.setattr(answering, "KEEP_ALIVE_S", 0.05)
     opened(browser, running, {"settings": {"max_tokens": "5"}})
-    browser.type("hello")
-    browser.press("Enter")
-    browser.until(DONE)
+    with before_forwards(running.model.llm, lambda: threading.Event().wait(0.2)):
+        browser.type("hello")
+        browser.press("Enter")
+        browser.until(DONE)
     assert conversation(browser)["messages"][1]["runs"]
     assert browser.troubles == []
 

@@ -9,34 +9,11 @@ import pytest
 from cpuspec import LLM, SamplingParams
 from cpuspec.server.errors import UnknownResponseError
 from cpuspec.server.response_store import ResponseStore
-from tests.server.running import Running, events, load, serving, templated_model
+from tests.server.running import load, serving, templated_model
 from tests.server.test_tools import TEMPLATE
 
 ASK: dict[str, Any] = {"model": "tiny", "input": "the cat sat", "temperature": 0, "max_output_tokens": 12}
 TOOL = {"type": "function", "name": "get_time", "description": "the time", "parameters": {"type": "object"}, "strict": False}
-# A turn as Codex sends it.
-CODEX = {
-    "model": "tiny",
-    "instructions": "You are a coding agent.",
-    "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be brief"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "what time is it"}]},
-        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}], "encrypted_content": None},
-        {"type": "function_call", "name": "get_time", "arguments": '{"zone": "CET"}', "call_id": "call_1"},
-        {"type": "function_call_output", "call_id": "call_1", "output": "noon"},
-    ],
-    "tools": [TOOL, {"type": "web_search"}, {"type": "namespace", "name": "x", "tools": []}, {"type": "image_generation"}],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "reasoning": {"effort": "medium", "summary": "auto"},
-    "store": False,
-    "stream": True,
-    "include": ["reasoning.encrypted_content"],
-    "prompt_cache_key": "abc",
-    "client_metadata": {"x": "y"},
-    "max_output_tokens": 6,
-    "temperature": 0,
-}
 
 
 @pytest.fixture(scope="module")
@@ -67,37 +44,16 @@ def test_a_stream_has_the_events_in_their_order_and_adds_up(client: openai.OpenA
     assert (final.output_text, final.usage.output_tokens) == (whole.output_text, whole.usage.output_tokens)
 
 
-def test_a_turn_of_codex_is_answered(running: Running, llm: LLM) -> None:
-    spelled = [
-        {"role": "system", "content": "You are a coding agent."},
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "what time is it"},
-        {
-            "role": "assistant",
-            "content": "",
-            "reasoning_content": "hm",
-            "tool_calls": [{"function": {"name": "get_time", "arguments": {"zone": "CET"}}}],
-        },
-        {"role": "tool", "content": "noon"},
-    ]
-    function = {"name": "get_time", "description": "the time", "parameters": {"type": "object"}}
-    tools = [{"type": "function", "function": {"parameters": {"type": "object"}, **function}}]
-    num_tokens = len(llm.tokenizer.encode_chat(spelled, variables={"tools": tools}))
-    told = events(running.post("/v1/responses", json=CODEX).text)
-    assert told[-1]["type"] in ("response.completed", "response.incomplete")
-    assert told[-1]["response"]["usage"]["input_tokens"] == num_tokens
-    assert all("sequence_number" in event for event in told)
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_demanded_function_is_called(
-    client: openai.OpenAI, running: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = running.model
-    (brace,) = model.llm.tokenizer.encode("{", add_special=False)
-    made = SamplingParams(max_tokens=1, logit_bias={brace: 100.0})  # a random model is made to begin some arguments
-    monkeypatch.setattr(model, "params", lambda given: made)
-    ask: dict[str, Any] = {**ASK, "tools": [TOOL], "tool_choice": {"type": "function", "name": "get_time"}}
+def test_a_demanded_function_is_called(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
+    (brace,) = llm.tokenizer.encode("{", add_special=False)
+    ask: dict[str, Any] = {
+        **ASK,
+        "max_output_tokens": 1,
+        "extra_body": {"logit_bias": {str(brace): 100}},  # a random model is made to begin some arguments
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "name": "get_time"},
+    }
     if stream:
         events = list(client.responses.create(**ask, stream=True))
         kinds = [event.type.removeprefix("response.") for event in events]
@@ -116,18 +72,6 @@ def test_a_demanded_function_is_called(
     (call,) = answer.output
     assert (call.type, call.name, call.arguments) == ("function_call", "get_time", "{")
     assert call.call_id
-
-
-def test_reasoning_is_an_item_of_its_own(client: openai.OpenAI, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = running.model
-    # The template opens the reasoning, as those of models do that always reason.
-    monkeypatch.setattr(model.llm.tokenizer, "decode", lambda ids, skip_special=True: "<think>")
-    events = list(client.responses.create(**ASK, stream=True))
-    kinds = [event.type.removeprefix("response.") for event in events if event.type != "response.reasoning_text.delta"]
-    assert kinds[2:-1] == [
-        *("output_item.added", "content_part.added", "reasoning_text.done", "content_part.done", "output_item.done")
-    ]
-    assert [item.type for item in events[-1].response.output] == ["reasoning"]
 
 
 def test_a_response_is_gone_on_from(client: openai.OpenAI, llm: LLM) -> None:
