@@ -29,7 +29,7 @@ from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import reasoning_marks
 from cpuspec.server.replies import error_body, json_response
-from cpuspec.server.schema import Body, ConversationBody, chat_params, grammar_of, ignoring, sampling_params
+from cpuspec.server.schema import Body, ConversationBody, UnusedBody, chat_params, grammar_of, ignoring, sampling_params
 from cpuspec.server.server import Server, server_of
 from cpuspec.server.structured import noted_format
 from cpuspec.server.writer import Event, Writer
@@ -41,11 +41,11 @@ _NS = 1_000_000_000
 _Unused: Any = ignoring("keep_alive", "truncate", "shift")
 
 
-class OllamaChatBody(ConversationBody, _Unused):
+class OllamaChatBody(ConversationBody, UnusedBody, _Unused):
     messages: list[dict[str, Any]] = Field(default_factory=list)
 
 
-class GenerateBody(ConversationBody, _Unused):
+class GenerateBody(ConversationBody, UnusedBody, _Unused):
     prompt: str = ""
     suffix: str = ""
     system: str = ""
