@@ -20,6 +20,7 @@ from cpuspec.server.parsing import ToolFormat, tool_format
 from cpuspec.server.schema import (
     ChatBody,
     CompletionBody,
+    UnusedBody,
     chat_params,
     completion_params,
     grammar_of,
@@ -30,20 +31,7 @@ from cpuspec.settings import SamplingParams, ServerConfig
 
 _MOST_ANSWERS = 128  # to one line, as OpenAI's API allows
 _LINES_AHEAD = 16  # for each sequence that the LLM runs: finished answers may wait for that of an earlier line
-# Fields that a batch ignores, besides those that the server's bodies ignore.
-_IGNORED = frozenset(
-    [
-        "metadata",
-        "store",
-        "service_tier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "parallel_tool_calls",
-        "modalities",
-        "verbosity",
-    ]
-)
+_IGNORED = {*UnusedBody.model_fields, "modalities", "verbosity"}  # fields of chats that plain lines may have, too
 # Fields of the server that a batch does not support, with the values that change nothing.
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "stream": (None, False),
@@ -56,7 +44,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 
 
 def answer_lines(llm: LLM, lines: Iterator[Line], given: Mapping[str, Any]) -> Generator[dict[str, Any]]:
-    """Yield the answer of each line, in order. As many run at once as the LLM has room for, and few lines are read ahead.
+    """Yield the answer of each line, in order. Up to `max_sequences` answers run at once, and few lines are read ahead.
 
     given: fields of SamplingParams for lines that do not set them. The model's recommendation fills in a field that neither sets.
     A line that cannot be run gets an error as its answer. Several threads may share one LLM; a failed step ends the answers of all
@@ -66,7 +54,7 @@ def answer_lines(llm: LLM, lines: Iterator[Line], given: Mapping[str, Any]) -> G
     try:
         more = True
         while begun or more:
-            while more and _has_room(llm, begun):
+            while more and _may_begin_another(llm, begun):
                 line = next(lines, None)
                 more = line is not None
                 if line is not None:
@@ -80,7 +68,7 @@ def answer_lines(llm: LLM, lines: Iterator[Line], given: Mapping[str, Any]) -> G
             job.abort()
 
 
-def _has_room(llm: LLM, begun: deque["_Job"]) -> bool:
+def _may_begin_another(llm: LLM, begun: deque["_Job"]) -> bool:
     running = sum(job.num_left for job in begun)
     return running < 2 * llm.max_sequences and len(begun) < _LINES_AHEAD * llm.max_sequences
 
@@ -107,8 +95,7 @@ class _Job:
         self._chunks += self._writer.begin()
         shown = shown_tokens(llm.tokenizer) if isinstance(body, ChatBody) else frozenset()
         for index, one in enumerate(wanted):
-            take = partial(self._take, index)
-            self._requests.append(llm.submit(replace(one, shown=shown), take))
+            self._requests.append(llm.submit(replace(one, shown=shown), partial(self._receive, index)))
 
     def _chat(self, body: ChatBody, model: ServedModel) -> list[RequestedAnswer]:
         if not body.messages:
@@ -139,7 +126,7 @@ class _Job:
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         return {"id": f"{prefix}-{self._line.number}", "object": kind, "created": epoch_s(), "model": self._llm.name}
 
-    def _take(self, index: int, output: Output) -> None:
+    def _receive(self, index: int, output: Output) -> None:
         self._chunks += self._writer.show(index, output)
         if output.finish_reason is not None:
             self._lasts[index] = output

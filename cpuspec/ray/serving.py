@@ -44,7 +44,7 @@ from cpuspec.settings import EngineConfig, ServerConfig, SpecConfig
 _LOG = logging.getLogger("cpuspec.server")
 _ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 _MOST_TRIES = 5  # replicas that one request may lose
-_ROOM_S = 0.5  # until replicas that were full are asked again
+_RETRY_S = 0.5  # until replicas that were full are asked again
 _METRICS_S = 5.0
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
 
@@ -242,7 +242,7 @@ class Ingress:
             except BackPressureError:
                 if not num_lost or now_s() > ends_s:  # what has been taken on waits for room
                     raise BusyError("every replica has as much to do as it takes on; try again later") from None
-                await asyncio.sleep(_ROOM_S)
+                await asyncio.sleep(_RETRY_S)
             except TimeoutError:
                 raise UnavailableError("no replica could answer in time; try again later") from None
             finally:

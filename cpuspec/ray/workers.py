@@ -23,9 +23,9 @@ from cpuspec.errors import ConfigError, CpuspecError, in_one_line
 from cpuspec.settings import EngineConfig
 
 _CONNECT_S = 10.0
-_AT_ONCE = 8  # chunks that a worker has: as some end, the others keep it busy
-_AHEAD = 32  # chunks for each worker that may wait for one before them
-_MOST_TRIES = 3  # of a chunk whose workers die
+_AT_ONCE = 8  # tasks that a worker has: as some end, the others keep it busy
+_AHEAD = 32  # tasks for each worker that may wait for one before them
+_MOST_TRIES = 3  # of a task whose workers die
 _MOST_DEATHS = 3  # one after the other without an answer, for each worker
 
 
@@ -98,29 +98,29 @@ def answer_on_cluster(lines: Iterator[Line], work: Work, num_workers: int, patie
 
 
 @dataclass(eq=False)
-class _Chunk:
-    """Lines that one worker answers. tries: workers that died meanwhile."""
+class _Task:
+    """Lines that one worker answers. num_deaths: of workers that had this task."""
 
     lines: list[Line]
-    tries: int = 0
+    num_deaths: int = 0
     answers: list[dict[str, Any]] | None = None
 
 
 @dataclass(eq=False)
-class _Hired:
-    """A worker as the pool sees it. chunks: what it computes, by the reference of the result; None is its model being loaded."""
+class _HiredWorker:
+    """A worker as the pool sees it. tasks: what it computes, by the reference of the result; None is its model being loaded."""
 
     actor: Any
-    chunks: dict[Any, _Chunk | None] = field(default_factory=dict)
+    tasks: dict[Any, _Task | None] = field(default_factory=dict)
 
     @property
     def is_free(self) -> bool:
-        """Whether it can take a chunk."""
-        return None not in self.chunks.values() and len(self.chunks) < _AT_ONCE
+        """Whether it can take a task."""
+        return None not in self.tasks.values() and len(self.tasks) < _AT_ONCE
 
 
 class _Pool:
-    """Workers, and the chunks that they compute."""
+    """Workers, and the tasks that they compute."""
 
     def __init__(self, work: Work, num_workers: int, patience_s: float) -> None:
         self._work = work
@@ -129,28 +129,28 @@ class _Pool:
             num_cpus=work.num_cpus, max_concurrency=_AT_ONCE, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
         )(Worker)
         self._num_deaths = 0  # since the last answer
-        self._todo: deque[_Chunk] = deque()
-        self._workers: list[_Hired] = []
+        self._todo: deque[_Task] = deque()
+        self._workers: list[_HiredWorker] = []
         for _ in range(num_workers):
             self._hire()
 
     def answers(self, lines: Iterator[Line]) -> Generator[dict[str, Any]]:
         """Yield the answers in the lines' order."""
         size = max(1, 2 * self._work.settings.max_sequences // _AT_ONCE)
-        begun: deque[_Chunk] = deque()
+        begun: deque[_Task] = deque()
         more = True
         while begun or more:
-            while worker := min((one for one in self._workers if one.is_free), key=_num_chunks, default=None):
+            while worker := min((one for one in self._workers if one.is_free), key=_num_tasks, default=None):
                 if not self._todo and more and len(begun) < _AHEAD * len(self._workers):
                     some = list(islice(lines, size))
                     more = bool(some)
                     if some:
-                        begun.append(_Chunk(some))
+                        begun.append(_Task(some))
                         self._todo.append(begun[-1])
                 if not self._todo:
                     break
-                chunk = self._todo.popleft()
-                worker.chunks[worker.actor.answer.remote(chunk.lines)] = chunk
+                task = self._todo.popleft()
+                worker.tasks[worker.actor.answer.remote(task.lines)] = task
             if begun or more:
                 self._wait()
             while begun and (found := begun[0].answers) is not None:
@@ -163,15 +163,15 @@ class _Pool:
             ray.kill(worker.actor)
 
     def _hire(self) -> None:
-        worker = _Hired(self._class.remote(self._work))
-        worker.chunks[worker.actor.load.remote()] = None
+        worker = _HiredWorker(self._class.remote(self._work))
+        worker.tasks[worker.actor.load.remote()] = None
         self._workers.append(worker)
 
     def _wait(self) -> None:
         """Wait until something has been computed, or a worker has died."""
-        owners = {result: worker for worker in self._workers for result in worker.chunks}
+        owners = {result: worker for worker in self._workers for result in worker.tasks}
         done, _ = ray.wait(list(owners), timeout=self._patience_s)
-        if not done and all(None in worker.chunks.values() for worker in self._workers):
+        if not done and all(None in worker.tasks.values() for worker in self._workers):
             raise CpuspecError(
                 f"the cluster has given no worker with {self._work.num_cpus} processors within {self._patience_s:g} s; "
                 "the same command goes on from here"
@@ -187,23 +187,23 @@ class _Pool:
             except RayError as error:
                 self._replace(worker, error)
                 continue
-            if chunk := worker.chunks.pop(result):
-                chunk.answers, self._num_deaths = answers, 0
+            if task := worker.tasks.pop(result):
+                task.answers, self._num_deaths = answers, 0
 
-    def _replace(self, worker: _Hired, error: RayError) -> None:
+    def _replace(self, worker: _HiredWorker, error: RayError) -> None:
         """Put another worker in the place of one that has died, and what that had computed at the head of what is to do."""
         ray.kill(worker.actor)
         self._workers.remove(worker)
         self._num_deaths += 1
-        chunks = [chunk for chunk in worker.chunks.values() if chunk]
-        for chunk in chunks:
-            chunk.tries += 1
-        if self._num_deaths > _MOST_DEATHS * (1 + len(self._workers)) or any(chunk.tries >= _MOST_TRIES for chunk in chunks):
-            where = f" at line {chunks[0].lines[0].number}" if chunks else ""
+        tasks = [task for task in worker.tasks.values() if task]
+        for task in tasks:
+            task.num_deaths += 1
+        if self._num_deaths > _MOST_DEATHS * (1 + len(self._workers)) or any(task.num_deaths >= _MOST_TRIES for task in tasks):
+            where = f" at line {tasks[0].lines[0].number}" if tasks else ""
             raise CpuspecError(f"workers die again and again{where}: {in_one_line(str(error))}; the same command goes on from here")
-        self._todo.extendleft(reversed(chunks))
+        self._todo.extendleft(reversed(tasks))
         self._hire()
 
 
-def _num_chunks(worker: _Hired) -> int:
-    return len(worker.chunks)
+def _num_tasks(worker: _HiredWorker) -> int:
+    return len(worker.tasks)

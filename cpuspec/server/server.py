@@ -121,7 +121,7 @@ class Server:
 
     async def _load(self, name: str) -> None:
         loader = self._loaders[name]
-        if not await self._make_room(loader.num_bytes):
+        if not await self._free_memory(loader.num_bytes):
             raise UnavailableError(f"there is no memory for {name} while requests use other models; try again later")
         log_event("loading", {"model": name})
         try:
@@ -130,7 +130,7 @@ class Server:
             raise EngineFailedError(f"{name} cannot be loaded: {error}") from error
         self._add(ServedModel(name, llm, self.config))
         log_event("ready", {"model": name})
-        await self._make_room(0, name)
+        await self._free_memory(0, name)
 
     def _add(self, model: ServedModel) -> None:
         self.models[model.name] = model
@@ -142,7 +142,7 @@ class Server:
         """Whether the engine of a model answers no more: then the server is about to end."""
         return any(not model.runner.is_alive for model in self.models.values())
 
-    async def _make_room(self, num_bytes: int, keep: str = "") -> bool:
+    async def _free_memory(self, num_bytes: int, keep: str = "") -> bool:
         """Close idle models until `num_bytes` fit. Returns whether they fit or no model is loaded. keep: a model that stays."""
         gb = self.config.models_gb
         limit = default_models_bytes() if gb is None else int(gb * 1e9)

@@ -111,13 +111,13 @@ def call_grammar(
         texts[number] = _tagged(kept, options, number) if in_tags else f"%json {_schema_text(kept, options, what, type='object')}"
         loose_texts[number] = _tagged(ANY_OBJECT, {}, number) if in_tags else f"%json {_schema_text(ANY_OBJECT, {}, 'an object')}"
     loose = {number: text for number, text in texts.items() if tools[number]["function"]["name"] not in strict}
-    room = MOST_BYTES - sum(len(line) + 32 for line in (*lines, *texts.values(), str(content or "")))
+    bytes_left = MOST_BYTES - sum(len(line) + 32 for line in (*lines, *texts.values(), str(content or "")))
     for number in sorted(loose, key=lambda number: -len(loose[number])):
-        if room < 0:
-            room += len(texts[number])
+        if bytes_left < 0:
+            bytes_left += len(texts[number])
             texts[number] = loose_texts[number]
             lost.add("parameters")
-    if room < 0:
+    if bytes_left < 0:
         raise RequestError(f"the schemas of the strict tools take more than {MOST_BYTES} bytes; leave out strict for some", "tools")
     lines += [f"arguments{number}: {text}" for number, text in texts.items()]
     if form.tagged:
@@ -165,7 +165,7 @@ def _tagged(schema: Mapping[str, Any], options: Mapping[str, Any], number: int) 
     if not properties and schema.get("additionalProperties") is not False:
         return r'("<parameter=" /[^<>"\n]{1,256}/ ">\n" text "\n")*'
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    order, rules = [], []
+    parameters, rules = [], []
     for place, (name, one) in enumerate(properties.items()):
         rule, texts = f"p{number}_{place}", one.get("enum", [one["const"]] if "const" in one else None)
         opens = json.dumps(f"<parameter={name}>\n")
@@ -177,8 +177,8 @@ def _tagged(schema: Mapping[str, Any], options: Mapping[str, Any], number: int) 
                 " | ".join(map(json.dumps, texts)) if _is_text(one) else f"%json {_schema_text({**shared, **one}, options, name)}"
             )
             rules.append(f"v{number}_{place}: {value}")
-        order.append(rule if name in required else f"{rule}?")
-    return "\n".join([" ".join(order) or '""', *rules])
+        parameters.append(rule if name in required else f"{rule}?")
+    return "\n".join([" ".join(parameters) or '""', *rules])
 
 
 def _schema_text(schema: Any, options: Mapping[str, Any], name: str, **implied: Any) -> str:

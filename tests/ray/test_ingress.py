@@ -84,7 +84,7 @@ def told(
     monkeypatch: pytest.MonkeyPatch, applications: list[Application], body: dict[str, Any], *deaths: int | str
 ) -> tuple[list[Message], Replicas]:
     """What a client gets."""
-    monkeypatch.setattr(serving, "_ROOM_S", 0.0)
+    monkeypatch.setattr(serving, "_RETRY_S", 0.0)
     monkeypatch.setattr(serving.serve, "get_replica_context", lambda: SimpleNamespace(app_name="tiny"))
     replicas: Any = Replicas(applications, list(deaths))
     ingress = serving.Ingress(replicas, "tiny", ServerConfig(), ())

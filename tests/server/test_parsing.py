@@ -285,7 +285,6 @@ def test_calls_are_found_whatever_pieces_they_come_in(name: str, text: str, want
 def test_reasoning_comes_first_and_apart(text: str, thinking: bool, wanted: list[tuple[str, str]]) -> None:
     assert plain(parse(AnswerParser(thinking=thinking), [text])) == wanted
     assert plain(parse(AnswerParser(thinking=thinking), list(text))) == wanted
-    assert plain(parse(AnswerParser(reasons=False), [text])) == ([("content", text)] if text else [])
 
 
 CALLED = {
@@ -371,7 +370,7 @@ def test_no_split_changes_what_comes_out(name: str, text: str, places: list[int]
 @example(text='Well.[TOOL_CALLS] [ {"name": [1}')
 @settings(deadline=None, max_examples=100)
 def test_text_without_calls_loses_nothing(name: str, text: str) -> None:
-    pieces = parse(AnswerParser(reasons=False, calls=TOOL_FORMATS[name].parser(NAMES)), [text])
+    pieces = parse(TOOL_FORMATS[name].parser(NAMES), [text])
     if all(piece.kind == "content" for piece in pieces):
         shown = "".join(piece.text for piece in pieces)
         assert re.sub(r"\s", "", shown) == re.sub(r"\s", "", text)

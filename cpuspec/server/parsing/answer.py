@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
-from cpuspec.engine.text import overlap
 from cpuspec.server.parsing.calls import tool_format
 from cpuspec.server.parsing.channels import ChannelParser
 from cpuspec.server.parsing.converted import Functions
-from cpuspec.server.parsing.pieces import Parser, Piece, decided, joined_pieces
+from cpuspec.server.parsing.pieces import SPACE, Parser, Piece, decided, joined_pieces, settled
 from cpuspec.text import Tokenizer
 
-_SPACE = " \t\r\n"
 # Marks around reasoning, by what templates hold of them; the first that is found counts.
 _REASONING = (
     ("<think>", "</think>"),
@@ -56,8 +54,8 @@ def shown_tokens(tokenizer: Tokenizer) -> frozenset[int]:
 def answer_parser(template: str | None, functions: Functions, thinking: bool = False, begun: str = "") -> Parser:
     """A parser of one answer to a prompt of the chat template.
 
-    functions: schemas of their arguments by name; without any the answer has no tool calls. thinking: the prompt has opened the
-    reasoning (`opens_reasoning`). begun: text after that with which the prompt ends and which the answer continues.
+    functions: schemas of the tools' arguments by function name; without any, the answer has no tool calls. thinking: the prompt has
+    opened the reasoning (`opens_reasoning`). begun: the text at the prompt's end that the answer continues.
     """
     form = tool_format(template)
     calls = form.parser(functions) if functions and not form.channels else None
@@ -68,7 +66,7 @@ def answer_parser(template: str | None, functions: Functions, thinking: bool = F
 
 
 class ContinuingParser:
-    """Parses an answer that continues a text. Of that text it returns only the tool calls that the text has begun."""
+    """Parses an answer that continues a text. It returns the pieces of the answer, and of the text the call that is open."""
 
     def __init__(self, parser: Parser, begun: str) -> None:
         self._parser = parser
@@ -106,17 +104,15 @@ class ContinuingParser:
 
 
 class AnswerParser:
-    """Takes an answer apart.
+    """Splits an answer into reasoning, content and calls. White space around reasoning is dropped.
 
-    reasons: whether an opening mark at the answer's beginning opens reasoning; thinking: the prompt has opened it already. calls:
-    the parser of tool calls, None without tools. marks: around reasoning. White space around reasoning is dropped.
-    call_marks: around a call. Models forget to close their reasoning before a call (Qwen3.5, Nemotron 3), so calls that end an
-    answer in its reasoning are calls. Calls that the reasoning goes on after are part of it.
+    thinking: the prompt has opened the reasoning. calls: the parser of tool calls, None without tools. marks: around reasoning.
+    call_marks: around a call. Models forget to close their reasoning before a call (Qwen3.5, Nemotron 3). So calls in the
+    reasoning count if the answer ends with them; if reasoning follows, they are part of it.
     """
 
     def __init__(
         self,
-        reasons: bool = True,
         thinking: bool = False,
         calls: Parser | None = None,
         marks: tuple[str, str] = _REASONING[0],
@@ -126,7 +122,7 @@ class AnswerParser:
         self._call_opens, self._call_closes = call_marks if calls and all(call_marks) else ("", "")
         self._held: _HeldCalls | None = None  # the end of the reasoning, if it may be calls
         self._opens, self._closes = marks
-        self._state = "before reasoning" if thinking else "start" if reasons else "content"
+        self._state = "before reasoning" if thinking else "start"
         self._pending = ""
 
     @property
@@ -144,7 +140,7 @@ class AnswerParser:
         pieces: list[Piece] = []
         while self._held:
             text = self._held.text
-            if text.rstrip(_SPACE).endswith(self._call_closes) and (calls := self._held.finished()):
+            if text.rstrip(SPACE).endswith(self._call_closes) and (calls := self._held.finished()):
                 self._calls = self._held.calls
                 return joined_pieces([*pieces, *calls])
             pieces.append(self._let_go())
@@ -159,7 +155,7 @@ class AnswerParser:
         text = self._pending
         match self._state:
             case "start":
-                begun = text.lstrip(_SPACE)
+                begun = text.lstrip(SPACE)
                 if self._opens.startswith(begun) and begun != self._opens:
                     return False
                 if begun.startswith(self._opens):
@@ -168,7 +164,7 @@ class AnswerParser:
                     self._state = "content"
                 return True
             case "before reasoning" | "before content":
-                self._pending = text.lstrip(_SPACE)
+                self._pending = text.lstrip(SPACE)
                 if not self._pending:
                     return False
                 self._state = self._state.removeprefix("before ")
@@ -176,25 +172,24 @@ class AnswerParser:
             case "reasoning":
                 if self._held and self._closes not in self._held.text[-len(self._closes) :] + text:
                     self._pending = ""
-                    if self._held.takes(text):
+                    if self._held.may_still_be_calls(text):
                         return False
                     pieces.append(self._let_go())
                     return True
                 text, self._held = (self._held.text if self._held else "") + text, None
                 reasoning, mark, rest = text.partition(self._closes)
                 if mark:
-                    pieces.append(Piece("reasoning", reasoning.rstrip(_SPACE)))
+                    pieces.append(Piece("reasoning", reasoning.rstrip(SPACE)))
                     self._pending, self._state = rest, "before content"
                     return True
                 at = text.find(self._call_opens) if self._call_opens else -1
                 if self._calls and at >= 0:
-                    before = text[:at].rstrip(_SPACE)
+                    before = text[:at].rstrip(SPACE)
                     pieces.append(Piece("reasoning", before))
                     self._held = _HeldCalls(deepcopy(self._calls), text[len(before) : at], self._call_opens)
                     self._pending = text[at:]
                     return True
-                held = max(overlap(text, self._closes), overlap(text, self._call_opens) if self._call_opens else 0)
-                sure = text[: len(text) - held].rstrip(_SPACE)
+                sure = settled(text, self._closes, self._call_opens)
                 pieces.append(Piece("reasoning", sure))
                 self._pending = text[len(sure) :]
                 return False
@@ -203,7 +198,7 @@ class AnswerParser:
         return False
 
     def _let_go(self) -> Piece:
-        """What was held is no call: its mark is reasoning, and the text after the mark is searched again."""
+        """Return the mark of what was held and is no call, as reasoning. The text after the mark is searched again."""
         assert self._held is not None
         text, self._held = self._held.text, None
         end = text.index(self._call_opens) + len(self._call_opens)
@@ -215,9 +210,9 @@ class AnswerParser:
 
 
 class _HeldCalls:
-    """The end of a reasoning that may be calls. text: all of it.
+    """The end of the reasoning, from a mark that may begin a call on. text: all of it.
 
-    calls: a parser of calls that has read nothing. before: white space before the mark that opens a call.
+    calls: a parser of calls that has read nothing. before: white space before the mark.
     """
 
     def __init__(self, calls: Parser, before: str, opens: str) -> None:
@@ -225,17 +220,17 @@ class _HeldCalls:
         self.calls, self._start = calls, len(before) + len(opens)
         self._pieces: list[Piece] = []
 
-    def takes(self, text: str) -> bool:
-        """Read on; returns whether there can still be nothing but calls."""
+    def may_still_be_calls(self, text: str) -> bool:
+        """Read on; returns whether the whole may still be nothing but calls."""
         self.text += text
         self._pieces += self.calls.push(text)
         after = self.text[self._start : self._start + 80]
-        first = after.lstrip(_SPACE)[:1]
+        first = after.lstrip(SPACE)[:1]
         if first and first not in "<{[" and (first != after[0] or not first.isidentifier()):
-            return False  # the mark is spoken of
-        return all(piece.kind != "content" or not piece.text.strip(_SPACE) for piece in self._pieces)
+            return False  # the reasoning talks about the mark
+        return all(piece.kind != "content" or not piece.text.strip(SPACE) for piece in self._pieces)
 
     def finished(self) -> list[Piece]:
         """The calls at the answer's end; none where there is other text."""
-        pieces = [piece for piece in (*self._pieces, *self.calls.finish()) if piece.kind != "content" or piece.text.strip(_SPACE)]
+        pieces = [piece for piece in (*self._pieces, *self.calls.finish()) if piece.kind != "content" or piece.text.strip(SPACE)]
         return [] if any(piece.kind == "content" for piece in pieces) else pieces

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Collection
 
-_SPACE = " \t\r\n"
+from cpuspec.server.parsing.pieces import SPACE
+
 _ARGUMENTS = ("arguments", "parameters")  # Hermes, Qwen and Mistral say the first, Llama 3 and Gemma the second
 
 
@@ -15,7 +16,7 @@ class ValueEnd:
         self._depth = 0
         self._started = self._in_string = self._escaped = False
 
-    def takes(self, char: str) -> bool:
+    def includes(self, char: str) -> bool:
         """Whether the next character belongs to the value; after an object, a list or a text sets `done` with its last one."""
         if self._in_string:
             if self._escaped:
@@ -35,10 +36,10 @@ class ValueEnd:
             self.done = self._depth == 0
         elif char == '"':
             self._in_string = True
-        elif self._depth == 0 and (char == "," or (char in _SPACE and self._started)):
+        elif self._depth == 0 and (char == "," or (char in SPACE and self._started)):
             self.done = True
             return False
-        self._started = self._started or char not in _SPACE
+        self._started = self._started or char not in SPACE
         return True
 
 
@@ -67,25 +68,25 @@ class CallReader:
         for taken, char in enumerate(text):
             if self.done or self.failed:
                 return taken, shown
-            shown += self._take(char)
+            shown += self._read(char)
             self.raw += char
         return len(text), shown
 
-    def _take(self, char: str) -> str:
+    def _read(self, char: str) -> str:
         match self._state:
             case "open":
-                self._go("first key" if char == "{" else "open", char in _SPACE or char == "{")
+                self._go("first key" if char == "{" else "open", char in SPACE or char == "{")
             case "first key" | "key" | "next":
                 return self._between(char)
             case "in key":
                 self._key += char
-                if self._end.takes(char) and self._end.done:
+                if self._end.includes(char) and self._end.done:
                     self._state = "colon"
             case "colon":
-                self._go("value" if char == ":" else "colon", char in _SPACE or char == ":")
+                self._go("value" if char == ":" else "colon", char in SPACE or char == ":")
                 self._value, self._end, self._streams = "", ValueEnd(), False
             case "value":
-                return self._take_value(char)
+                return self._read_value(char)
         return ""
 
     def _go(self, state: str, sound: bool) -> None:
@@ -94,11 +95,11 @@ class CallReader:
             self._give_up()
 
     def _between(self, char: str) -> str:
-        if char in _SPACE:
+        if char in SPACE:
             return ""
         if char == '"' and self._state != "next":
             self._key, self._state, self._end = char, "in key", ValueEnd()
-            self._end.takes(char)
+            self._end.includes(char)
         elif char == "," and self._state == "next":
             self._state = "key"
         elif char == "}" and self._state != "key":
@@ -107,10 +108,10 @@ class CallReader:
             self._give_up()
         return ""
 
-    def _take_value(self, char: str) -> str:
-        if not self._value and char in _SPACE:
+    def _read_value(self, char: str) -> str:
+        if not self._value and char in SPACE:
             return ""
-        belongs = self._end.takes(char)
+        belongs = self._end.includes(char)
         if belongs:
             self._value += char
             if self._value == "{" and _text(self._key) in _ARGUMENTS and self._knows_name():

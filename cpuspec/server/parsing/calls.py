@@ -11,13 +11,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from cpuspec.engine.text import overlap
 from cpuspec.server.parsing import converted
 from cpuspec.server.parsing.call_reader import CallReader, ValueEnd
 from cpuspec.server.parsing.converted import ConvertedCalls, Functions
-from cpuspec.server.parsing.pieces import Parser, Piece, decided
+from cpuspec.server.parsing.pieces import SPACE, Parser, Piece, decided, settled
 
-_SPACE = " \t\r\n"
+
+def _read_call(reader: CallReader, text: str, number: int, pieces: list[Piece]) -> str:
+    """Read a text as more of the call with this number, add what is new to the pieces, and return the text after the call."""
+    had_begun = reader.begun
+    taken, arguments = reader.push(text)
+    if reader.begun and not had_begun:
+        pieces.append(Piece("call", reader.name, number))
+    pieces.append(Piece("arguments", arguments, number))
+    return text[taken:]
 
 
 class MarkedCalls:
@@ -53,7 +60,7 @@ class MarkedCalls:
         elif self._state != "content":
             rest = ""  # a closing mark that broke off
         self._pending, self._state = "", "content"
-        return [Piece("content", rest)] if rest.strip(_SPACE) or not self.num_calls else []
+        return [Piece("content", rest)] if rest.strip(SPACE) or not self.num_calls else []
 
     def _step(self, pieces: list[Piece]) -> bool:
         """Decide about some of the pending text; returns whether there may be more to decide."""
@@ -67,7 +74,7 @@ class MarkedCalls:
             case "arguments":
                 return self._named_arguments(pieces)
             case "between":
-                self._pending = self._pending.lstrip(_SPACE)
+                self._pending = self._pending.lstrip(SPACE)
                 self._state = "content" if self._pending else "between"
                 return bool(self._pending)
         return self._after()
@@ -76,19 +83,19 @@ class MarkedCalls:
         text = self._pending
         at = text.find(self._opens)
         if at >= 0:
-            pieces.append(Piece("content", text[:at].rstrip(_SPACE)))
+            pieces.append(Piece("content", text[:at].rstrip(SPACE)))
             self._pending, self._state, self._in_list = text[at + len(self._opens) :], "before", False
             return True
-        sure = text[: len(text) - overlap(text, self._opens)].rstrip(_SPACE)
+        sure = settled(text, self._opens)
         pieces.append(Piece("content", sure))
         self._pending = text[len(sure) :]
         return False
 
     def _before(self, pieces: list[Piece]) -> bool:
-        text = self._pending.lstrip(_SPACE)
+        text = self._pending.lstrip(SPACE)
         bracket = not self._in_list and text.startswith("[")
         if bracket:
-            text = text[1:].lstrip(_SPACE)
+            text = text[1:].lstrip(SPACE)
         if not text:
             return False
         if text[0] == "{":
@@ -102,20 +109,18 @@ class MarkedCalls:
         head, brace, _ = self._pending.partition("{")
         if not brace:
             return False
-        if name := head.partition("[")[0].strip(_SPACE):
-            self._begin(pieces, name)
+        if name := head.partition("[")[0].strip(SPACE):
+            pieces.append(Piece("call", name, self.num_calls))
+            self.num_calls += 1
             self._pending, self._arguments, self._state = self._pending[len(head) :], ValueEnd(), "arguments"
         else:
             self._not_a_call(pieces, self._opens + self._pending)
         return True
 
     def _call(self, pieces: list[Piece]) -> bool:
-        reader, had_begun = self._reader, self._reader.begun
-        taken, arguments = reader.push(self._pending)
-        self._pending = self._pending[taken:]
-        if reader.begun and not had_begun:
-            self._begin(pieces, reader.name)
-        pieces.append(Piece("arguments", arguments, self.num_calls - 1))
+        reader, number = self._reader, self.num_calls - self._reader.begun
+        self._pending = _read_call(reader, self._pending, number, pieces)
+        self.num_calls = number + reader.begun
         if reader.failed:
             self._not_a_call(pieces, self._before_call + reader.raw + self._pending)
             return True
@@ -125,7 +130,7 @@ class MarkedCalls:
 
     def _named_arguments(self, pieces: list[Piece]) -> bool:
         for taken, char in enumerate(self._pending, 1):
-            self._arguments.takes(char)
+            self._arguments.includes(char)
             if self._arguments.done:
                 pieces.append(Piece("arguments", self._pending[:taken], self.num_calls - 1))
                 self._pending, self._state = self._pending[taken:], "after"
@@ -136,7 +141,7 @@ class MarkedCalls:
 
     def _after(self) -> bool:
         """Behind a call: its closing mark, or another call of a list."""
-        text = self._pending.lstrip(_SPACE)
+        text = self._pending.lstrip(SPACE)
         if text.startswith(self._closes):
             self._pending, self._state = text[len(self._closes) :], "between"
             return True
@@ -146,16 +151,12 @@ class MarkedCalls:
             self._pending, self._in_list = text[1:], False
             return True
         if self._in_list and text[0] == ",":
-            if not text[1:].lstrip(_SPACE):
+            if not text[1:].lstrip(SPACE):
                 return False
             self._pending, self._state = text[1:], "before"
             return True
         self._pending, self._state = text, "between"
         return True
-
-    def _begin(self, pieces: list[Piece], name: str) -> None:
-        pieces.append(Piece("call", name, self.num_calls))
-        self.num_calls += 1
 
     def _not_a_call(self, pieces: list[Piece], text: str) -> None:
         # The mark itself is shown at once, lest it be found again.
@@ -195,7 +196,7 @@ class BareCalls:
         text = self._skipped + (self._reader.raw if broken_off else "") + self._pending
         self._pending, self._skipped, self._state = "", "", "content"
         # Separators after a call are dropped.
-        pieces = self._others(text) if not self._num_own or text.strip(_SPACE + ";,[]`") else []
+        pieces = self._others(text) if not self._num_own or text.strip(SPACE + ";,[]`") else []
         return pieces + (self._numbered(self._rest.finish()) if self._rest else [])
 
     def _step(self, pieces: list[Piece]) -> bool:
@@ -222,7 +223,7 @@ class BareCalls:
         if not text:
             return False
         found = next((mark for mark in self._marks if text.startswith(mark)), "")
-        separators = _SPACE + ";,[]" if self._num_own else _SPACE + "["
+        separators = SPACE + ";,[]" if self._num_own else SPACE + "["
         if any(mark.startswith(text) and mark != text for mark in self._marks):
             return False
         if found or text[0] in separators:
@@ -236,14 +237,11 @@ class BareCalls:
         return True
 
     def _call(self, pieces: list[Piece]) -> bool:
-        reader, had_begun = self._reader, self._reader.begun
-        taken, arguments = reader.push(self._pending)
-        self._pending = self._pending[taken:]
-        if reader.begun and not had_begun:
+        reader, number = self._reader, self._num_own - self._reader.begun
+        self._pending = _read_call(reader, self._pending, number, pieces)
+        self._num_own = number + reader.begun
+        if reader.begun:
             self._skipped = ""
-            pieces.append(Piece("call", reader.name, self._num_own))
-            self._num_own += 1
-        pieces.append(Piece("arguments", arguments, self._num_own - 1))
         if reader.failed:
             self._no_call(reader.raw + self._pending)
             return True
@@ -258,31 +256,22 @@ class BareCalls:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls.
-
-    parser: makes the parser of one answer from the functions' schemas. mark: the text that begins a call, "" where a call is bare
-    JSON; many vocabularies have a token for it. opens, arguments, closes: the text before the function's name, the text between the
-    name and the arguments, and the shortest text that ends a call. A demanded call is written with these and in JSON, even if the
-    model's own calls are not JSON. id_chars: the length of a call's id. channels: the answer is in channels (`ChannelParser`).
-    ends: the mark that ends a call, of models that may forget to close their reasoning before a call.
-    tagged: whether arguments may be written in XML's tags, as `from_xml` reads them; a call that keeps to a grammar is, where its
-    schema can be. python: whether calls are Python's.
-    """
+    """How a model writes calls. A demanded call is written in JSON even if the model's own calls are not, unless `tagged`."""
 
     name: str
-    parser: Callable[[Functions], Parser]
-    mark: str
-    opens: str
-    arguments: str
-    closes: str = "}"
-    id_chars: int = 24
-    channels: bool = False
-    ends: str = ""
-    tagged: bool = False
-    python: bool = False
+    parser: Callable[[Functions], Parser]  # makes the parser of one answer from the functions' schemas
+    mark: str  # the text that begins a call, "" where a call is bare JSON; many vocabularies have a token for it
+    opens: str  # the text of a demanded call between the mark and the function's name
+    arguments: str  # the text between the name and the arguments
+    closes: str = "}"  # the shortest text that ends a call
+    id_chars: int = 24  # the length of a call's id
+    channels: bool = False  # whether the answer is in channels (`ChannelParser`)
+    ends: str = ""  # the mark that ends a call, of models that may forget to close their reasoning before a call
+    tagged: bool = False  # whether arguments that keep to a grammar are written in XML's tags, if their schema allows it
+    python: bool = False  # whether calls are written in Python
 
     def written(self, calls: Iterable[tuple[str, Any]]) -> str:
-        """Calls, names with their arguments, as the model writes them, for templates that leave earlier calls out."""
+        """The text of calls, as the model writes them, for templates that leave earlier calls out."""
         if self.python:
             said = ", ".join(f"{name}({', '.join(f'{key}={value!r}' for key, value in _items(given))})" for name, given in calls)
             return f"{self.mark}[{said}]{self.ends}"

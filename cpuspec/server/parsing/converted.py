@@ -14,14 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from cpuspec.engine.text import overlap
-from cpuspec.server.parsing.pieces import Piece, decided
+from cpuspec.server.parsing.pieces import SPACE, Piece, decided, settled
 
 Functions = Mapping[str, Mapping[str, Any]]  # JSON schemas of arguments by the function's name
 Calls = list[tuple[str, dict[str, Any]]]  # names and arguments
 Convert = Callable[[str, Functions], Calls]  # raises ValueError for a text that holds no call
 
-_SPACE = " \t\r\n"
 _MOST_CHARS = 1 << 20  # of one call
 _MOST_SCHEMAS = 100  # that are read to find the types of one value
 
@@ -30,8 +28,8 @@ class ConvertedCalls:
     """Calls between two marks, with text before and between them. White space beside a call is dropped.
 
     A text between the marks that is no call is content, marks included. A call that the answer's end cuts off is converted if it
-    can be. bare: marks of a call whose own marks the model forgot; they are part of the call's text, which must name a function
-    that there is.
+    can be. bare: other marks that begin and end a call, of models that forget the first; they are part of the call's text, which
+    must name one of the functions.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class ConvertedCalls:
         rest, self._pending = self._pending, ""
         if self._call:
             return self._converted(self._call, rest, "")
-        return [Piece("content", rest)] if rest.strip(_SPACE) or not self.num_calls else []
+        return [Piece("content", rest)] if rest.strip(SPACE) or not self.num_calls else []
 
     def _step(self, pieces: list[Piece]) -> bool:
         return self._content(pieces) if self._call is None else self._in_call(self._call, pieces)
@@ -64,22 +62,22 @@ class ConvertedCalls:
     def _content(self, pieces: list[Piece]) -> bool:
         text = self._pending
         if self.num_calls:
-            text = text.lstrip(_SPACE)
+            text = text.lstrip(SPACE)
             if self._orphan.startswith(text):
                 return False
-            text, self._orphan = text.removeprefix(self._orphan).lstrip(_SPACE), ""
+            text, self._orphan = text.removeprefix(self._orphan).lstrip(SPACE), ""
             if not text:
                 self._pending = ""
                 return False
         found = [(at, marks) for marks in self._marks if (at := text.find(marks[0])) >= 0]
         if found:
             at, self._call = min(found)
-            before = text[:at].rstrip(_SPACE)
+            before = text[:at].rstrip(SPACE)
             pieces.append(Piece("content", before))
             self._space = text[len(before) : at]
             self._pending, self._searched = text[at + len(self._call[0]) :], 0
             return True
-        sure = text[: len(text) - max(overlap(text, opens) for opens, _ in self._marks)].rstrip(_SPACE)
+        sure = settled(text, *(opens for opens, _ in self._marks))
         pieces.append(Piece("content", sure))
         self._pending = text[len(sure) :]
         return False
@@ -98,7 +96,7 @@ class ConvertedCalls:
     def _converted(self, marks: tuple[str, str], text: str, closes: str) -> list[Piece]:
         bare, self._call = marks != self._marks[0], None
         try:
-            calls = self._convert((marks[0] + text if bare else text).strip(_SPACE), self._functions)
+            calls = self._convert((marks[0] + text if bare else text).strip(SPACE), self._functions)
             found = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
         except (ValueError, RecursionError, MemoryError):
             found = []
@@ -226,7 +224,7 @@ def from_deepseek(text: str, functions: Functions) -> Calls:
 
 
 def _name(text: str) -> str:
-    name = text.strip(_SPACE)
+    name = text.strip(SPACE)
     if not name or len(name) > 256 or not name.isprintable() or set(name) & set("<>{}"):
         raise ValueError("no name of a function")
     return name

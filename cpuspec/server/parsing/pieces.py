@@ -4,6 +4,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from cpuspec.engine.text import overlap
+
+SPACE = " \t\r\n"  # the white space that parsers drop around reasoning and calls
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -33,6 +37,11 @@ class Parser(Protocol):
     def finish(self) -> list[Piece]:
         """The rest, at the end of the answer."""
         ...
+
+
+def settled(text: str, *marks: str) -> str:
+    """The beginning of a text that cannot belong to a mark, nor to white space before one, whatever comes next."""
+    return text[: len(text) - max(overlap(text, mark) for mark in marks if mark)].rstrip(SPACE)
 
 
 def decided(step: Callable[[list[Piece]], bool]) -> list[Piece]:
