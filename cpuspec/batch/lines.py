@@ -89,9 +89,9 @@ def answer_line(line: Line, status: int, body: Mapping[str, Any]) -> dict[str, A
 
 
 def error_line(line: Line, error: CpuspecError) -> dict[str, Any]:
-    """The answer to a line that cannot be run: the server's error, or for a line that is not a request the fault alone."""
+    """The answer to a line that cannot be run: the server's error. A line that is not a request gets only its fault."""
     if isinstance(error, LineError):
-        told = {"code": error.code, "message": str(error)}
-        return {_ID_KEY: f"{_ID_BEGINS}{line.number}", "custom_id": line.custom_id, "response": None, "error": told}
+        fault = {"code": error.code, "message": str(error)}
+        return {_ID_KEY: f"{_ID_BEGINS}{line.number}", "custom_id": line.custom_id, "response": None, "error": fault}
     found = as_request_error(error)
     return answer_line(line, found.status, {"error": {"message": str(found), "type": found.kind, "param": None, "code": None}})

@@ -23,7 +23,7 @@ _MAX_ANSWER_BYTES = 8 * MAX_LINE_BYTES
 
 @dataclass
 class BatchSummary:
-    """The counts of a run. num_kept: lines that an earlier run answered. The other counts are of this run alone."""
+    """The counts of a run. num_kept: lines that an earlier run answered. The other counts are of this run only."""
 
     num_kept: int = 0
     num_answered: int = 0

@@ -15,7 +15,7 @@ class RequestResult:
     """The times and counts of one request. start_s counts from the beginning of the load. error: "" if it was answered.
 
     ttft_s: until the first text came, or until the end of an empty answer. itl_s: the gaps between pieces of text; a server that
-    drafts may send several tokens in a piece. Token counts are the server's own; None where it does not tell.
+    drafts may send several tokens in a piece. Token counts are the server's own; None where it reports none.
     """
 
     start_s: float
@@ -107,9 +107,9 @@ def summarize(
         "output_throughput": num_output * per_s,
         "total_token_throughput": (num_input + num_output) * per_s,
         "max_concurrent_requests": most_at_once(answers),
-        "total_cached_tokens": _told([one.num_cached_tokens for one in done]),
-        "total_draft_tokens": _told([one.num_draft_tokens for one in done]),
-        "total_accepted_draft_tokens": _told([one.num_accepted_tokens for one in done]),
+        "total_cached_tokens": _sum([one.num_cached_tokens for one in done]),
+        "total_draft_tokens": _sum([one.num_draft_tokens for one in done]),
+        "total_accepted_draft_tokens": _sum([one.num_accepted_tokens for one in done]),
     }
     for name in metrics:
         values = [1e3 * value for one in done for value in METRICS[name](one)]
@@ -130,7 +130,7 @@ def most_at_once(answers: Sequence[RequestResult]) -> int:
     return max(np.cumsum([change for _, change in changes]).tolist(), default=0)
 
 
-def _told(counts: Sequence[int | None]) -> int | None:
-    """The sum of the counts that the server told; None if it told none."""
+def _sum(counts: Sequence[int | None]) -> int | None:
+    """The sum of the counts that the server reported; None if it reported none."""
     known = [count for count in counts if count is not None]
     return sum(known) if known else None

@@ -192,7 +192,7 @@ class _Watch:
         cached, accepted = _count(details.get("cached_tokens")), _count(fate.get("accepted_prediction_tokens"))
         rejected, drafted = _count(fate.get("rejected_prediction_tokens")), _count(timings.get("draft_n"))
         answer.num_cached_tokens = _count(timings.get("cache_n")) if cached is None else cached
-        # llama-server tells drafts among its timings only, and OpenAI's clients of their usage.
+        # llama-server reports drafts only in its timings, servers of OpenAI's protocol in their usage.
         answer.num_draft_tokens = drafted if accepted is None or rejected is None else accepted + rejected
         answer.num_accepted_tokens = _count(timings.get("draft_n_accepted")) if accepted is None else accepted
         if self._last_s is None:

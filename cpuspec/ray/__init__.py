@@ -1,6 +1,6 @@
 """Where one machine is not enough: the server and files of prompts over a Ray cluster, with Ray's public interfaces.
 
-`cpuspec.ray.app` makes a Ray Serve application; importing this package alone loads neither Ray nor the server.
+`cpuspec.ray.app` makes a Ray Serve application; importing this package loads neither Ray nor the server.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Relays an answer to a client: from one replica, and if that dies, the rest from another one.
+"""Relays an answer to a client: from one replica, and if that dies, the rest from another.
 
 The other replica repeats the answer from its beginning, event for event, so the events that the client has are counted and left
 out. The module knows the messages of ASGI, and nothing of Ray.
@@ -18,19 +18,19 @@ class Relay:
         self._send = send
         self._held: Message | None = None  # the start of a response that is no stream, until its body is there
         self._streams = self._has_begun = False  # the start of a stream, or a part of another body, has been sent
-        self._num_sent = self._num_told = 0  # parts of a stream that the client has, and that the present replica has told
+        self._num_sent = self._num_received = 0  # parts of a stream: that the client has, and that this replica has sent
         self._stamp: int | None = None  # of the last part that was sent
 
     def begin_again(self) -> None:
-        """Another replica will tell the answer. Raises EngineFailedError where the client has a part of what is no stream."""
+        """Begin again with another replica. Raises EngineFailedError if the client has a part of an answer that is no stream."""
         if self._has_begun:
             raise EngineFailedError("the replica that sent this answer has ended; try again")
-        self._held, self._num_told = None, 0
+        self._held, self._num_received = None, 0
 
     async def pass_on(self, message: Message) -> None:
         """Send a message, unless it is a part of a stream that the client has.
 
-        Raises EngineFailedError where another replica does not repeat what the client has.
+        Raises EngineFailedError if another replica does not repeat what the client has.
         """
         stamp: int | None = message.pop(STAMP, None)
         if message["type"] == "http.response.start":
@@ -41,17 +41,17 @@ class Relay:
             self._held, self._has_begun = None, True
         ends = not message.get("more_body", False)
         if stamp is None:
-            is_known, differs = False, ends and self._num_told < self._num_sent
+            is_known, differs = False, ends and self._num_received < self._num_sent
         else:
-            self._num_told += 1
-            is_known = self._num_told <= self._num_sent
-            differs = is_known and (ends or (self._num_told == self._num_sent and stamp != self._stamp))
+            self._num_received += 1
+            is_known = self._num_received <= self._num_sent
+            differs = is_known and (ends or (self._num_received == self._num_sent and stamp != self._stamp))
         if differs:
             raise EngineFailedError("another replica gave another answer than the one that has ended; try again")
         if is_known:
             return
         if stamp is not None:
-            self._num_sent, self._stamp = self._num_told, stamp
+            self._num_sent, self._stamp = self._num_received, stamp
         await self._send(message)
         self.has_ended = ends
 

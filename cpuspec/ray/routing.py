@@ -12,8 +12,8 @@ _MOST_TOKENS = 64
 def conversation_key(body: bytes) -> str:
     """The key of a request's body: the same for all turns of a conversation; empty for a body without a prompt.
 
-    A conversation is told by its first message from a user, a plain prompt or a file by its beginning. System messages are left
-    out, because agents change some of their lines, and because every replica has those of an agent after its first conversation.
+    The key of a conversation is made of its first message from a user, that of a plain prompt or a file of its beginning. System
+    messages are left out: agents change some of their lines, and every replica has an agent's after its first conversation.
     """
     try:
         value = json.loads(body)

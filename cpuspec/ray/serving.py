@@ -2,7 +2,7 @@
 
 The ingress checks a request, reads it whole, and sends it to the replica that has the conversation's earlier turns. A replica runs
 the application that `cpuspec serve` runs, so that every protocol is there. A request whose replica dies is sent to another one,
-which goes on where the client's stream has ended: the ingress gives a request a nonce, so that every replica tells the same.
+which goes on where the client's stream has ended: the ingress gives a request a nonce, so that every replica answers the same.
 """
 
 import asyncio

@@ -63,7 +63,7 @@ class Worker:
 
 @contextmanager
 def cluster(address: str | None) -> Iterator[None]:
-    """A connection to the cluster at an address; without one to RAY_ADDRESS, else to a cluster of this machine alone.
+    """A connection to the cluster at an address. Without one it goes to RAY_ADDRESS, else to a cluster of this machine only.
 
     Raises ConfigError where there is no cluster.
     """
@@ -179,7 +179,7 @@ class _Pool:
         for result in done:
             worker = owners[result]
             if worker not in self._workers:
-                continue  # it has died, as another of its results has told
+                continue  # another of its results has shown that it is dead
             try:
                 answers = ray.get(result)
             except RayTaskError as error:

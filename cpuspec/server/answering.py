@@ -1,4 +1,4 @@
-"""The way of answers to a client, for every protocol: outputs become events, and events a stream or one whole answer."""
+"""Answers on their way to a client, in every protocol: outputs become events, and events a stream or one whole answer."""
 
 import asyncio
 import logging
@@ -77,15 +77,15 @@ async def _stream(request: Request, answers: Answers, writer: Writer) -> AsyncGe
         raise
     except BaseException as error:  # a panic of a Rust library is no Exception
         if isinstance(error, CpuspecError):
-            told = as_request_error(error)
+            shown = as_request_error(error)
         else:
             _LOG.exception("request %s failed", context_of(request).id)
-            told = EngineFailedError(FAILED)
-        yield event(writer.failed(told) or error_body(path, told, context_of(request).id), path)
+            shown = EngineFailedError(FAILED)
+        yield event(writer.failed(shown) or error_body(path, shown, context_of(request).id), path)
 
 
 class EventStream(StreamingResponse):
-    """A stream of events about answers, which are closed whatever happens: at the end, or within a step of a disconnect."""
+    """A stream of the events of answers. It closes the answers at its end, or within a step after the client has left."""
 
     def __init__(self, request: Request, answers: Answers, writer: Writer) -> None:
         kind = "application/x-ndjson" if is_of_ollama(request.url.path) else "text/event-stream"
@@ -131,7 +131,7 @@ class _LivelySender:
             self._signs = asyncio.create_task(self._show_life())
 
     def close(self) -> None:
-        """Send no signs any more. Doing it again changes nothing."""
+        """Send no more signs of life. Doing it again changes nothing."""
         if self._signs is not None:
             self._signs.cancel()
 

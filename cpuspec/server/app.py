@@ -65,21 +65,21 @@ def guard(app: Starlette, server: Server) -> None:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(request.url.path, _told(request, error), context_of(request).id)
+    return error_response(request.url.path, _shown(request, error), context_of(request).id)
 
 
-def _told(request: Request, error: Exception) -> RequestError:
-    """What the client is told of an error. The framework logs one that is none of the kinds below."""
+def _shown(request: Request, error: Exception) -> RequestError:
+    """The error that the client sees for an error. The framework logs an error of another kind than those below."""
     match error:
         case CpuspecError():
             return as_request_error(error)
         case RequestValidationError():
             return _bad_body(request, error)
         case HTTPException():
-            told = RequestError(str(error.detail))
-            told.status = error.status_code
-            told.kind = {404: "not_found_error", 413: "request_too_large"}.get(error.status_code, told.kind)
-            return told
+            shown = RequestError(str(error.detail))
+            shown.status = error.status_code
+            shown.kind = {404: "not_found_error", 413: "request_too_large"}.get(error.status_code, shown.kind)
+            return shown
     return EngineFailedError(FAILED)
 
 
@@ -112,7 +112,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C. Then new requests are refused and running ones may end; a second signal ends it at once.
+    """Serve until SIGTERM or Ctrl-C. Then new requests are refused and running ones may finish; a second signal ends it at once.
 
     load: loads the model in a thread. Requests get status 503 until it returns; an error that it raises ends the server.
     ready: called when the server begins to answer requests.
@@ -131,26 +131,26 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
         )
     )
     loop = asyncio.get_running_loop()
-    told_to_end = asyncio.Event()
+    must_end = asyncio.Event()
 
     def on_signal() -> None:
-        if told_to_end.is_set():
+        if must_end.is_set():
             web.should_exit = True
-        told_to_end.set()
+        must_end.set()
 
     handlers = {number: signal.getsignal(number) for number in SYSTEM.end_signals}
     server.stop = partial(loop.call_soon_threadsafe, on_signal)
-    # A daemon: a server that is told to end does not wait until its model is loaded.
+    # The loading thread is a daemon: a server that must end does not wait for it.
     loaded = asyncio.create_task(in_own_thread(load))
     serving = asyncio.create_task(web.serve(sockets=[listener]))
-    ending, closing = asyncio.create_task(told_to_end.wait()), asyncio.create_task(close_silent(web))
+    ending, closing = asyncio.create_task(must_end.wait()), asyncio.create_task(close_silent(web))
     try:
         while not web.started and not serving.done():
             await asyncio.sleep(0.01)
         if threading.current_thread() is threading.main_thread():
             for number, before in handlers.items():
-                # The event loop's own handlers are not used: they hear of a signal through the loop's pipe, and lose it when 278
-                # tokens wait to be sent and the pipe is full. A background job ignores Ctrl-C and must go on ignoring it.
+                # The event loop's own handlers are not used: signals reach them through the loop's pipe, and are lost when the pipe
+                # is full, as with 278 tokens that wait to be sent. A background job ignores Ctrl-C and must go on ignoring it.
                 signal.signal(number, before if before is signal.SIG_IGN else lambda *_: server.stop())
         await asyncio.wait((loaded, ending, serving), return_when=asyncio.FIRST_COMPLETED)
         if loaded.done():

@@ -241,5 +241,5 @@ class TextChunks(Writer):
 
 
 def _timings_of_one(stats: Sequence[RequestStats | None], num_answers: int) -> dict[str, Any]:
-    """llama-server's `timings`, of a request for one answer alone."""
+    """llama-server's `timings`; only a request for one answer has them."""
     return {"timings": timings(stats[0])} if num_answers == 1 and stats and stats[0] is not None else {}

@@ -1,7 +1,7 @@
 """The parts of a message as one text, in the spellings of all protocols.
 
-A part that a text model cannot read, such as an image, becomes a sentence that says so. An agent sends its whole history with each
-request, so refusing the part would end the conversation.
+A part that a text model cannot read, such as an image, becomes a sentence that says so. Refusing the part would end a
+conversation with an agent, which sends its whole history with each request.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def _part_text(part: Any, where: str, left_out: set[str]) -> str:
 
 
 def _document_text(part: Mapping[str, Any], where: str, left_out: set[str]) -> str | None:
-    """The text of one of Anthropic's documents; None for all that has none."""
+    """The text of one of Anthropic's documents; None for a part without a text."""
     source = part.get("source")
     if part["type"] != "document" or not isinstance(source, Mapping):
         return None
@@ -61,7 +61,7 @@ def _document_text(part: Mapping[str, Any], where: str, left_out: set[str]) -> s
 
 
 def _placeholder(part: Mapping[str, Any], word: str, left_out: set[str]) -> str:
-    """The sentence for a part that cannot be read, with what is known of it: its name, address or type, and its size."""
+    """The sentence for a part that cannot be read, with the part's name, address or type and its size, as far as they are known."""
     left_out.add(word)
     holders = [part, *(one for name in ("source", part["type"]) if isinstance(one := part.get(name), Mapping))]
     texts = {name: one for holder in holders for name, one in holder.items() if isinstance(one, str)}
@@ -75,5 +75,5 @@ def _placeholder(part: Mapping[str, Any], word: str, left_out: set[str]) -> str:
 
 
 def _address(text: str) -> str:
-    """A name or an address as it is shown; of data in an address, their type."""
+    """A name or an address as it is shown; an address that holds data is shown as their type."""
     return text.partition(";")[0].partition(",")[0].removeprefix("data:") if text.startswith("data:") else text[:_LONGEST_NAME]

@@ -58,7 +58,7 @@ async def embed(
     reply: Callable[[F32, int], Any],
     cuts: bool = False,
 ) -> Response:
-    """Embed the inputs of a request. cuts: inputs that are too long are cut, else refused.
+    """Embed the inputs of a request. cuts: inputs that are too long are cut; otherwise they are refused.
 
     reply: makes the JSON of the response from vectors of length one, f32 [inputs, dimensions], and the number of all tokens.
     Raises RequestError for what the model does not take.
@@ -79,7 +79,7 @@ async def embed(
 
 
 def count_tokens(request: Request, model: ServedModel, prompts: Sequence[Sequence[int]]) -> int:
-    """The number of all tokens of a job's prompts, for its log line, too. Raises RequestError for more than are taken."""
+    """The number of all tokens of a job's prompts, which its log line gets, too. Raises RequestError for more than are taken."""
     for prompt in prompts:
         model.check_prompt(prompt)
     num_tokens = sum(map(len, prompts))

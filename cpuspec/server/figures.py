@@ -1,4 +1,4 @@
-"""The figures of answers in the words of OpenAI's `usage` and of llama-server's `timings`; tokens with their log-probabilities."""
+"""The figures of answers as OpenAI's `usage` and llama-server's `timings`; tokens with their log-probabilities."""
 
 from collections.abc import Sequence
 from math import isnan
@@ -26,7 +26,7 @@ def usage(stats: Sequence[RequestStats], num_prompts: int = 1) -> dict[str, Any]
 
 
 def timings(stats: RequestStats) -> dict[str, Any]:
-    """llama-server's timings of one answer; times are in milliseconds. predicted_* leave the first token to the prompt's time."""
+    """llama-server's timings of one answer, in milliseconds. The first token's time belongs to the prompt, not to predicted_*."""
     num_read, num_decoded = stats.num_prompt_tokens - stats.num_cached_tokens, max(stats.num_new_tokens - 1, 0)
     prompt_ms, predicted_ms = 1000 * (stats.ttft_s or 0.0), 1000 * (stats.decode_s or 0.0)
     return {
@@ -57,8 +57,8 @@ def prompt_progress(output: Output, num_tokens: int, running_s: float) -> dict[s
 def token_parts(output: Output) -> list[tuple[str, list[TokenLogprobs], dict[str, Any]]]:
     """For each token the text that it added, its log-probabilities, and the `cpuspec` object of its chunk.
 
-    level: the drafter that proposed the token, null for the target's own. rounds: in the first token's object, the target's
-    verifications after this output, each with the chosen drafter and its counts of drafted and accepted tokens.
+    level: the drafter that proposed the token, null for the target's own. rounds: only in the first token's object; the target's
+    verifications that led to this output, each with the chosen drafter and its counts of drafted and accepted tokens.
     """
     rounds = [
         {"level": source if drafted else None, "drafted": drafted, "accepted": accepted}
@@ -66,8 +66,8 @@ def token_parts(output: Output) -> list[tuple[str, list[TokenLogprobs], dict[str
     ]
     parts = []
     for number, (token, text, source) in enumerate(zip(output.token_ids, output.token_texts, output.token_sources, strict=True)):
-        told = {"id": token, "level": source or None} | ({} if number else {"rounds": rounds})
-        parts.append((text, output.logprobs[number : number + 1], {"cpuspec": told}))
+        drafted_by = {"id": token, "level": source or None} | ({} if number else {"rounds": rounds})
+        parts.append((text, output.logprobs[number : number + 1], {"cpuspec": drafted_by}))
     return parts
 
 
@@ -106,7 +106,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> dict
 
 
 def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
-    """vLLM's of a prompt: by token id, the likeliest tokens and the one that stands there; null for the first.
+    """vLLM's `prompt_logprobs`: for each token of a prompt its entry and those of the likeliest tokens, by id; null for the first.
 
     rank: null for a token below the likeliest ones.
     """

@@ -109,9 +109,9 @@ class _TextWriter(Writer):
         self._num_new, self._last = self._num_new + len(output.token_ids), output
         probs = chat_logprobs(self._tokenizer, output.logprobs)["content"]
         parts = {"tokens": output.token_ids if self._shows_tokens else [], "completion_probabilities": probs}
-        told = {name: items for name, items in parts.items() if items}
-        if self._body.n_predict and (output.text or told):
-            yield {"content": output.text, "stop": False, **told}
+        more = {name: items for name, items in parts.items() if items}
+        if self._body.n_predict and (output.text or more):
+            yield {"content": output.text, "stop": False, **more}
         self._first_s = now_s() if self._first_s is None else self._first_s
         self.is_done = self._body.t_max_predict_ms > 0 and 1000 * (now_s() - self._first_s) > self._body.t_max_predict_ms
 

@@ -135,7 +135,7 @@ def _group_end(pattern: str, at: int) -> int:
 
 
 def _says_strings(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema allows texts, which alone formats restrict."""
+    """Whether a schema allows texts; formats restrict nothing else."""
     kind = schema.get("type", "string")
     return "string" in kind if isinstance(kind, list) else kind == "string"
 

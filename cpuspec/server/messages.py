@@ -1,6 +1,6 @@
 """Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, translated to a conversation in OpenAI's spelling and back.
 
-Sources: Anthropic's Messages API reference (bodies, order of stream events), and the types of its Python client, which know more.
+Sources: Anthropic's Messages API reference (bodies, order of stream events), and the types of its Python client, which has more.
 """
 
 import json
@@ -105,7 +105,7 @@ def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
     listed: list[dict[str, Any]] = []
     blocks = [{"type": "text", "text": body.system}] if isinstance(body.system, str) else body.system or []
     texts = [content_text([block], "system") for block in blocks]
-    if model.config.drop_changing_lines:  # a block of such lines alone leaves no empty line
+    if model.config.drop_changing_lines:  # a block that has only such lines leaves no empty line
         texts = list(map(without_lines, texts))
     if system := "\n\n".join(filter(None, texts)):
         listed.append({"role": "system", "content": system})
@@ -194,7 +194,7 @@ def _ending(last: Output, has_calls: bool) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; empty where the model wrote no object, as it does when its tokens run out."""
+    """The arguments of a call; empty if the model wrote no object, as when its tokens run out."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):

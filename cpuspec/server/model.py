@@ -61,7 +61,7 @@ class ServedModel:
         self.llm = llm
         self.config = config
         self.num_users = 0  # requests that may use it now
-        self.has_keys = False  # whether clients are told apart by keys
+        self.has_keys = False  # whether each client has an API key of its own
         self.admission = Admission(llm.max_sequences, config.max_waiting)
         self.unfinished: set[Answers] = set()
         self.slots = [ReportedSlot(number) for number in range(llm.max_sequences)]

@@ -1,4 +1,4 @@
-"""Endpoints beside the protocols: state and metrics for operators, text and tokens, and slots of the prefix cache."""
+"""Endpoints besides the protocols': state and metrics for operators, text and tokens, adapters, and slots of the prefix cache."""
 
 import re
 from contextlib import suppress
@@ -75,7 +75,7 @@ async def alive(request: Request) -> Response:
 @router.get("/health")
 @router.head("/health", include_in_schema=False)
 async def health(request: Request) -> Response:
-    """200 when requests are answered, else 503 with the reason: scripts written for llama-server and vLLM wait for it."""
+    """200 when requests are answered, else 503 with the reason. Scripts written for llama-server and vLLM wait for the 200."""
     server_of(request).check_ready()
     return json_response({"status": "ok"})
 

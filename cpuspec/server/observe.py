@@ -1,4 +1,4 @@
-"""Prometheus metrics with the meanings that vLLM gives them, under our prefix, and a log line for each request.
+"""Prometheus metrics with vLLM's meanings under the prefix `cpuspec:`, and the log line of each request.
 
 Sources of names and buckets: vLLM's v1/metrics/loggers.py. `level` is the drafter whose tokens were counted.
 """
@@ -63,10 +63,10 @@ _OF_DRAFTS: Sequence[Row] = (
 
 
 class Metrics:
-    """All metrics of a server, in a registry of their own.
+    """All metrics of a model, in a registry of their own.
 
-    state: the answers that run and wait, and the share of the cache that running ones hold.
-    levels, reads, draft_failures: of the LLM.
+    state: returns the numbers of answers that run and wait, and the share of the cache that the running ones hold.
+    levels, reads, draft_failures: return the LLM's counters.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Metrics:
         self._itl = histogram("inter_token_latency_seconds", "Gaps between the outputs of a request.", _GAP)
         self._tpot = histogram("request_time_per_output_token_seconds", "Time after the first token, over the tokens then.", _GAP)
         self._e2e = histogram("e2e_request_latency_seconds", "From a request's arrival to its last token.", _WHOLE)
-        self._queue = histogram("request_queue_time_seconds", "Time that a request waited for its turn.", _WHOLE)
+        self._queue = histogram("request_queue_time_seconds", "Time that a request waited for a place.", _WHOLE)
         self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._new = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
         self._prompt_total = counter("prompt_tokens", "Tokens of prompts.")
@@ -123,7 +123,7 @@ class Metrics:
         self._new_total.inc(num_tokens)
 
     def ended(self, meter: AnswerMeter, reason: str, num_cached_tokens: int) -> None:
-        """Count an answer that has come to its end."""
+        """Count an answer that has ended."""
         self._ended.labels(self._model, reason).inc()
         self._prompt_total.inc(meter.num_prompt_tokens)
         self._queried_total.inc(meter.num_prompt_tokens)
@@ -154,8 +154,8 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """The metrics that are computed when they are asked for, as a registry wants them of a collector."""
         running, waiting, share = self._state()
-        yield self._family(Gauge, "num_requests_running", "Answers that are computed.", [(running,)])
-        yield self._family(Gauge, "num_requests_waiting", "Answers that wait for their turn.", [(waiting,)])
+        yield self._family(Gauge, "num_requests_running", "Answers that run.", [(running,)])
+        yield self._family(Gauge, "num_requests_waiting", "Answers that wait for a place.", [(waiting,)])
         help = "Share of the cache's tokens that running answers hold; 1 is all."
         yield self._family(Gauge, "kv_cache_usage_perc", help, [(share,)])
         for name, values in self._recent.items():
@@ -202,7 +202,7 @@ def metrics_text(found: Iterable[Metric]) -> bytes:
 
 
 class _Families:
-    """A registry of metrics that are there already."""
+    """A registry of metrics that have been collected."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

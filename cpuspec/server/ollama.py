@@ -148,10 +148,10 @@ async def _answer_text(request: Request, model: ServedModel, body: GenerateBody,
 
 
 class _OllamaLines(Writer):
-    """Translates the chunks of OpenAI's protocol into lines. A tool call is told when it is whole, before the last line.
+    """Translates the chunks of OpenAI's protocol into lines. Tool calls come whole, in one line before the last.
 
-    in_message: whether a text stands in the line's message, else in the line itself. context: token ids of the prompt, where the
-    last line tells the conversation's.
+    in_message: whether a text stands in the line's message, else in the line itself. context: token ids of the prompt, if the last
+    line has the token ids of the conversation.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ def _figures(stats: RequestStats) -> dict[str, Any]:
 
 
 def _as_openai(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in OpenAI's spelling: images are parts, which a text model is told of; reasoning has another name."""
+    """A message in OpenAI's spelling: images become parts of its content; reasoning and a tool's name have other names there."""
     found = {name: value for name, value in message.items() if name not in ("images", "thinking", "tool_name")}
     if images := message.get("images"):
         if not isinstance(images, list):

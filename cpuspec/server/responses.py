@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`. A request brings the whole conversation, as Codex's do, or names the response that it goes on from.
+"""OpenAI's `/v1/responses`. A request has the whole conversation, as Codex's do, or names the response that it continues.
 
 Sources: OpenAI's API reference for bodies, and for the order of stream events; openai/codex for what Codex sends and reads
 (codex-rs/codex-api/src/sse/responses.rs, codex-rs/protocol/src/models.rs, issues 23186 and 36942).
@@ -199,7 +199,7 @@ def _prompt(
 
 
 def _called(item: Mapping[str, Any]) -> dict[str, Any]:
-    """The function that an item of an earlier turn called, and its arguments."""
+    """The function that an item of an earlier turn calls, and its arguments."""
     match item["type"]:
         case "custom_tool_call":
             return {"name": item.get("name"), "arguments": {"input": item.get("input")}}
@@ -209,24 +209,24 @@ def _called(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _functions(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """The tools that the model is told of, and for those of a namespace how the client names them.
+    """The tools that the model gets to know; and by their names, for those in a namespace, the names that the client uses.
 
-    Codex has the tools of each MCP server in a namespace, and knows their calls by both names. Tools that OpenAI runs itself, as
-    its web search, do not exist here; agents name them all the same.
+    Codex has the tools of each MCP server in a namespace, and knows their calls by both names. Tools that OpenAI runs itself, such
+    as its web search, do not exist here; agents list them all the same.
     """
-    told, owners = [], {}
+    functions, owners = [], {}
     for tool in tools:
         match tool.get("type"):
             case "function":
-                told.append(_tool(tool, tool.get("name")))
+                functions.append(_tool(tool, tool.get("name")))
             case "namespace":
                 members = tool.get("tools")
                 for one in members if isinstance(members, list) else ():
                     if isinstance(one, dict) and one.get("type", "function") == "function":
                         name = _full_name(tool.get("name"), one.get("name"))
-                        told.append(_tool(one, name))
+                        functions.append(_tool(one, name))
                         owners[name] = {"name": one.get("name"), "namespace": tool.get("name")}
-    return told, owners
+    return functions, owners
 
 
 def _full_name(namespace: Any, name: Any) -> Any:
@@ -268,14 +268,14 @@ class _Numbered:
 
 def _failed(head: Mapping[str, Any], error: RequestError) -> dict[str, Any]:
     """The event of a response that ends with an error."""
-    told = {"code": error.code or error.kind, "message": str(error)}
-    return {"type": "response.failed", "response": {**head, "status": "failed", "error": told}}
+    shown = {"code": error.code or error.kind, "message": str(error)}
+    return {"type": "response.failed", "response": {**head, "status": "failed", "error": shown}}
 
 
 class _ResponseWriter(Writer):
     """Writes a response. One output item is open at a time, and each piece belongs to one.
 
-    owners: of tools in a namespace, how the client names them. keep: called with the whole response.
+    owners: the client's names of the tools in a namespace, by the model's. keep: called with the whole response.
     """
 
     def __init__(

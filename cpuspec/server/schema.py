@@ -1,6 +1,6 @@
 """Fields that bodies of requests share. Those of sampling are declared by `SamplingParams`, which also checks their values.
 
-Fields that change no answer here are listed as ignored; other names and unknown fields are the business of `fields.py`.
+Fields that change no answer here are declared as ignored. Other names of a field, and unknown fields, are the task of `fields.py`.
 """
 
 import math
@@ -40,13 +40,13 @@ class Body(BaseModel):
 
 
 def body_in(annotation: Any) -> type[Body] | None:
-    """The body that a field holds, if it holds one."""
+    """The kind of body that a field holds; None for other fields."""
     kinds = (annotation, *get_args(annotation))
     return next((one for one in kinds if isinstance(one, type) and issubclass(one, Body)), None)
 
 
 def ignoring(*names: str) -> Any:
-    """A base of bodies: it has these fields, which may hold anything and change nothing."""
+    """A base class for bodies, with fields that may hold anything and change nothing."""
     fields: dict[str, Any] = dict.fromkeys(names, (Any, None))
     return create_model("Ignored", __base__=Body, **fields)
 
@@ -68,7 +68,7 @@ class CpuspecOptions(Body):
 
 _MOST_LOGPROBS = 20
 
-# The scalar fields of SamplingParams, which requests spell alike; those of _OWN_SPELLING, and all others, they spell differently.
+# The scalar fields of SamplingParams. Requests have them under the same names and types, but for those of _OWN_SPELLING.
 _SCALARS = {one.name: one for one in fields(SamplingParams) if one.type in (int, float, bool, int | None)}
 _OWN_SPELLING = ("logprobs", "prompt_logprobs", "max_draft_tokens", "free_reasoning", "max_tokens", "n", "parse_special")
 _FIELDS: dict[str, Any] = {

@@ -1,5 +1,5 @@
-"""Conversations for chat templates that are strict about turns: Gemma's and Mistral's take a system message first only, and then
-user and assistant by turns. Agents keep to neither: Codex begins with instructions, a developer's message and two of the user.
+"""Conversations for chat templates that are strict about turns. Gemma's and Mistral's take one system message, first, and then user
+and assistant by turns. Agents do otherwise: Codex begins with instructions, a developer's message and two messages of the user.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The contract of the writers, one for each protocol: they make events of the engine's outputs. Knows no web framework."""
+"""What a protocol's writer has to do: it makes events of the engine's outputs. This module knows no web framework."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -11,10 +11,10 @@ Event = dict[str, Any]
 
 
 class Writer(Protocol):
-    """A protocol's way to write the answers to one request. Its events are JSON objects; one with a `type` is named by it."""
+    """Writes the answers to one request. Events are JSON objects; the `type` of one that has it becomes the event's name."""
 
-    closing: str = ""  # is sent after the last event
-    is_done: bool = False  # whether no more outputs are wanted
+    closing: str = ""  # the text that ends a stream, after the last event
+    is_done: bool = False  # set when the answer shall end with the output that was shown last
 
     def begin(self) -> Iterable[Event]:
         """The events before the first output."""
@@ -34,5 +34,5 @@ class Writer(Protocol):
         return ": keep-alive\n\n"
 
     def failed(self, error: RequestError) -> Event | None:
-        """The event of an error in a stream, where the protocol has more than an error object for it."""
+        """The event of an error in a stream; None if the protocol has none besides its error object."""
         return None
