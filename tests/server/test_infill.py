@@ -42,21 +42,6 @@ def wanted(llm: LLM, text: str, num_tokens: int = 8) -> Any:
     return answer
 
 
-def test_keys_and_salts_share_no_prefix(path: Path) -> None:
-    body = BODY | {"input_prefix": "def f(" * 20, "n_predict": 1}
-    with serving(lambda: load(path), ("first", "second")) as running:
-
-        def num_cached(key: str, salt: str) -> int:
-            reply = running.post("/infill", json=body | {"cache_salt": salt}, headers={"authorization": f"Bearer {key}"})
-            assert reply.status_code == 200, reply.text
-            found: int = reply.json()["timings"]["cache_n"]
-            return found
-
-        clients = [("first", ""), ("second", ""), ("first", "mine"), ("second", "mine")]
-        assert [num_cached(*one) for one in clients] == [0] * 4
-        assert all(num_cached(*one) > 20 for one in clients)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_gap_is_filled_as_the_marks_ask(running: Running, llm: LLM, stream: bool) -> None:
     answer = wanted(llm, "<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>")

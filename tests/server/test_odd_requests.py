@@ -1,12 +1,11 @@
 """Requests that made other servers crash, hang or answer 500, by their public reports: answered, or refused by their own fault."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.server.running import Running, load, serving, tiny_model
+from tests.server.running import Running
 
 CHAT, PLAIN, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 USER = {"role": "user", "content": "hi"}
@@ -47,11 +46,9 @@ ANSWERED: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}),
 ]
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    (CHAT, {"messages": []}),
     (CHAT, {"messages": [None]}),
     (CHAT, {"messages": [{"role": "user", "content": [None]}]}),
     (CHAT, {"messages": [USER], "tools": [{}]}),
-    (CHAT, {"messages": [USER], "tool_choice": "required"}),
     (CHAT, {"messages": [USER], "chat_template_kwargs": "x"}),
     *(
         (CHAT, schema(of))
@@ -71,23 +68,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"content": 5}),
     ("/infill", {"input_prefix": "a", "input_suffix": "b", "input_extra": [{}]}),
 ]
-NO_JSON = [
-    b"",
-    b"{",
-    b"null",
-    b"[" * 100_000,
-    b'{"a":' * 50_000,
-    b"\xff\xfe{\x00}\x00",
-    b'{"prompt": "\xff"}',
-    b'{"prompt": "a"} x',
-]
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    path = tiny_model(tmp_path_factory.mktemp("model"))
-    with serving(lambda: load(path)) as found:
-        yield found
 
 
 @pytest.mark.parametrize(("path", "body"), [*ANSWERED, *REFUSED])
@@ -97,9 +77,3 @@ def test_an_odd_request_is_answered_or_refused_by_its_own_fault(running: Running
         reply = client.post(path, content=json.dumps(few | body).encode())
         assert reply.status_code == (200 if (path, body) in ANSWERED else 400), reply.text
         assert client.post(PLAIN, json={"prompt": "hi", "max_tokens": 1}).status_code == 200
-
-
-@pytest.mark.parametrize("content", NO_JSON, ids=range(len(NO_JSON)))
-def test_a_body_that_is_no_json_object_is_refused(running: Running, content: bytes) -> None:
-    with running.client(headers={"content-type": "application/json"}) as client:
-        assert client.post(PLAIN, content=content).status_code == 400

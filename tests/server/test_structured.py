@@ -296,7 +296,6 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "no grammar": ({"grammar": "root ::= ("}, "grammar"),
     "two": ({"regex": "a", "guided_json": {}}, "one grammar; got regex and guided_json"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "no schema"),
-    "unknown": ({"response_format": {"type": "xml"}}, "text, json_object or json_schema"),
     "unknown of vLLM's": ({"structured_outputs": {"structural_tag": "a"}}, "structural_tag"),
     "no end": ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
     "tools": ({"tools": [TOOL], "regex": "a"}, "JSON schema only"),
