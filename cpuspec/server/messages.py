@@ -215,8 +215,8 @@ class _MessageWriter(Writer):
     def __init__(self, prompt: ChatPrompt, head: dict[str, Any], new_id: Callable[[], str]) -> None:
         self._prompt, self._head, self._new_id = prompt, head, new_id
         self._parser = prompt.parser()
-        self._number = -1
-        self._open: tuple[str, int] | None = None  # kind of its pieces, and call
+        self._blocks: list[tuple[str, dict[str, Any], list[str]]] = []  # of each, the kind of its pieces, its beginning, its texts
+        self._open: tuple[str, int] | None = None  # of the open block, the kind of its pieces, and the call
         self._last: Output | None = None
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -240,6 +240,7 @@ class _MessageWriter(Writer):
                 yield self._begin_block(kind, piece)
             if piece.kind != "call":
                 name, key = _DELTAS[kind]
+                self._blocks[-1][2].append(piece.text)
                 yield self._delta({"type": name, key: piece.text})
 
     def finish(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
@@ -256,22 +257,13 @@ class _MessageWriter(Writer):
 
     def whole(self, events: Sequence[dict[str, Any]], stats: Sequence[RequestStats]) -> dict[str, Any]:
         """The message: reasoning, text and calls, in this order."""
-        calls = [one["content_block"] for one in events if one["type"] == "content_block_start"]
-        inputs = {one["index"]: "" for one in events if one["type"] == "content_block_start"}
-        texts = {"thinking_delta": "", "text_delta": ""}
-        for one in events:
-            if one["type"] == "content_block_delta":
-                kind, delta = one["delta"]["type"], one["delta"]
-                if kind == "input_json_delta":
-                    inputs[one["index"]] += delta["partial_json"]
-                elif kind in texts:
-                    texts[kind] += delta[kind.removesuffix("_delta")]
-        content: list[dict[str, Any]] = []
-        if texts["thinking_delta"]:
-            content.append({"type": "thinking", "thinking": texts["thinking_delta"], "signature": ""})
-        tools = [{**call, "input": _object(inputs[number])} for number, call in enumerate(calls) if call["type"] == "tool_use"]
-        if texts["text_delta"] or not tools:
-            content.append({"type": "text", "text": texts["text_delta"]})
+        thought, text = (
+            "".join("".join(texts) for kind, _, texts in self._blocks if kind == of) for of in ("reasoning", "content")
+        )
+        tools = [{**block, "input": _object("".join(texts))} for kind, block, texts in self._blocks if kind == "arguments"]
+        content: list[dict[str, Any]] = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
+        if text or not tools:
+            content.append({"type": "text", "text": text})
         ending, usage = events[-2]["delta"], events[-2]["usage"]
         return {**self._head, "content": [*content, *tools], **ending, "usage": usage}
 
@@ -282,16 +274,17 @@ class _MessageWriter(Writer):
         if self._open[0] == "reasoning":
             yield self._delta({"type": "signature_delta", "signature": ""})
         self._open = None
-        yield {"type": "content_block_stop", "index": self._number}
+        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
     def _begin_block(self, kind: str, piece: Piece) -> dict[str, Any]:
-        self._open, self._number = (kind, piece.call), self._number + 1
+        self._open = (kind, piece.call)
         block: dict[str, Any] = {"type": "text", "text": ""}
         if kind == "reasoning":
             block = {"type": "thinking", "thinking": "", "signature": ""}
         elif kind == "arguments":
             block = {"type": "tool_use", "id": self._prompt.call_id(self._new_id()), "name": piece.text, "input": {}}
-        return {"type": "content_block_start", "index": self._number, "content_block": block}
+        self._blocks.append((kind, block, []))
+        return {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": self._number, "delta": delta}
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}

@@ -112,8 +112,10 @@ class ServedModel:
                 await self._compile(client, one.params, check)
             else:
                 check()
-        salted = [replace(one, params=replace(one.params, cache_salt=self.salt(client, one.params.cache_salt))) for one in wanted]
-        return Answers(self, client, request_id, salted, rng)
+        if self.has_keys:
+            salts = [self.salt(client, one.params.cache_salt) for one in wanted]
+            wanted = [replace(one, params=replace(one.params, cache_salt=salt)) for one, salt in zip(wanted, salts, strict=True)]
+        return Answers(self, client, request_id, wanted, rng)
 
     def salt(self, client: str, given: str = "") -> str:
         """The engine's salt for a client's request. given: the request's `cache_salt`."""
@@ -170,9 +172,7 @@ class ServedModel:
         if len(given.get("logit_bias", ())) > _MOST_BIASES:
             raise RequestError(f"logit_bias takes at most {_MOST_BIASES} tokens", "logit_bias")
         most = self.config.max_new_tokens or self.llm.context_length
-        given = {"max_tokens": most, **given}
-        params = self.llm.sampling_defaults.under(given)
-        return replace(params, max_tokens=min(params.max_tokens, most))
+        return self.llm.sampling_defaults.under({**given, "max_tokens": min(given.get("max_tokens", most), most)})
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Raise ContextExceededError for a prompt that is longer than the server takes."""
