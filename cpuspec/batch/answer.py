@@ -85,16 +85,16 @@ class _Job:
         try:
             url, fields = line.request()
             body, model = _body(url, fields), _model(llm, given)
-            wanted = self._chat(body, model) if isinstance(body, ChatBody) else self._text(body, model)
-            if len(wanted) > _MOST_ANSWERS:
-                raise ConfigError(f"n is {len(wanted)}, and at most {_MOST_ANSWERS} answers are given to a line")
-            llm.check(wanted[0].prompt, wanted[0].params)
+            requested = self._chat(body, model) if isinstance(body, ChatBody) else self._text(body, model)
+            if len(requested) > _MOST_ANSWERS:
+                raise ConfigError(f"n is {len(requested)}, and at most {_MOST_ANSWERS} answers are given to a line")
+            llm.check(requested[0].prompt, requested[0].params)
         except CpuspecError as error:
             self._error = error
             return
         self._chunks += self._writer.begin()
         shown = shown_tokens(llm.tokenizer) if isinstance(body, ChatBody) else frozenset()
-        for index, one in enumerate(wanted):
+        for index, one in enumerate(requested):
             self._requests.append(llm.submit(replace(one, shown=shown), partial(self._receive, index)))
 
     def _chat(self, body: ChatBody, model: ServedModel) -> list[RequestedAnswer]:
@@ -104,12 +104,12 @@ class _Job:
             raise ConfigError(f"logprobs must be true or false, got {body.logprobs}; top_logprobs is a number")
         params, keeps_to = chat_params(model, body, body.n), _strict(grammar_of(body))
         prompt = chat_prompt(model, body.messages, body.tools or (), body.tool_choice, body.variables, keeps_to, body)
-        wanted = prompt.wanted(params, prediction=predicted_ids(model, body.prediction))
+        requested = prompt.requested(params, prediction=predicted_ids(model, body.prediction))
         head = self._head("chatcmpl", "chat.completion")
         self._writer: ChatChunks | TextChunks = ChatChunks(
-            prompt, head, Usages(None, [0] * len(wanted)), len(wanted), lambda: uuid4().hex, logprobs=bool(body.logprobs)
+            prompt, head, Usages(None, [0] * len(requested)), len(requested), lambda: uuid4().hex, logprobs=bool(body.logprobs)
         )
-        return wanted
+        return requested
 
     def _text(self, body: CompletionBody, model: ServedModel) -> list[RequestedAnswer]:
         if (body.response_format or {"type": "text"}) != {"type": "text"}:
@@ -117,11 +117,11 @@ class _Job:
         params = completion_params(model, body, _strict(grammar_of(body)), body.max_tokens)
         tokenizer, prompt = self._llm.tokenizer, body.prompt
         ids = tokenizer.encode_prompt(prompt, params.parse_special) if isinstance(prompt, str) else cast(list[int], prompt)
-        wanted = [RequestedAnswer(ids, one) for one in answer_params(params)]
-        usages = Usages(None, [0] * len(wanted))
+        requested = [RequestedAnswer(ids, one) for one in answer_params(params)]
+        usages = Usages(None, [0] * len(requested))
         head = self._head("cmpl", "text_completion")
-        self._writer = TextChunks(tokenizer, head, usages, [""], len(wanted), logprobs=body.logprobs is not None)
-        return wanted
+        self._writer = TextChunks(tokenizer, head, usages, [""], len(requested), logprobs=body.logprobs is not None)
+        return requested
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         return {"id": f"{prefix}-{self._line.number}", "object": kind, "created": epoch_s(), "model": self._llm.name}

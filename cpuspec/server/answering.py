@@ -27,12 +27,12 @@ _LOG = logging.getLogger("cpuspec.server")
 _T = TypeVar("_T")
 
 
-async def submit(request: Request, model: ServedModel, wanted: Sequence[RequestedAnswer]) -> Answers:
+async def submit(request: Request, model: ServedModel, requested: Sequence[RequestedAnswer]) -> Answers:
     """Queue the answers to a request. `respond` must follow: it closes them. Raises as `ServedModel.answers` does."""
     context = context_of(request)
     if context.adapters is not None:
-        wanted = [replace(one, adapters=context.adapters) for one in wanted]
-    return await model.answers(context.client, context.id, wanted, context.rng)
+        requested = [replace(one, adapters=context.adapters) for one in requested]
+    return await model.answers(context.client, context.id, requested, context.rng)
 
 
 async def respond(request: Request, answers: Answers, writer: Writer, streams: bool | None) -> Response:

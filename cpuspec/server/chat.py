@@ -47,7 +47,9 @@ class ChatPrompt:
         """A new parser for one answer."""
         return answer_parser(self.template, self.functions, self.thinking, self.begun)
 
-    def wanted(self, params: SamplingParams, shows_progress: bool = False, prediction: Sequence[int] = ()) -> list[RequestedAnswer]:
+    def requested(
+        self, params: SamplingParams, shows_progress: bool = False, prediction: Sequence[int] = ()
+    ) -> list[RequestedAnswer]:
         """The answers to compute. prediction: token ids that they may repeat.
 
         Raises ConfigError for params that a grammar excludes.

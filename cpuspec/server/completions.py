@@ -48,16 +48,16 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     check_number(model, params.n)
     predicted = await model.in_worker(predicted_ids, model, body.prediction)
     num_scored = prompt_logprobs_of(body)
-    wanted = prompt.wanted(params, bool(body.stream and body.return_progress), predicted)
+    requested = prompt.requested(params, bool(body.stream and body.return_progress), predicted)
     scored: list[TokenLogprobs] = []
     if num_scored is not None:
         (scored,) = await _scores(request, model, [prompt.ids], num_scored, params.cache_salt, is_answered=True)
-    answers = await submit(request, model, wanted)
+    answers = await submit(request, model, requested)
     writer = ChatChunks(
         prompt,
         {"id": f"chatcmpl-{context.id}", "created": context.created, "model": shown_name(request, model)},
-        Usages(body.stream_options, [len(prompt.ids)] * len(wanted)),
-        len(wanted),
+        Usages(body.stream_options, [len(prompt.ids)] * len(requested)),
+        len(requested),
         answers.new_id,
         logprobs=bool(body.logprobs),
         by_token=bool(body.stream and body.cpuspec and body.cpuspec.tokens),
@@ -84,7 +84,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         prompts, params = [await model.in_worker(model.fill_prompt, str(body.prompt), body.suffix)], model.fill_params(params)
     else:
         prompts = await model.in_worker(_prompts, model, body)
-    wanted = [RequestedAnswer(prompt, one) for prompt in prompts for one in answer_params(params)]
+    requested = [RequestedAnswer(prompt, one) for prompt in prompts for one in answer_params(params)]
     of_echo, of_prompt = params.logprobs if body.echo else None, prompt_logprobs_of(body)
     scores: list[list[TokenLogprobs]] = []
     if of_echo is not None or of_prompt is not None:
@@ -98,16 +98,16 @@ async def completions(body: CompletionBody, request: Request) -> Response:
             "created": context.created,
             "model": shown_name(request, model),
         },
-        Usages(body.stream_options, [len(one.prompt) for one in wanted]),
+        Usages(body.stream_options, [len(one.prompt) for one in requested]),
         [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts),
-        len(wanted),
+        len(requested),
         logprobs=body.logprobs is not None,
         scores=_cut(scores, of_echo),
         scored=_cut(scores, of_prompt),
     )
     if body.max_tokens == 0:
-        return _without_answers(writer, len(wanted), sum(map(len, prompts)), request.url.path, bool(body.stream))
-    return await respond(request, await submit(request, model, wanted), writer, body.stream)
+        return _without_answers(writer, len(requested), sum(map(len, prompts)), request.url.path, bool(body.stream))
+    return await respond(request, await submit(request, model, requested), writer, body.stream)
 
 
 def _params(model: ServedModel, body: CompletionBody, notes: dict[str, str]) -> SamplingParams:

@@ -76,7 +76,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         "stop_reason": None,
         "stop_sequence": None,
     }
-    answers = await submit(request, model, prompt.wanted(params))
+    answers = await submit(request, model, prompt.requested(params))
     return await respond(request, answers, _MessageWriter(prompt, head, answers.new_id), body.stream)
 
 

@@ -96,16 +96,16 @@ class ServedModel:
         work = partial(contained, partial(function, *args, **options))
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
-    async def answers(self, client: str, request_id: str, wanted: Sequence[RequestedAnswer], rng: Random | None) -> "Answers":
+    async def answers(self, client: str, request_id: str, requested: Sequence[RequestedAnswer], rng: Random | None) -> "Answers":
         """Queue the answers to one request, all or none. A grammar is compiled in a thread. rng: see `Answers`.
 
         client: whose turn in the queue the answers take. Clients with different keys share no prefixes.
         Raises RequestError or ConfigError for what the model cannot run, BusyError where the queue is full.
         """
-        each = {id(one.prompt): one for one in wanted}.values()  # the answers to one prompt need one check
+        each = {id(one.prompt): one for one in requested}.values()  # the answers to one prompt need one check
         for one in each:
             self.check_prompt(one.prompt)
-        self.admission.check(len(wanted))
+        self.admission.check(len(requested))
         for one in each:
             check = partial(self.llm.check, one.prompt, one.params)
             if one.params.has_grammar:
@@ -113,9 +113,11 @@ class ServedModel:
             else:
                 check()
         if self.has_keys:
-            salts = [self.salt(client, one.params.cache_salt) for one in wanted]
-            wanted = [replace(one, params=replace(one.params, cache_salt=salt)) for one, salt in zip(wanted, salts, strict=True)]
-        return Answers(self, client, request_id, wanted, rng)
+            salts = [self.salt(client, one.params.cache_salt) for one in requested]
+            requested = [
+                replace(one, params=replace(one.params, cache_salt=salt)) for one, salt in zip(requested, salts, strict=True)
+            ]
+        return Answers(self, client, request_id, requested, rng)
 
     def salt(self, client: str, given: str = "") -> str:
         """The engine's salt for a client's request. given: the request's `cache_salt`."""
@@ -230,25 +232,25 @@ class Answers:
     """
 
     def __init__(
-        self, model: ServedModel, client: str, request_id: str, wanted: Sequence[RequestedAnswer], rng: Random | None
+        self, model: ServedModel, client: str, request_id: str, requested: Sequence[RequestedAnswer], rng: Random | None
     ) -> None:
-        self.wanted = wanted if rng is None else [_seeded(one, rng) for one in wanted]
+        self.requested = requested if rng is None else [_seeded(one, rng) for one in requested]
         self.stamp = None if rng is None else 0
         self._rng = rng
         self._checksum = 0
-        self._rotation = deque(range(len(wanted)))  # with an rng: the unfinished answers, the next one first
-        self.meters = [AnswerMeter(len(one.prompt)) for one in wanted]
+        self._rotation = deque(range(len(requested)))  # with an rng: the unfinished answers, the next one first
+        self.meters = [AnswerMeter(len(one.prompt)) for one in requested]
         self._model = model
         self._client, self._request_id = client, request_id
         self.deadline_s = asyncio.get_running_loop().time() + model.config.max_request_s
-        self._outputs: list[list[Output]] = [[] for _ in wanted]  # that `outputs` has not yielded yet, by number
+        self._outputs: list[list[Output]] = [[] for _ in requested]  # that `outputs` has not yielded yet, by number
         self._stats: dict[int, RequestStats] = {}  # of the finished answers, by number
         self._ready = asyncio.Event()
         self._engine_ids: dict[int, int] = {}  # the engine's ids of the running answers, by number
         self._slots: dict[int, ReportedSlot] = {}
         self._error: CpuspecError | None = None
         try:
-            starts = [partial(self._submit, number) for number in range(len(wanted))]
+            starts = [partial(self._submit, number) for number in range(len(requested))]
             self._tickets = model.admission.enter(client, starts)
         except BusyError as error:
             error.retry_after_s = model.retry_after_s()
@@ -269,7 +271,7 @@ class Answers:
 
         Raises TimeUpError when the time is up, EngineFailedError if the engine ended an answer, RequestError if its grammar did.
         """
-        num_left = len(self.wanted)
+        num_left = len(self.requested)
         while num_left:
             try:
                 async with asyncio.timeout_at(self.deadline_s):
@@ -324,7 +326,7 @@ class Answers:
 
     def _submit(self, number: int) -> None:
         """Hand an answer to the engine: its place in the queue has come up."""
-        one, model = self.wanted[number], self._model
+        one, model = self.requested[number], self._model
         self.meters[number].start()
         try:
             receive = partial(self._receive, number)

@@ -129,7 +129,7 @@ async def _answer_chat(
     context: Sequence[int] = (),
 ) -> Response:
     context_of(request).notes |= prompt.notes
-    answers = await submit(request, model, prompt.wanted(chat_params(model, body)))
+    answers = await submit(request, model, prompt.requested(chat_params(model, body)))
     chunks = ChatChunks(prompt, {}, Usages(None, [len(prompt.ids)]), 1, answers.new_id, logprobs=bool(body.logprobs))
     return await respond(request, answers, _OllamaLines(chunks, head, in_message, context), body.stream is not False)
 

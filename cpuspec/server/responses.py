@@ -117,7 +117,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     try:
         prompt = await model.in_worker(_prompt, model, body, items, tools)
         context.notes |= prompt.notes
-        answers = await submit(request, model, prompt.wanted(params))
+        answers = await submit(request, model, prompt.requested(params))
     except ContextExceededError as error:
         if not body.stream:
             raise

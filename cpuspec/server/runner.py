@@ -53,13 +53,13 @@ class Runner:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, wanted: RequestedAnswer, on_output: OnOutput) -> int:
+    def submit(self, requested: RequestedAnswer, on_output: OnOutput) -> int:
         """Queue an answer; returns the engine's id of it.
 
         `on_output` is called in the event loop. Raises ConfigError, and EngineFailedError if the thread has ended.
         """
         self._check_alive()
-        request_id = self._llm.submit(wanted, partial(self._receive, on_output))
+        request_id = self._llm.submit(requested, partial(self._receive, on_output))
         self._wake.set()
         return request_id
 
