@@ -12,23 +12,19 @@ from cpuspec.errors import ConfigError
 
 @dataclass
 class RequestResult:
-    """The times and counts of one request. start_s counts from the beginning of the load. error: "" if it was answered.
+    """The times and counts of one request. Token counts are the server's own; None where it reports none."""
 
-    ttft_s: until the first text came, or until the end of an empty answer. itl_s: the gaps between pieces of text; a server that
-    drafts may send several tokens in a piece. Token counts are the server's own; None where it reports none.
-    """
-
-    start_s: float
-    ttft_s: float = 0.0
+    start_s: float  # from the beginning of the load
+    ttft_s: float = 0.0  # until the first text came, or until the end of an empty answer
     e2el_s: float = 0.0
-    itl_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)  # gaps between pieces of text; a piece may have several drafted tokens
     num_prompt_tokens: int | None = None
     num_new_tokens: int = 0
     num_cached_tokens: int | None = None
     num_draft_tokens: int | None = None
     num_accepted_tokens: int | None = None
     text: str = ""
-    error: str = ""
+    error: str = ""  # "" if the request was answered
 
     @property
     def tpot_s(self) -> float | None:

@@ -20,24 +20,18 @@ OUT_OF_TIME, INTERRUPTED = "out of time", "interrupted"
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How requests are sent.
-
-    request_rate: requests a second on average, inf for all at once. burstiness: 1 for a Poisson process, less for bursts, more for
-    even gaps. max_concurrency: requests that may be under way at once; those beyond wait unsent, and are timed from when they are
-    sent. max_seconds: after these, whatever still runs is broken off. backend, endpoint: None as each request's content wants.
-    body: what every request's body has besides.
-    """
+    """How requests are sent."""
 
     model: str = ""
-    request_rate: float = math.inf
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
+    request_rate: float = math.inf  # requests a second on average; inf sends all at once
+    burstiness: float = 1.0  # 1 for a Poisson process, less for bursts, more for even gaps
+    max_concurrency: int | None = None  # requests under way at once; others wait unsent, and their clock starts when they are sent
     seed: int = 0
     max_tokens: int = 128
-    max_seconds: float = 3600.0
-    backend: str | None = None
-    endpoint: str | None = None
-    body: dict[str, Any] = field(default_factory=dict)
+    max_seconds: float = 3600.0  # requests that still run then are broken off
+    backend: str | None = None  # None: each request goes to the protocol that its content is made for
+    endpoint: str | None = None  # None: the path of that protocol
+    body: dict[str, Any] = field(default_factory=dict)  # further fields of every request
     keep_texts: bool = False
 
     def request_body(self, request: LoadRequest) -> dict[str, Any]:

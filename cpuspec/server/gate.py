@@ -112,7 +112,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["path"] = _usual(scope["path"])
+        scope["path"] = _with_one_v1(scope["path"])
         start_s, headers = now_s(), Headers(scope=scope)
         given = headers.get("x-request-id", "")
         context = RequestContext(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
@@ -209,7 +209,7 @@ class _Limited:
         return message
 
 
-def _usual(path: str) -> str:
+def _with_one_v1(path: str) -> str:
     """The path with exactly one /v1: some clients leave it out, others write it twice."""
     while path.startswith("/v1/v1/"):
         path = path.removeprefix("/v1")

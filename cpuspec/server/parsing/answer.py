@@ -10,7 +10,7 @@ from cpuspec.server.parsing.converted import Functions
 from cpuspec.server.parsing.pieces import SPACE, Parser, Piece, decided, joined_pieces, settled
 from cpuspec.text import Tokenizer
 
-# Marks around reasoning, by what templates hold of them; the first that is found counts.
+# Pairs of marks around reasoning. A template's pair is the first of which it contains a mark.
 _REASONING = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),  # Mistral
@@ -71,7 +71,7 @@ class ContinuingParser:
     def __init__(self, parser: Parser, begun: str) -> None:
         self._parser = parser
         self._calls = [piece for piece in parser.push(begun) if piece.kind in ("call", "arguments")]
-        # By kind, the characters of the text that are undecided yet, as if nothing followed.
+        # By kind, how many characters of the text the parser has not decided on. They are left out when they come.
         self._known: dict[str, int] = {}
         for piece in deepcopy(parser).finish():
             self._known[piece.kind] = self._known.get(piece.kind, 0) + len(piece.text)

@@ -17,7 +17,10 @@ class ValueEnd:
         self._started = self._in_string = self._escaped = False
 
     def includes(self, char: str) -> bool:
-        """Whether the next character belongs to the value; after an object, a list or a text sets `done` with its last one."""
+        """Read the next character; returns whether it belongs to the value.
+
+        `done` is set by the last character of an object, a list or a text, and by the first character after another value.
+        """
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -140,7 +143,7 @@ class CallReader:
         return _text(value) or value  # some models write the arguments as a text that holds JSON
 
     def _give_up(self) -> None:
-        # A call that goes wrong after its arguments is a call all the same.
+        # A call whose arguments have begun stays a call, whatever follows.
         self.done, self.failed = self.begun, not self.begun
 
 

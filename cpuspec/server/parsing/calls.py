@@ -159,7 +159,7 @@ class MarkedCalls:
         return True
 
     def _not_a_call(self, pieces: list[Piece], text: str) -> None:
-        # The mark itself is shown at once, lest it be found again.
+        # The mark goes out at once, so that it is not found again.
         pieces.append(Piece("content", self._opens))
         self._pending, self._state = text[len(self._opens) :], "content"
 

@@ -19,13 +19,13 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 
 class ChannelParser:
-    """Takes an answer in channels apart. A text without any header is content."""
+    """Splits an answer in channels into pieces. A text without any header is content."""
 
     def __init__(self) -> None:
         self.num_calls = 0
         self._pending = ""
         self._kind: str | None = None  # of the message that is read; None in a header
-        self._said: set[str] = set()  # kinds that there was text of
+        self._seen: set[str] = set()  # kinds of the messages that had a text
 
     def push(self, text: str) -> list[Piece]:
         """See `Parser`."""
@@ -62,7 +62,7 @@ class ChannelParser:
             self.num_calls += 1
         else:
             self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
-            if self._kind in self._said:  # another message of the kind is a paragraph of its own
+            if self._kind in self._seen:  # another message of the kind is a paragraph of its own
                 pieces.append(Piece(self._kind, "\n\n"))
         return True
 
@@ -83,5 +83,5 @@ class ChannelParser:
         assert self._kind is not None
         if not text:
             return []
-        self._said.add(self._kind)
+        self._seen.add(self._kind)
         return [Piece(self._kind, text, self.num_calls - 1 if self._kind == "arguments" else 0)]

@@ -23,7 +23,7 @@ class Piece:
 
 
 class Parser(Protocol):
-    """Takes a text apart as it arrives: a whole answer, or its content with tool calls."""
+    """Splits a text into pieces as it arrives. The text is a whole answer, or its content with tool calls."""
 
     @property
     def num_calls(self) -> int:
@@ -31,11 +31,11 @@ class Parser(Protocol):
         ...
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are certain with this text."""
+        """Read on; returns the pieces that no later text can change."""
         ...
 
     def finish(self) -> list[Piece]:
-        """The rest, at the end of the answer."""
+        """The remaining pieces, at the answer's end."""
         ...
 
 
@@ -45,7 +45,7 @@ def settled(text: str, *marks: str) -> str:
 
 
 def decided(step: Callable[[list[Piece]], bool]) -> list[Piece]:
-    """All pieces that a parser can hand out now. step: adds some of them to a list, and returns whether there may be more."""
+    """All pieces that a parser can decide on now. step: adds pieces to a list, and returns whether more may be decided."""
     pieces: list[Piece] = []
     while step(pieces):
         pass
@@ -53,7 +53,7 @@ def decided(step: Callable[[list[Piece]], bool]) -> list[Piece]:
 
 
 def joined_pieces(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same pieces, neighbours of one kind as one, and none that is empty. Two calls are never joined."""
+    """The pieces that are not empty, with neighbours of one kind joined. Two calls are never joined."""
     found: list[Piece] = []
     for piece in pieces:
         if not piece.text:
