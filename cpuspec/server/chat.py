@@ -1,6 +1,6 @@
 """A conversation with tools, encoded as a prompt.
 
-Chat completions, Anthropic's messages and OpenAI's responses all use it.
+OpenAI's chat completions and responses, Anthropic's messages and Ollama's endpoints all use it.
 """
 
 import json

@@ -44,7 +44,7 @@ class Runner:
         self._begin()
 
     def _begin(self) -> None:
-        self._is_proven = False  # whether the thread has brought a token
+        self._has_answered = False  # whether the thread has brought a token
         self._thread = threading.Thread(target=self._live, name="cpuspec-engine", daemon=True)
         start_thread(self._thread)
 
@@ -103,7 +103,7 @@ class Runner:
             future, _ = self._calls.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineFailedError("the engine's thread has ended; try again"))
-        if self._is_proven and not self._closed:
+        if self._has_answered and not self._closed:
             self._begin()
         self._on_failure()
 
@@ -116,13 +116,13 @@ class Runner:
                 more, failed = self._llm.step(), False
             except BaseException:  # a panic of a Rust library is no Exception
                 _LOG.exception("a step failed; the requests that ran are ended")
-                # Their last outputs come with the next step. If that fails, too, they are ended here.
+                # The next step brings their last outputs. If it fails as well, the requests are ended here.
                 if failed:
                     self._call_in_loop(self._on_failure)
                 more, failed = not failed, True
             if self._outputs:
                 outputs, self._outputs = self._outputs, []
-                self._is_proven = self._is_proven or any(output.token_ids for _, output in outputs)
+                self._has_answered = self._has_answered or any(output.token_ids for _, output in outputs)
                 self._call_in_loop(partial(_deliver, outputs))
             if not more:
                 self._wake.wait()
