@@ -70,10 +70,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), [*ANSWERED, *REFUSED])
-def test_an_odd_request_is_answered_or_refused_by_its_own_fault(running: Running, path: str, body: dict[str, Any]) -> None:
-    few = {"max_output_tokens" if path == RESPONSES else "max_tokens": 16} if path.startswith("/v1") else {}
+@pytest.mark.parametrize(("path_", "body"), [*ANSWERED, *REFUSED])
+def test_an_odd_request_is_answered_or_refused_by_its_own_fault(running: Running, path_: str, body: dict[str, Any]) -> None:
+    few = {"max_output_tokens" if path_ == RESPONSES else "max_tokens": 16} if path_.startswith("/v1") else {}
     with running.client(headers={"content-type": "application/json"}) as client:
-        reply = client.post(path, content=json.dumps(few | body).encode())
-        assert reply.status_code == (200 if (path, body) in ANSWERED else 400), reply.text
+        reply = client.post(path_, content=json.dumps(few | body).encode())
+        assert reply.status_code == (200 if (path_, body) in ANSWERED else 400), reply.text
         assert client.post(PLAIN, json={"prompt": "hi", "max_tokens": 1}).status_code == 200
