@@ -149,10 +149,10 @@ def _exclude_each_other(branches: Sequence[Any], root: Any) -> bool:
         return False
     names = sorted(set.intersection(*(_required(one) for one in found)) if found else ())[:_MOST_BRANCHES]
     tagged = [[_values(one["properties"][name]) for one in found] for name in names]
-    return any(map(_are_apart, [[_types(one) for one in found], [_values(one) for one in found], *tagged]))
+    return any(map(_are_disjoint, [[_types(one) for one in found], [_values(one) for one in found], *tagged]))
 
 
-def _are_apart(sets: Sequence[set[str]]) -> bool:
+def _are_disjoint(sets: Sequence[set[str]]) -> bool:
     return all(sets) and sum(map(len, sets)) == len(set[str]().union(*sets))
 
 

@@ -21,8 +21,8 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Keywords of the schemas of arguments that can be written in tags.
 _OF_TAGS = {"$schema", "$defs", "additionalProperties", "definitions", "properties", "required", "type", "x-guidance"}
-# llguidance cannot see that branches of `oneOf` exclude each other; those that do not have become `anyOf` by now.
-_APART = {"coerce_one_of": True}
+# llguidance cannot see that the branches of a `oneOf` exclude each other. `loosened` has made an `anyOf` of those that do not.
+_ONE_OF = {"coerce_one_of": True}
 
 
 def answer_format(given: Any, where: str) -> dict[str, Any]:
@@ -47,26 +47,26 @@ def answer_format(given: Any, where: str) -> dict[str, Any]:
 
 
 def loose_format(keeps_to: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """The fields of SamplingParams that restrict an answer, with what can be kept of a JSON schema; and the lost keywords."""
+    """The same fields of SamplingParams with the part of a JSON schema that can be kept, and the keywords that are lost."""
     schema = keeps_to.get("json_schema")
     with suppress(ValueError, RecursionError):  # the grammar's compiler reports text that is no JSON
         found, lost = loosened(json.loads(schema) if isinstance(schema, str) else schema)
         if isinstance(found, Mapping):
             guidance = found.get("x-guidance")
-            own = {**_APART, **(guidance if isinstance(guidance, Mapping) else {})}
+            own = {**_ONE_OF, **(guidance if isinstance(guidance, Mapping) else {})}
             return {**keeps_to, "json_schema": {**found, "x-guidance": own}}, lost
     return dict(keeps_to), set()
 
 
 def noted_format(keeps_to: Mapping[str, Any], notes: dict[str, str]) -> dict[str, Any]:
-    """As `loose_format`. notes: of the request; gets the lost keywords."""
+    """The fields that `loose_format` returns. notes: of the request; they get the lost keywords."""
     found, lost = loose_format(keeps_to)
     notes |= loosened_note(lost)
     return found
 
 
 def loosened_note(lost: Set[str]) -> dict[str, str]:
-    """The note of a request, for its response's headers, on what is lost of its schemas."""
+    """A request's note of the keywords that are lost of its schemas, for its response's headers."""
     return {"loosened": ", ".join(sorted(lost))} if lost else {}
 
 
@@ -87,12 +87,12 @@ def call_grammar(
     content: str | Mapping[str, Any] | None = None,
     demanded: bool = False,
 ) -> tuple[str, set[str]]:
-    """Lark text of one call of one of the tools, and what is lost of the schemas.
+    """A Lark grammar of one call of one of the tools, and the keywords that are lost of their schemas.
 
-    strict: names of the tools whose arguments keep to their whole schema; those of others keep to what llguidance knows of it if
-    the call is demanded, else they are any object. written: the call's beginning, which the grammar leaves out. content: a JSON
-    schema that the answer may keep to instead. Where the text would be too long to be compiled, the longest schemas that are not
-    strict give way. Raises RequestError for what is no schema.
+    strict: names of the tools whose arguments keep to their whole schema. Arguments of other tools are any object, or if the call
+    is demanded keep to the part of the schema that llguidance knows. written: the call's beginning, which the grammar leaves out.
+    content: a JSON schema that the answer may keep to instead of a call. If the grammar is too long to be compiled, tools that are
+    not strict take any object, those with the longest schemas first. Raises RequestError for what is no schema.
     """
     names, lines, texts, loose_texts, lost = [], [], {}, {}, set()
     for number, tool in enumerate(tools):
@@ -102,7 +102,7 @@ def call_grammar(
             check_strict(schema, f"tool {name!r}", "tools")
         kept, less = loosened(schema)
         lost |= less
-        options = _APART if name in strict else {"lenient": True, **_APART}
+        options = _ONE_OF if name in strict else {"lenient": True, **_ONE_OF}
         in_tags = form.tagged and can_be_tagged(kept)
         head, closes = form.head(name, in_tags), form.tag_closes if in_tags else form.closes
         names.append(f"call{number}")
@@ -124,7 +124,7 @@ def call_grammar(
         lines.append(r'text[suffix="\n</parameter>"]: /(?s:.*)/')
     if content is not None:
         names.append("content")
-        lines.append(f"content: %json {_schema_text(content, _APART, 'the JSON schema')}")
+        lines.append(f"content: %json {_schema_text(content, _ONE_OF, 'the JSON schema')}")
     return "\n".join([f"start: {' | '.join(names)}", *lines]), lost
 
 
