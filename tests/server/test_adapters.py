@@ -1,5 +1,6 @@
 """LoRA adapters over HTTP: by the model's name, by llama.cpp's ids, and loaded by vLLM's endpoints where that is allowed."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,22 +110,14 @@ def test_llama_cpps_endpoint_and_field_scale_adapters_by_id(path: Path, adapters
         assert text(running) == texts["two"]
         assert text(running, model="one") == texts["one"]
         for bad in ([{"id": 5, "scale": 1.0}], [{"id": 0, "scale": 1e999}], [{"id": 0}], [{"id": "x", "scale": 1}]):
-            assert running.post("/lora-adapters", content=_json(bad), headers=JSON).status_code == 400
-            assert running.post("/v1/completions", content=_json(BODY | {"lora": bad}), headers=JSON).status_code == 400
+            for route, body in (("/lora-adapters", bad), ("/v1/completions", BODY | {"lora": bad})):
+                content = json.dumps(body).replace("Infinity", "1e999")
+                assert running.post(route, content=content, headers={"content-type": "application/json"}).status_code == 400
         assert running.post("/v1/completions", json=BODY | {"model": "one", "lora": [{"id": 0, "scale": 1}]}).status_code == 400
         assert text(running) == texts["two"]
         refused = running.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": given[0]})
         assert (refused.status_code, "--lora-dir" in refused.text) == (403, True)
         assert running.post("/v1/unload_lora_adapter", json={"lora_name": "one"}).status_code == 403
-
-
-JSON = {"content-type": "application/json"}
-
-
-def _json(value: Any) -> bytes:
-    import json
-
-    return json.dumps(value).replace("Infinity", "1e999").encode()
 
 
 def test_vllms_endpoints_load_and_unload_an_adapter(running: Running, adapters: Path, texts: dict[str, str]) -> None:
