@@ -39,8 +39,9 @@ _VALUES: dict[str, tuple[str, Any]] = {
 _OF_COMMANDS = {
     "train": {"--layers": ("1,3", (1, 3))},
     "bench": dict.fromkeys(("--depth", "--sequences", "--rows"), ("3", (3,))),
+    "quantize": {"--method": ("gptq", ("gptq",)), "--candidates": ("q4_0", ("q4_0",))},
 }
-_NEEDS = {"--grammar-trigger": ("--regex", "a+")}  # options that another one goes with
+_NEEDS = {"--grammar-trigger": ("--regex", "a+"), "--candidates": ("--bits-per-weight", "4")}  # options that another one goes with
 
 
 def _commands() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -113,7 +114,7 @@ def arguments_of(
     found = own.pop("chosen", {}) | own.pop("sampling", {})
     if running := own.pop("running", None):
         found |= {"backend": running.backend} | vars(running.settings)
-    for record in ("serving", "plan", "wanted"):
+    for record in ("serving", "plan", "wanted", "job", "gptq"):
         found |= vars(own.pop(record, None) or SimpleNamespace())
     return found | own
 
