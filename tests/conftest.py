@@ -6,6 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A machine may be busy: no example has to end within a time.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # By mark, the directories and modules whose tests have it.
 MARKS: Mapping[str, tuple[str, ...]] = {

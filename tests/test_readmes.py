@@ -19,7 +19,7 @@ _PACKAGES = ("backends", "batch", "checkpoints", "evaluate", "kernels", "load", 
 DIRECTORIES = (".", "benchmarks", "models", "cpuspec", *(f"cpuspec/{package}" for package in _PACKAGES))
 CONTRIBUTING = Path(".github/CONTRIBUTING.md")
 READMES = (*(Path(directory, "README.md") for directory in DIRECTORIES), CONTRIBUTING, Path(".github/CHANGELOG.md"))
-TEXTS = {str(path): (ROOT / path).read_text("utf-8") for path in READMES}
+TEXTS = {path.as_posix(): (ROOT / path).read_text("utf-8") for path in READMES}
 
 
 def fenced(text: str, language: str) -> list[str]:
@@ -85,8 +85,8 @@ def test_the_table_of_families_names_every_family_and_is_what_the_tool_makes() -
 
 
 def test_every_place_that_contributors_are_sent_to_exists() -> None:
-    named = re.findall(r"`((?:cpuspec|tests|tools|models|benchmarks|[a-z]+)/[\w/]*(?:\.\w+)?)`", TEXTS[str(CONTRIBUTING)])
-    named += re.findall(r"(?<![\w/])tests/[\w/]+(?:\.py)?", TEXTS[str(CONTRIBUTING)])
+    named = re.findall(r"`((?:cpuspec|tests|tools|models|benchmarks|[a-z]+)/[\w/]*(?:\.\w+)?)`", TEXTS[CONTRIBUTING.as_posix()])
+    named += re.findall(r"(?<![\w/])tests/[\w/]+(?:\.py)?", TEXTS[CONTRIBUTING.as_posix()])
     assert len(named) > 50
     assert [
         name for name in named if "NAME" not in name and not any((root / name).exists() for root in (ROOT, ROOT / "cpuspec"))

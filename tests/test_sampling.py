@@ -58,7 +58,7 @@ PARAMS = st.builds(
 TOKENS = st.lists(st.integers(0, 11), max_size=8)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(PARAMS, TOKENS, TOKENS, TOKENS, st.integers(0, 10**6))
 def test_a_distribution_is_what_its_settings_say(
     params: SamplingParams, prompt: list[int], output: list[int], ahead: list[int], seed: int
@@ -71,7 +71,7 @@ def test_a_distribution_is_what_its_settings_say(
     assert abs(probs.sum() - 1) < 1e-12
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(TOKENS, st.lists(st.lists(st.integers(0, 90), max_size=40), max_size=8), TOKENS)
 def test_a_history_counts_what_was_generated_and_a_copy_its_own(
     prompt: list[int], rounds: list[list[int]], ahead: list[int]

@@ -48,7 +48,7 @@ SOME_ID = st.integers(0, 263) | st.sampled_from([*"é中😀".encode(), 0xC0, 0x
 
 
 @BOTH
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ids=st.lists(SOME_ID, max_size=30), skip_special=st.booleans())
 def test_pieces_join_to_the_whole_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool) -> None:
     stream = tokenizer.stream(skip_special)

@@ -354,7 +354,7 @@ FRAGMENTS = st.lists(
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 @given(text=FRAGMENTS, places=st.lists(st.integers(0, 400), max_size=6), thinking=st.booleans())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_no_split_changes_what_comes_out(name: str, text: str, places: list[int], thinking: bool) -> None:
     def make() -> Parser:
         return parser_of(name, thinking)
@@ -368,7 +368,7 @@ def test_no_split_changes_what_comes_out(name: str, text: str, places: list[int]
 @given(text=FRAGMENTS)
 @example(text="[TOOL_CALLS][{")
 @example(text='Well.[TOOL_CALLS] [ {"name": [1}')
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_text_without_calls_loses_nothing(name: str, text: str) -> None:
     pieces = parse(TOOL_FORMATS[name].parser(NAMES), [text])
     if all(piece.kind == "content" for piece in pieces):

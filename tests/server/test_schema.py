@@ -29,7 +29,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.mark.parametrize(("label", "mode"), CASES, ids=lambda one: one if isinstance(one, str) else one.name.lower())
 def test_no_request_makes_the_server_fail(running: Running, label: str, mode: GenerationMode) -> None:
     @given(OPERATIONS[label].as_strategy(generation_mode=mode))
-    @settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     def ask(case: Any) -> None:
         reply = case.call(base_url=running.url, timeout=PATIENCE_S)
         assert reply.status_code < 500, (reply.status_code, reply.text, case.as_curl_command())

@@ -47,7 +47,7 @@ def path_to(draft: Draft, node: int) -> list[int]:
     return path
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_score_equals_a_run_from_scratch_after_any_history(data: st.DataObject) -> None:
     """Arrivals, chains and trees, rejections, rewritten sequences, departures and reused slots, in any order."""

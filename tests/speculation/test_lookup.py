@@ -88,7 +88,7 @@ def some_sources(draw: st.DrawFn) -> list[Evidence]:
     return [(t.matches(text.latest, num_matches, NUM_AHEAD), strength) for t, strength in ((text, 4.0), (remembered, 8.0))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TOKENS, st.lists(st.lists(st.integers(0, 2), max_size=40), max_size=4), st.integers(1, 9), st.integers(0, 40))
 def test_matches_are_the_longest_and_latest_of_all_occurrences(
     own: list[int], past: list[list[int]], num_matches: int, num_forgotten: int
@@ -101,7 +101,7 @@ def test_matches_are_the_longest_and_latest_of_all_occurrences(
     assert remembered.matches(text.latest, num_matches, 4) == all_matches(answers[num_forgotten:], own, 4)[:num_matches]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS), max_size=8))
 def test_a_text_that_followed_drafted_tokens_equals_a_fresh_one(
     prompt: list[int], rounds: list[tuple[list[int], list[int]]]
@@ -117,7 +117,7 @@ def test_a_text_that_followed_drafted_tokens_equals_a_fresh_one(
     assert text.matches(text.latest, 5, 4) == fresh.matches(fresh.latest, 5, 4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 9))
 def test_a_match_before_a_change_goes_on_behind_what_was_changed(own: list[int], num_matches: int) -> None:
     before = own[-MAX_MATCH:-1]
@@ -137,7 +137,7 @@ def test_of_a_run_only_the_most_recent_occurrences_are_looked_at(size: int) -> N
         assert text.matches(text.latest, 1, 1)[0].length == length
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 9), TOKENS), max_size=12))
 def test_what_is_forgotten_bit_by_bit_is_forgotten(changes: list[tuple[int, list[int]]]) -> None:
     text, tokens = text_of([]), list[int]()
@@ -152,7 +152,7 @@ def test_what_is_forgotten_bit_by_bit_is_forgotten(changes: list[tuple[int, list
                 assert text.matches(latest, 4, 3) == all_matches(tokens, latest, 3)[:4]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(some_sources(), st.integers(0, NUM_AHEAD))
 def test_probabilities_are_frequencies_smoothed_order_by_order(sources: list[Evidence], depth: int) -> None:
     probs = next_probs(sources, depth)
@@ -171,7 +171,7 @@ def test_more_and_longer_matches_that_agree_are_likelier_and_dissent_counts() ->
     assert next_probs([([Match(1, [1])], 4.0), ([Match(1, [2])], 8.0)], 0) == pytest.approx({1: 1 / 5, 2: 4 / 5 * 1 / 9})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(some_sources(), st.integers(0, NUM_AHEAD), st.sampled_from([0.0, 0.0517, 0.2113, 0.5031]))
 def test_a_chain_takes_the_likeliest_tokens_while_they_are_likely(
     sources: list[Evidence], num_tokens: int, min_prob: float
@@ -193,7 +193,7 @@ def test_a_chain_takes_the_likeliest_tokens_while_they_are_likely(
         assert not rest or path_prob * float(max(rest.values())) < min_prob
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(some_sources(), st.integers(1, 12), st.sampled_from([0.0217, 0.1013, 0.3071]))
 def test_a_tree_is_made_of_the_likeliest_paths(sources: list[Evidence], num_tokens: int, min_prob: float) -> None:
     def paths(path: list[int], path_prob: float) -> dict[tuple[int, ...], float]:
@@ -266,7 +266,7 @@ LOOKUPS = {
 
 
 @pytest.mark.parametrize("kind", LOOKUPS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS), max_size=6))
 def test_a_sequence_with_drafted_tokens_between_is_drafted_for_like_a_fresh_one(
     kind: str, prompt: list[int], rounds: list[tuple[list[int], list[int]]]

@@ -25,7 +25,7 @@ def rescanned(tokens: list[int], num_tokens: int) -> list[int]:
     return []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(TOKENS, st.lists(TOKENS, max_size=6))
 def test_drafts_equal_a_full_rescan_after_every_round(prompt: list[int], rounds: list[list[int]]) -> None:
     proposer, seq = NgramProposer(4, min_prob=0.0), Sequence.new(7, prompt, SamplingParams())

@@ -171,7 +171,7 @@ def test_nothing_is_drafted_where_nothing_could_be(by_text: bool) -> None:
         assert len(proposer.propose([seq], [4])[0]) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.lists(st.integers(2, 9), max_size=40), st.lists(st.integers(2, 9), max_size=5)), max_size=12))
 def test_the_other_sequence_holds_the_same_text_whatever_was_drafted(steps: list[tuple[list[int], list[int]]]) -> None:
     proposer, seq, _ = drafting(PENALISED)

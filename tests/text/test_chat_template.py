@@ -101,7 +101,7 @@ HARMFUL = st.lists(st.sampled_from(SCRAPS), max_size=6).map("".join)
 
 
 @EACH
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(contents=st.lists(HARMLESS, min_size=1, max_size=3))
 def test_harmless_messages_encode_as_the_rendered_text_does(name: str, contents: list[str]) -> None:
     tokenizer = MADE[name]
@@ -111,7 +111,7 @@ def test_harmless_messages_encode_as_the_rendered_text_does(name: str, contents:
 
 
 @EACH
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(contents=st.lists(HARMFUL, min_size=1, max_size=3))
 def test_no_message_adds_or_removes_a_control_token(name: str, contents: list[str]) -> None:
     tokenizer = MADE[name]

@@ -155,7 +155,7 @@ def test_ids_equal_the_slow_reference(pre: str) -> None:
         assert tokenizer.encode(text) == slow_encode(text, pre), text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=40) | st.text("aeT 1'\n\r\tñ́中😀<|>", max_size=40), st.sampled_from(["smollm", *WORDS]))
 def test_ids_equal_the_slow_reference_for_any_text(text: str, pre: str) -> None:
     tokenizer = BUILT[pre]
@@ -394,7 +394,7 @@ def slow_sentencepiece(text: str, pieces: list[tuple[str, int, float]] = PIECES)
     return ids
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text("thering ac", max_size=30) | st.text(max_size=10))
 def test_sentencepiece_equals_its_slow_reference(text: str) -> None:
     tokenizer = SPM
@@ -420,7 +420,7 @@ def test_sentencepiece_keeps_control_tokens_bytes_and_spaces_apart() -> None:
 # A text in parts, as one vocabulary hands it to another
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), st.sampled_from(["smollm", "gpt-2", "llama-bpe", "sentencepiece"]))
 def test_any_ids_as_parts_encode_to_the_same_bytes_and_control_tokens(data: st.DataObject, name: str) -> None:
     """Bytes that are no UTF-8 and halves of characters included."""
@@ -435,7 +435,7 @@ def _meant(tokenizer: Tokenizer, ids: list[int]) -> list[bytes | int]:
     return [part for key, run in special for part in (run if key else [b"".join(map(tokenizer.token_bytes, run))])]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text("thering ac", max_size=30) | st.text(max_size=10), st.sampled_from(["smollm", "qwen2", "sentencepiece"]))
 def test_a_text_as_parts_encodes_as_it_did(text: str, name: str) -> None:
     tokenizer = SPM if name == "sentencepiece" else BUILT[name]
@@ -962,7 +962,7 @@ def test_sentencepiece_prefers_the_leftmost_of_equal_scores() -> None:
     assert tokenizer.encode("aééb") == [1, 0, 2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text("the▁ ring", max_size=30))
 def test_sentencepiece_merges_across_words_where_a_piece_does(text: str) -> None:
     """Words are merged one by one only where no piece spans two."""
