@@ -13,8 +13,8 @@ from ctypes import addressof, c_int32
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from sys import getrefcount
 from types import MappingProxyType
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,8 +159,8 @@ class NumbaBackend:
             (self.threads, round_up(max(self._plans.scratch_bytes, of_tiles, 4 * MAX_RANK, sharing.APART_BYTES), 64))
         )
         self._places = np.empty(self.max_rows, layout.PLACE)
-        self._logits = np.empty((1, self._num_logits), np.float32)
-        self._unheld = getrefcount(self._logits)
+        self._logits = memoryview(np.empty((1, self._num_logits), np.float32))
+        self._lent = ref(np.empty(0, np.float32))
         self._peaks = np.empty(argmax.MOST_ROWS * sharing.PIECES * self.threads, np.float32)
         self._picked = (c_int32 * argmax.MOST_ROWS)()  # of which a part is a list
         self._paths = np.empty(0, np.int64)
@@ -442,12 +442,15 @@ class NumbaBackend:
         return x / np.sqrt(squares) * self._vectors[norm][: x.shape[1]]
 
     def _room_for_logits(self, num_rows: int) -> F32:
-        """Rows of logits to write into: those of the last forward again, once no caller holds them or a part of them."""
+        """Rows of logits to write into, in the last forward's memory once its array and all parts of it are gone."""
         if num_rows > argmax.MOST_ROWS:
             return np.empty((num_rows, self._num_logits), np.float32)
-        if len(self._logits) != num_rows or getrefcount(self._logits) != self._unheld:
-            self._logits = np.empty((num_rows, self._num_logits), np.float32)
-        return self._logits
+        if len(self._logits) != num_rows or self._lent() is not None:
+            self._logits = memoryview(np.empty((num_rows, self._num_logits), np.float32))
+        # The base of an array's parts is that array only if its own base is none of numpy's.
+        logits: F32 = np.asarray(self._logits)
+        self._lent = ref(logits)
+        return logits
 
     def _room_for_hidden(self, layers: tuple[int, ...], num_rows: int) -> tuple[NDArray[np.int64], tuple[F32, ...]]:
         """Of each layer of the model the address to which its rows go, 0 for none; and rows for each that was asked for."""

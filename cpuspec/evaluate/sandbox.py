@@ -70,7 +70,7 @@ def run_program(program: str, limits: Limits | None = None, isolated: bool = Tru
             stdout=out,
             stderr=subprocess.DEVNULL,
             cwd=directory,
-            env={},
+            env={"MIMALLOC_ARENA_RESERVE": "1m"},  # as of `platform.generic.start_helper`
             start_new_session=True,
         )
         try:

@@ -339,7 +339,7 @@ def test_logits_that_somebody_holds_stay_as_they_are(tmp_path_factory, name: str
 def test_logits_that_seem_to_be_held_by_nobody_are_written_over(small, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: it is the look at who holds them that keeps them."""
     backend, cache = small["numba"], small["numba"].new_cache(1, 64)
-    monkeypatch.setattr("cpuspec.backends.numba_backend.getrefcount", lambda array: backend._unheld)
+    monkeypatch.setattr("cpuspec.backends.numba_backend.ref", lambda array: lambda: None)
     forward(backend, cache, {0: TOKENS[:1]})
     held = forward(backend, cache, {0: TOKENS[1:2]}).logits
     before = held.copy()
