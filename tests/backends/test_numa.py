@@ -154,7 +154,8 @@ def test_weights_lie_where_they_are_wanted_and_every_copy_gives_the_same_bits(
             assert np.array_equal(_logits(backend), wanted)
         matrix = backend._matrices["layers.0.o"]
         ctypes.memset(matrix.data.ctypes.data + matrix.copies_apart, 0, matrix.nbytes)  # read by no other processor
-        assert not np.array_equal(_logits(backend), wanted)
+        is_told_apart = bool(SYSTEM.processor_function)  # Windows' threads all read the first copy
+        assert np.array_equal(_logits(backend), wanted) != is_told_apart
         backend._copy_of[:] = 0
         assert np.array_equal(_logits(backend), wanted)
 

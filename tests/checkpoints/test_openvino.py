@@ -131,6 +131,7 @@ def _write(directory: Path, kind: str, tied: bool = False, **sizes: int) -> tupl
             values[name] = tensor.dequantize()
             weight = ir.layer("Convert", ir.const("f16", (1, 1, *tensor.shape), tensor.data.tobytes()))
             ir.layer("Add" if part.endswith("_bias") else "Multiply", rows, weight, name=f"{module}/aten::mul/Multiply_1")
+    del source, tensor  # Windows removes no file that is mapped
     (directory / "model.safetensors").unlink()
     ir.write(directory)
     return ir, values
