@@ -159,7 +159,7 @@ class NumbaBackend:
             (self.threads, round_up(max(self._plans.scratch_bytes, of_tiles, 4 * MAX_RANK, sharing.APART_BYTES), 64))
         )
         self._places = np.empty(self.max_rows, layout.PLACE)
-        self._logits = memoryview(np.empty((1, self._num_logits), np.float32))
+        self._logits = np.empty((1, self._num_logits), np.float32).data
         self._lent = ref(np.empty(0, np.float32))
         self._peaks = np.empty(argmax.MOST_ROWS * sharing.PIECES * self.threads, np.float32)
         self._picked = (c_int32 * argmax.MOST_ROWS)()  # of which a part is a list
@@ -446,7 +446,7 @@ class NumbaBackend:
         if num_rows > argmax.MOST_ROWS:
             return np.empty((num_rows, self._num_logits), np.float32)
         if len(self._logits) != num_rows or self._lent() is not None:
-            self._logits = memoryview(np.empty((num_rows, self._num_logits), np.float32))
+            self._logits = np.empty((num_rows, self._num_logits), np.float32).data
         # The base of an array's parts is that array only if its own base is none of numpy's.
         logits: F32 = np.asarray(self._logits)
         self._lent = ref(logits)
