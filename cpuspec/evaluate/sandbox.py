@@ -70,7 +70,7 @@ def run_program(program: str, limits: Limits | None = None, isolated: bool = Tru
             stdout=out,
             stderr=subprocess.DEVNULL,
             cwd=directory,
-            env={"MIMALLOC_ARENA_RESERVE": "1m"},  # as of `platform.generic.start_helper`
+            env={"MIMALLOC_ARENA_RESERVE": "1m"},  # a free-threaded Python takes 1 GiB of addresses otherwise
             start_new_session=True,
         )
         try:

@@ -99,10 +99,9 @@ def cache_home(variables: Mapping[str, str]) -> Path:
 def start_helper(
     arguments: Sequence[str], cpu_s: int | None, memory_bytes: int, stdout: int, stderr: int
 ) -> subprocess.Popen[bytes]:
-    # Without this, a free-threaded Python reserves 1 GiB of addresses at its start, which limits of memory count.
-    environment = os.environ | {"MIMALLOC_ARENA_RESERVE": "1m"}
-    command = [sys.executable, *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, env=environment, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=True
+    )
 
 
 SYSTEM = System(

@@ -33,6 +33,7 @@ _ARCH_PRCTL, _SET_MEMPOLICY, _GET_MEMPOLICY, _MOVE_PAGES = 158, 238, 239, 279
 _REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18
 _DEFAULT, _INTERLEAVE = 0, 3
 _ONLY_OWN = 2  # move pages that only this process has mapped
+_RESERVED = (1 << 30) * ("t" in sys.abiflags)  # bytes of addresses that a free-threaded Python takes at its start
 _MOST_MAPS, _TRIM_THRESHOLD, _NEVER = -4, -1, 2**31 - 1  # of glibc's mallopt(3)
 
 
@@ -286,7 +287,7 @@ def start_helper(arguments: Sequence[str], cpu_s: int | None, memory_bytes: int,
 
     child = generic.start_helper(arguments, cpu_s, memory_bytes, stdout, stderr)
     with suppress(ProcessLookupError):
-        resource.prlimit(child.pid, resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        resource.prlimit(child.pid, resource.RLIMIT_AS, (memory_bytes + _RESERVED,) * 2)
         if cpu_s is not None:
             resource.prlimit(child.pid, resource.RLIMIT_CPU, (cpu_s, cpu_s))
     return child
