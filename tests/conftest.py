@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -20,8 +21,19 @@ MARKS: Mapping[str, tuple[str, ...]] = {
         *("backends/test_transformers.py", "checkpoints/test_quantized_oracles.py", "checkpoints/test_published_tokenizers.py"),
         *("speculation/test_head_oracles.py", "evaluate/test_harness.py"),
     ),
-    "slow": ("server/test_faults.py", "server/test_prefix_cache.py", "load/test_bench_serve.py", "ray", "test_cli.py"),
 }
+# Of a test in these modules that has several parameters, the default run has as few combinations as have each value of each
+# parameter once: every family, every way, every drafter. The other combinations are slow.
+COMBINED = (
+    *("backends/test_adapters.py", "backends/test_forward.py", "backends/test_kv_formats.py", "backends/test_latent.py"),
+    *("backends/test_layer_differences.py", "backends/test_recurrent.py", "checkpoints/test_safetensors.py"),
+    *("engine/test_assemble.py", "engine/test_engine.py", "engine/test_interleaving.py", "engine/test_mixtures.py"),
+    *("engine/test_recurrent_prefixes.py", "engine/test_ways.py", "kernels/test_attention.py", "kernels/test_attention_plan.py"),
+    *("model/test_cache.py", "quantize/test_cast.py", "server/test_continuing.py", "server/test_nonce.py"),
+    *("server/test_schema.py", "speculation/test_assistants.py", "speculation/test_constrained.py", "speculation/test_heads.py"),
+    *("speculation/test_masks.py", "speculation/test_prefixes.py", "speculation/test_trees.py", "train/test_heads.py"),
+)
+PREFERRED = "numba"  # this backend has each value of the other parameters
 ROOT = Path(__file__).parent
 # Error codes of Windows.
 _REFUSED = {
@@ -34,20 +46,41 @@ _REFUSED = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test the marks of its place."""
     marks: dict[Path, list[str]] = {path: [] for path in dict.fromkeys(item.path for item in items)}
-    for mark, places in MARKS.items():
+    for mark, places in {**MARKS, "combined": COMBINED}.items():
         paths = [ROOT / place for place in places]
         missing = [path for path in paths if not path.exists()]
-        assert not missing, f"the mark {mark} is of files that do not exist: {missing}"
+        assert not missing, f"tests/conftest.py has the mark {mark} for files that do not exist: {missing}"
         for file, found in marks.items():
             if any(file.is_relative_to(path) for path in paths):
                 found.append(mark)
+    tests: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         for mark in marks[item.path]:
             item.add_marker(mark)
+        if item.get_closest_marker("combined") and not item.get_closest_marker("slow") and hasattr(item, "callspec"):
+            tests.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+    for combinations in tests.values():
+        for item in _spare(combinations):
+            item.add_marker("slow")
     if os.name != "posix":
         for item in items:
             if item.get_closest_marker("posix"):
                 item.add_marker(pytest.mark.skip(reason="Windows has no such files, modes, forks, limits or signals"))
+
+
+def _spare(combinations: list[pytest.Item]) -> list[pytest.Item]:
+    """The combinations of one test that are not needed to have each value of each parameter, and no value much more often."""
+    left = [(item, {(name, repr(value)) for name, value in item.callspec.params.items()}) for item in combinations]
+    times: Counter[tuple[str, str]] = Counter()
+
+    def gain(one: tuple[pytest.Item, set[tuple[str, str]]]) -> tuple[bool, int, int]:
+        new = sum(not times[value] for value in one[1])
+        return new > 0 and any(PREFERRED in text for _, text in one[1]), new, -sum(times[value] for value in one[1])
+
+    while left and gain(best := max(left, key=gain))[1]:
+        left.remove(best)
+        times.update(best[1])
+    return [item for item, _ in left]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,7 @@
 """Every check of the project, one after the other, and a summary: `python tools/check.py` before each commit.
 
 Runs ruff (lint and format), mypy and pytest with the interpreter it was started with. Exits with 1 if any of them failed.
+`python tools/check.py --all` also runs the tests marked slow: every combination of families, formats, ways and drafters.
 `python tools/check.py --changed` prints the tests of the files that have changed since the last commit, and runs nothing.
 """
 
@@ -15,10 +16,13 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
     "lint": ("ruff", "check", "."),
     "format": ("ruff", "format", "--check", "."),
     "types": ("mypy",),
-    "tests": ("pytest", "-n", "auto", "--maxprocesses", "4"),  # a process for each core
+    # A process for each core. Preparing assertions to tell their operands would take ten seconds of each.
+    "tests": ("pytest", "-n", "auto", "--maxprocesses", "4", "--assert=plain"),
 }
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # of numpy and torch in each of these processes
-
+AGAIN = ("pytest", "--last-failed", "--last-failed-no-failures=none")  # tells the operands of the assertions that failed
+ALL = ("-m", "not real_model")
+# One thread for numpy and torch in each of these processes. The bytecode of the package is kept: tests start hundreds of processes.
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,18 +46,20 @@ def print_tests_of_changes() -> None:
             print(f"{name}: python -m pytest -q {' '.join(tests) or name}")
 
 
+def _passes(name: str, *command: str) -> bool:
+    print(f"--- {name}: {' '.join(command)}", flush=True)
+    return not subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=os.environ | ENVIRONMENT, check=False).returncode
+
+
 def main() -> int:
     """Run the checks; returns the exit code."""
     if sys.argv[1:] == ["--changed"]:
         print_tests_of_changes()
         return 0
-    failed = []
-    for name, (module, *arguments) in CHECKS.items():
-        print(f"--- {name}: {' '.join((module, *arguments))}", flush=True)
-        if subprocess.run(
-            [sys.executable, "-m", module, *arguments], cwd=ROOT, env=os.environ | ONE_THREAD, check=False
-        ).returncode:
-            failed.append(name)
+    chosen = ALL if sys.argv[1:] == ["--all"] else ()
+    failed = [name for name, command in CHECKS.items() if not _passes(name, *command, *(chosen if name == "tests" else ()))]
+    if "tests" in failed:
+        _passes("tests that failed", *AGAIN, *chosen)
     for name in CHECKS:
         print(f"{name:<8}{'FAILED' if name in failed else 'passed'}")
     return bool(failed)

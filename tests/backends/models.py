@@ -13,7 +13,7 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
 from cpuspec.config import DeltaNet, Latent, Mamba2, RopeScaling
 from cpuspec.errors import BackendError
-from cpuspec.formats import Format, QuantTensor, get_format
+from cpuspec.formats import FORMATS, Format, QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
 from cpuspec.quantize.cast import cast, casts
@@ -32,6 +32,10 @@ PATHS = ([0, 1, 3], [0, 2, 4], [0, 5], [0, 2, 6])
 
 # The shape of most tests' models.
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+
+# A format of each reader of the kernels, and some with other bits and scales.
+CLASSES = tuple({row.reader: name for name, row in reversed(FORMATS.items())}.values())
+CLASSES = tuple(dict.fromkeys((*CLASSES, "q4_k", "q6_k", "q8_0", "int3_g64_asym")))
 
 # Of a model in each format: some take microseconds a value to encode.
 SMALLEST = {"num_layers": 1, "intermediate_size": 256}

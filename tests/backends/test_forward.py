@@ -22,6 +22,7 @@ from cpuspec.platform import SYSTEM
 from cpuspec.sampling import argmax
 from cpuspec.settings import EngineConfig
 from tests.backends.models import (
+    CLASSES,
     DEPTHS,
     GEMMA4,
     PARENTS,
@@ -59,14 +60,12 @@ def family(request, tmp_path_factory) -> Checkpoint:
     return tiny(tmp_path_factory, **FAMILIES[request.param])
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+# `tests/kernels` has the bits of each format's rows.
+@pytest.fixture(
+    scope="module", params=[name if name in CLASSES else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+)
 def of_format(request, tmp_path_factory) -> Checkpoint:
     return tiny(tmp_path_factory, weight_format=request.param, **SMALLEST)
-
-
-# A format of each reader of the kernels, and some with other bits and scales. `tests/kernels` has the bits of each format's rows.
-CLASSES = tuple({row.reader: name for name, row in reversed(FORMATS.items())}.values())
-CLASSES = tuple(dict.fromkeys((*CLASSES, "q4_k", "q6_k", "q8_0", "int3_g64_asym")))
 
 
 @pytest.fixture(scope="module", params=CLASSES)

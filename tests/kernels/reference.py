@@ -5,9 +5,11 @@ It starts from rows of f32 and from the codes and scales of a format's file. It 
 instructions. `fma` rounds once, as the instruction does.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from cpuspec.formats import FORMATS, QuantTensor
@@ -27,8 +29,16 @@ from cpuspec.kernels.products import (
     SHIFT,
     VALUE_SUM,
 )
+from tests.backends.models import CLASSES
 
 _Integers = NDArray[np.int64]
+
+
+def compiled_sparingly(cases: Iterable[tuple[str, str]]) -> list[Any]:
+    """Cases of a format and an order of activations, for `parametrize`. Each is a kernel to compile. Those for activations in
+    16 bits are slow, except one for each reader.
+    """
+    return [pytest.param(*case, marks=pytest.mark.slow if case[1] == "int16" and case[0] not in CLASSES else ()) for case in cases]
 
 
 class Inputs(NamedTuple):

@@ -68,7 +68,7 @@ def _wanted(tensor: QuantTensor, inputs: reference.Inputs) -> np.ndarray:
 CODES = [(name, order) for name in READERS for order in (("rotated",) if FORMATS[name].rotated else ("int8", "int16"))]
 
 
-@pytest.mark.parametrize(("name", "order"), CODES)
+@pytest.mark.parametrize(("name", "order"), reference.compiled_sparingly(CODES))
 def test_products_of_codes_are_those_of_the_reference_for_any_number_of_rows(name: str, order: str) -> None:
     tensor = _codes(name)
     x = _rows(max(ROWS), tensor.shape[1])

@@ -20,6 +20,7 @@ from tests.kernels import reference
 CASES = [(name, activation_order(name, precise)) for name in FORMATS for precise in (False, True)]
 CASES = list(dict.fromkeys([*CASES, ("bf16", "rounded")]))  # what processors without tile registers for bf16 do
 CASES += [(name, "bf16") for name in READERS if has_bf16_tiles()]  # tokens of prompts
+every_case = pytest.mark.parametrize(("format_name", "order"), reference.compiled_sparingly(CASES))
 NUMBERS = [(name, order) for name, order in CASES if FORMATS[name].block_size == 1]
 PAIRED = [order for name, order in CASES if name == "bf16"]
 OUT_FEATURES = 153  # ten tiles, the last in part: with few rows four are read in turns, twice, and two are left
@@ -75,7 +76,7 @@ def _run(
     return out
 
 
-@pytest.mark.parametrize(("format_name", "order"), CASES)
+@every_case
 def test_products_are_those_of_the_decoded_weights_and_inputs(format_name: str, order: str) -> None:
     tensor, packed = _matrix(format_name, OUT_FEATURES, 512)
     x = np.random.default_rng(2).standard_normal((5, 512)).astype(np.float32) + 1
@@ -86,7 +87,7 @@ def test_products_are_those_of_the_decoded_weights_and_inputs(format_name: str, 
     assert np.abs(got - wrong).max() > 1e-2 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize(("format_name", "order"), CASES)
+@every_case
 def test_a_row_does_not_depend_on_its_batch(format_name: str, order: str) -> None:
     _, packed = _matrix(format_name, OUT_FEATURES, 512)
     x = np.random.default_rng(3).standard_normal((37, 512)).astype(np.float32)
@@ -96,7 +97,7 @@ def test_a_row_does_not_depend_on_its_batch(format_name: str, order: str) -> Non
             assert np.array_equal(_run(packed, order, x[start : start + rows]), together[start : start + rows])
 
 
-@pytest.mark.parametrize(("format_name", "order"), CASES)
+@every_case
 def test_a_tile_is_computed_alike_in_any_share_of_the_work(format_name: str, order: str) -> None:
     _, packed = _matrix(format_name, OUT_FEATURES, 512)
     x = np.random.default_rng(4).standard_normal((3, 512)).astype(np.float32)
@@ -108,7 +109,7 @@ def test_a_tile_is_computed_alike_in_any_share_of_the_work(format_name: str, ord
         assert np.isnan(np.delete(part, np.arange(columns.start, columns.stop), axis=1)).all()
 
 
-@pytest.mark.parametrize(("format_name", "order"), CASES)
+@every_case
 def test_rows_too_long_to_stay_near_are_computed_like_others(format_name: str, order: str) -> None:
     in_features = 21 * 512  # of which few rows are as large as the second cache
     tensor, _ = _matrix(format_name, OUT_FEATURES, 512)
@@ -119,7 +120,7 @@ def test_rows_too_long_to_stay_near_are_computed_like_others(format_name: str, o
         assert np.array_equal(_run(packed, order, x[first:end]), together[first:end])
 
 
-@pytest.mark.parametrize(("format_name", "order"), CASES)
+@every_case
 def test_long_matrices_are_computed_like_short_ones(format_name: str, order: str) -> None:
     _, packed = _matrix(format_name, PADDED, 512)
     times = 1 + (1 << 20) // packed.data.nbytes  # a MiB is long: its tiles are read in turns for up to 16 rows
@@ -135,7 +136,7 @@ def test_long_matrices_are_computed_like_short_ones(format_name: str, order: str
         assert np.array_equal(got, np.tile(short[:rows], times))
 
 
-@pytest.mark.parametrize(("format_name", "order"), CASES)
+@every_case
 def test_bias_and_residual_are_added_after_the_product(format_name: str, order: str) -> None:
     _, packed = _matrix(format_name, OUT_FEATURES, 256)
     rng = np.random.default_rng(5)
@@ -173,7 +174,7 @@ def test_constant_and_zero_groups_are_kept_exactly(order: str) -> None:
     assert np.allclose(_decoded(x, order), x, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("format_name", "order"), CASES)
+@every_case
 def test_a_nan_input_reaches_every_output(format_name: str, order: str) -> None:
     _, packed = _matrix(format_name, 16, 256)
     x = np.ones((2, 256), np.float32)
