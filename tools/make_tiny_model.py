@@ -13,8 +13,8 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -261,167 +261,158 @@ def _merge(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
     return tuple(merged)
 
 
-def tiny_config(
-    architecture: str = "qwen2",
-    *,
-    hidden_size: int = 256,
-    intermediate_size: int = 512,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 64,
-    vocab_size: int = 384,
-    context_length: int = 512,
-    tied: bool = True,
-    rope_base: float = 10000.0,
-    rope_scaling: RopeScaling | None = None,
-    qkv_bias: bool | None = None,
-    o_bias: bool = False,
-    window: int | None = None,
-    query_scale: float | None = None,
-    num_experts: int = 8,
-    num_used: int = 3,
-    expert_size: int = 128,
-    dense_layers: tuple[int, ...] = (),
-    shared_size: int = 0,
-    mlp_bias: bool = False,
-    rope_dims: int = 0,
-    query_growth: float = 0.0,
-    router: Mapping[str, Any] = MappingProxyType({}),
-    qk_norm: bool | None = None,
-    delta: DeltaNet | None = None,
-    mixers: tuple[str, ...] = (),
-    mamba2: Mamba2 | None = None,
-    latent: Latent | None = None,
-    mscale: float = 0.0,
-    same_values: bool = False,
-    shared_layers: int = 0,
-    layer_input_size: int = 0,
-) -> ModelConfig:
-    """A small ModelConfig; biases default to what the architecture has, and the default sizes suit every format.
+@dataclass(frozen=True)
+class TinyShape:
+    """The arguments of `tiny_config`. None and empty: what the architecture has. The sizes suit every format."""
 
-    num_experts to router: of families with experts; dense_layers: those that have none; shared_size: of the part beside them;
-    router: fields of `Experts`.
-    A Granite has factors that matter. delta: of families with gated delta nets, in all layers but each fourth (or the last).
-    latent: of families with latent attention; mscale: the slope of their scores' factor under YaRN.
-    same_values: of a Gemma 4, whether layers without a window make values of keys; shared_layers: how many last layers read keys
-    and values of others, and have twice the size; layer_input_size: that of `ModelConfig`.
-    mixers: of layers in families that have others than attention, by default one of each kind in turns; mamba2: their settings.
-    window: of all layers, or in a Gemma of each layer but every second; it defaults to 8 in a Gemma and else to none. Gemma 2's
-    softcaps are small enough to matter.
-    """
+    hidden_size: int = 256
+    intermediate_size: int = 512
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    vocab_size: int = 384
+    context_length: int = 512
+    tied: bool = True
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rope_dims: int = 0
+    qkv_bias: bool | None = None
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool | None = None
+    window: int | None = None  # of all layers, or in a Gemma of each layer but every second; None: 8 in a Gemma and else none
+    query_scale: float | None = None
+    query_growth: float = 0.0
+    mscale: float = 0.0  # the slope of the factor of scores under YaRN, with latent attention
+    # Of families with experts:
+    num_experts: int = 8
+    num_used: int = 3
+    expert_size: int = 128
+    dense_layers: tuple[int, ...] = ()  # layers without experts
+    shared_size: int = 0  # of the part beside the experts
+    router: Mapping[str, Any] = field(default_factory=dict)  # fields of `Experts`
+    # Of families with other mixers than attention:
+    mixers: tuple[str, ...] = ()  # of each layer; by default one of each kind in turns
+    mamba2: Mamba2 | None = None
+    delta: DeltaNet | None = None  # in all layers but each fourth, or the last
+    latent: Latent | None = None
+    # Of a Gemma 4:
+    same_values: bool = False  # layers without a window make values of keys
+    shared_layers: int = 0  # last layers that read keys and values of others, and have twice the size
+    layer_input_size: int = 0
+
+
+def tiny_config(architecture: str = "qwen2", **chosen: Any) -> ModelConfig:
+    """A small ModelConfig. chosen: fields of `TinyShape`. Factors and soft caps of a family are large enough to matter."""
     family = FAMILIES[architecture]
-    if architecture in _ONE_SIZE:
-        intermediate_size = expert_size  # their files have one number for both
-    if architecture == "gpt-oss":
-        qkv_bias = o_bias = True
-        rope_scaling = rope_scaling or RopeScaling("yarn", 32.0, original_context_length=64)
-    of_gemma = architecture in ("gemma2", "gemma3") or family.by_window
-    has_windows = of_gemma or architecture in ("olmo3", "cohere2", "gpt-oss")
-    if architecture == "hunyuan-moe":
-        shared_size = expert_size  # in every model
-    if architecture == "gemma4-moe":
-        shared_size = intermediate_size
-    every = family.unrotated_every or num_layers + 1
-    recurrent = _recurrent(family, hidden_size, num_layers, mixers, mamba2)
-    mixture = _mixture(
-        family, num_layers, dense_layers, shared_size, {"count": num_experts, "used": num_used, "size": expert_size, **router}
-    )
-    scales: dict[str, Any] = {
-        "embedding_scale": math.sqrt(hidden_size) if family.scales_embeddings else 1.0,
-        "query_scale": query_scale,
-    }
-    if family.has_scales:
-        scales = {"embedding_scale": 3.0, "query_scale": 0.25, "residual_scale": 0.5, "logit_scale": 0.5}
-    if family.has_logit_scale:
-        scales["logit_scale"] = 0.25
-    if architecture == "ministral3":  # whose class has both by default
-        own = RopeScaling("yarn", 4.0, original_context_length=context_length // 8, attention_factor=1.0)
-        rope_scaling, query_growth = rope_scaling or own, query_growth or 0.125
-    if family.delta_layers:
-        interval = min(4, num_layers)
-        mixture |= {
-            "recurrent": delta or DeltaNet(2, 64, 4, 64, tiled=family.tiles_values),
-            "layer_recurrent": tuple((i + 1) % interval != 0 for i in range(num_layers)),
-        }
-        rope_dims = rope_dims or head_dim // 4
-    if family.latent:
-        latent = latent or Latent(64, 32, 64, 48, q_rank=96)
-        rope_dims, num_kv_heads, head_dim = latent.turned, 1, latent.dims
-        if architecture == "mistral4":  # which its class has by default
-            rope_scaling = rope_scaling or RopeScaling(
-                "yarn", 4.0, original_context_length=context_length // 8, attention_factor=1.0
-            )
-            query_growth, mscale = query_growth or 0.125, mscale or 1.0
-        grows = 0.1 * math.log(rope_scaling.factor) if rope_scaling else 0.0
-        scales["query_scale"] = (1 + mscale * grows) ** 2 / math.sqrt(latent.plain + latent.turned)
-        mixture["latent"] = latent
+    s = _completed(architecture, TinyShape(**chosen))
     every_bias = family.hf_defaults.get("use_bias") is True
-    size = (8 if has_windows else 0) if window is None else window
-    slides = [not (has_windows or family.turns_in_windows) or i % 2 == 0 for i in range(num_layers)]
+    grown = (s.rope_scaling and s.rope_scaling.original_context_length) or s.context_length
+    sizes = {name: getattr(s, name) for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")}
     config = ModelConfig(
         architecture=architecture,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        context_length=context_length,
+        vocab_size=s.vocab_size,
+        hidden_size=s.hidden_size,
+        num_layers=s.num_layers,
+        context_length=s.context_length,
         norm_eps=1e-6,
-        rope_base=rope_base,
-        rope_scaling=rope_scaling,
-        qkv_bias=family.qkv_bias or every_bias if qkv_bias is None else qkv_bias,
-        o_bias=o_bias or every_bias,
-        mlp_bias=mlp_bias or every_bias,
-        rope_dims=rope_dims,
-        query_growth=query_growth,
-        query_growth_length=((rope_scaling and rope_scaling.original_context_length) or context_length) if query_growth else 0,
-        tied_embeddings=tied and not family.folds_multipliers,
-        **scales,
-        attention_softcap=2.0 if architecture == "gemma2" else 0.0,
-        logit_softcap=3.0 if architecture == "gemma2" or family.by_window else 0.0,
-        **layer_flags(
-            size,
-            slides,
-            slides
-            if family.turns_in_windows and size
-            else [(i + 1) % every != 0 and not (family.has_scales and family.recurrent) for i in range(num_layers)],
-            has_local_rope=family.has_local_rope,
-        ),
-        **mixture,
-        **(
-            {"intermediate_size": intermediate_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-            | recurrent
-        ),
-        **{"qk_norm": family.hf_defaults.get("use_qk_norm", False) if qk_norm is None else qk_norm, **family.flags},
+        rope_base=s.rope_base,
+        rope_scaling=s.rope_scaling,
+        rope_dims=s.rope_dims,
+        qkv_bias=family.qkv_bias or every_bias if s.qkv_bias is None else s.qkv_bias,
+        o_bias=s.o_bias or every_bias,
+        mlp_bias=s.mlp_bias or every_bias,
+        query_growth=s.query_growth,
+        query_growth_length=grown if s.query_growth else 0,
+        tied_embeddings=s.tied and not family.folds_multipliers,
+        latent=s.latent if family.latent else None,
+        **_factors(architecture, s),
+        **_windows(architecture, s),
+        **_mixture(family, s),
+        **(sizes | _recurrent(family, s)),
+        **{"qk_norm": family.hf_defaults.get("use_qk_norm", False) if s.qk_norm is None else s.qk_norm, **family.flags},
     )
-    return _by_window(config, same_values, shared_layers, layer_input_size) if family.by_window else config
+    return _by_window(config, s) if family.by_window else config
 
 
-def _mixture(
-    family: Family, num_layers: int, dense_layers: Sequence[int], shared_size: int, facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Arguments of ModelConfig about experts; none for families without. facts: fields of `Experts`."""
+def _completed(architecture: str, s: TinyShape) -> TinyShape:
+    """The shape with what files of the architecture always have, and with the defaults of its class."""
+    family = FAMILIES[architecture]
+    if architecture in _ONE_SIZE:
+        s = replace(s, intermediate_size=s.expert_size)
+    if architecture == "gpt-oss":
+        yarn = RopeScaling("yarn", 32.0, original_context_length=64)
+        s = replace(s, qkv_bias=True, o_bias=True, rope_scaling=s.rope_scaling or yarn)
+    if architecture in ("hunyuan-moe", "gemma4-moe"):
+        s = replace(s, shared_size=s.expert_size if architecture == "hunyuan-moe" else s.intermediate_size)
+    if architecture in ("ministral3", "mistral4"):
+        yarn = RopeScaling("yarn", 4.0, original_context_length=s.context_length // 8, attention_factor=1.0)
+        s = replace(s, rope_scaling=s.rope_scaling or yarn, query_growth=s.query_growth or 0.125, mscale=s.mscale or 1.0)
+    if family.delta_layers:
+        s = replace(s, rope_dims=s.rope_dims or s.head_dim // 4)
+    if family.latent:
+        latent = s.latent or Latent(64, 32, 64, 48, q_rank=96)
+        s = replace(s, latent=latent, rope_dims=latent.turned, num_kv_heads=1, head_dim=latent.dims)
+    return s
+
+
+def _factors(architecture: str, s: TinyShape) -> dict[str, Any]:
+    """Arguments of ModelConfig that multiply or bound what layers compute."""
+    family = FAMILIES[architecture]
+    found: dict[str, Any] = {
+        "embedding_scale": math.sqrt(s.hidden_size) if family.scales_embeddings else 1.0,
+        "query_scale": s.query_scale,
+        "attention_softcap": 2.0 if architecture == "gemma2" else 0.0,
+        "logit_softcap": 3.0 if architecture == "gemma2" or family.by_window else 0.0,
+    }
+    if family.has_scales:
+        found |= {"embedding_scale": 3.0, "query_scale": 0.25, "residual_scale": 0.5, "logit_scale": 0.5}
+    if family.has_logit_scale:
+        found["logit_scale"] = 0.25
+    if family.latent and s.latent:
+        grows = 0.1 * math.log(s.rope_scaling.factor) if s.rope_scaling else 0.0
+        found["query_scale"] = (1 + s.mscale * grows) ** 2 / math.sqrt(s.latent.plain + s.latent.turned)
+    return found
+
+
+def _windows(architecture: str, s: TinyShape) -> dict[str, Any]:
+    """Arguments of ModelConfig about the windows and the rotation of each layer."""
+    family = FAMILIES[architecture]
+    has_windows = architecture in ("gemma2", "gemma3", "olmo3", "cohere2", "gpt-oss") or family.by_window
+    size = (8 if has_windows else 0) if s.window is None else s.window
+    slides = [not (has_windows or family.turns_in_windows) or i % 2 == 0 for i in range(s.num_layers)]
+    every = family.unrotated_every or s.num_layers + 1
+    rotates = [(i + 1) % every != 0 and not (family.has_scales and family.recurrent) for i in range(s.num_layers)]
+    return layer_flags(size, slides, slides if family.turns_in_windows and size else rotates, has_local_rope=family.has_local_rope)
+
+
+def _mixture(family: Family, s: TinyShape) -> dict[str, Any]:
+    """Arguments of ModelConfig about experts; none for families without."""
     if family.experts is None:
         return {}
     settings = family.hf_defaults
-    own = {
+    facts = {
         "normalised": family.gguf_defaults.get("expert_weights_norm", True),
         "score": settings.get("score_function", "softmax"),
         "shifted": any(settings.get(key) for key in ("moe_router_enable_expert_bias", "use_expert_bias")),
         **family.experts,
+        **{"count": s.num_experts, "used": s.num_used, "size": s.expert_size},
+        **s.router,
     }
     return {
-        "experts": Experts(**{**own, **facts}),
-        "layer_experts": tuple(i not in dense_layers for i in range(num_layers)) if dense_layers else (),
-        "shared_size": shared_size,
-        "shared_gate": shared_size > 0 and family.gates_shared,
+        "experts": Experts(**facts),
+        "layer_experts": tuple(i not in s.dense_layers for i in range(s.num_layers)) if s.dense_layers else (),
+        "shared_size": s.shared_size,
+        "shared_gate": s.shared_size > 0 and family.gates_shared,
     }
 
 
-def _by_window(config: ModelConfig, same_values: bool, shared_layers: int, layer_input_size: int) -> ModelConfig:
+def _by_window(config: ModelConfig, s: TinyShape) -> ModelConfig:
     """A Gemma 4: layers without a window have heads twice as long, and with `same_values` one key head."""
-    count, first = config.num_layers, config.num_layers - shared_layers
+    count, first = config.num_layers, config.num_layers - s.shared_layers
     slides = [window > 0 for window in config.layer_windows]
-    heads = 1 if same_values else config.num_kv_heads
+    heads = 1 if s.same_values else config.num_kv_heads
     last = {kind: max(i for i in range(first) if slides[i] == kind) for kind in (False, True)}
     return replace(
         config,
@@ -429,17 +420,21 @@ def _by_window(config: ModelConfig, same_values: bool, shared_layers: int, layer
         num_kv_heads=heads,
         layer_head_dims=tuple(config.head_dim * (1 if slid else 2) for slid in slides),
         layer_kv_heads=tuple(config.num_kv_heads if slid else heads for slid in slides),
-        layer_values=tuple(slides) if same_values else (),
-        layer_owners=tuple(i if i < first else last[slides[i]] for i in range(count)) if shared_layers else (),
-        layer_sizes=tuple(config.intermediate_size * (1 if i < first else 2) for i in range(count)) if shared_layers else (),
-        layer_input_size=layer_input_size,
+        layer_values=tuple(slides) if s.same_values else (),
+        layer_owners=tuple(i if i < first else last[slides[i]] for i in range(count)) if s.shared_layers else (),
+        layer_sizes=tuple(config.intermediate_size * (1 if i < first else 2) for i in range(count)) if s.shared_layers else (),
+        layer_input_size=s.layer_input_size,
         query_scale=1.0,
         rope_scaling=RopeScaling("factors", factors=(1.0,) * (config.head_dim // 4) + (gemma.STILL,) * (config.head_dim * 3 // 4)),
     )
 
 
-def _recurrent(family: Family, hidden_size: int, num_layers: int, mixers: tuple[str, ...], mamba2: Mamba2 | None) -> dict[str, Any]:
-    """Arguments of ModelConfig for the mixers of a family; none for one of attention alone."""
+def _recurrent(family: Family, s: TinyShape) -> dict[str, Any]:
+    """Arguments of ModelConfig for the mixers of a family; none for a family with attention only."""
+    if family.delta_layers:
+        interval = min(4, s.num_layers)
+        recurs = tuple((i + 1) % interval != 0 for i in range(s.num_layers))
+        return {"recurrent": s.delta or DeltaNet(2, 64, 4, 64, tiled=family.tiles_values), "layer_recurrent": recurs}
     if not family.recurrent:
         return {}
     turns = {
@@ -449,11 +444,12 @@ def _recurrent(family: Family, hidden_size: int, num_layers: int, mixers: tuple[
     kind = family.recurrent
     if family.single:
         kind += " and feed" if "up" in family.layer_names else " alone"
-    chosen = mixers or tuple(turns[kind][i % len(turns[kind])] for i in range(num_layers))
-    recurs, mixer = tuple(one in ("short_conv", "mamba2") for one in chosen), mamba2 or Mamba2(2, 32, 8, 64, normed=kind != "both")
+    chosen = s.mixers or tuple(turns[kind][i % len(turns[kind])] for i in range(s.num_layers))
+    recurs, mamba2 = tuple(one in ("short_conv", "mamba2") for one in chosen), Mamba2(2, 32, 8, 64, normed=kind != "both")
     found: dict[str, Any] = {"layer_recurrent": recurs} if any(recurs) else {}
     if any(recurs) or "both" in chosen:
-        found |= {"recurrent": ShortConv(hidden_size) if kind == "short_conv" else mixer, "beside": "both" in chosen}
+        mixer = ShortConv(s.hidden_size) if kind == "short_conv" else s.mamba2 or mamba2
+        found |= {"recurrent": mixer, "beside": "both" in chosen}
     if family.single:
         found["layer_feeds"] = tuple(one == "none" for one in chosen)
     if not {"attention", "both"} & set(chosen):
@@ -526,7 +522,7 @@ def make_tiny_gguf(
 ) -> Path:
     """Write a small random model as one GGUF file and return its path. Embedding and output formats default to the weights'.
 
-    predicts: whether the last layer is one for multi-token prediction. shape: arguments of `tiny_config`.
+    predicts: whether the last layer is one for multi-token prediction. shape: fields of `TinyShape`.
     """
     config = with_prediction(tiny_config(architecture, **shape)) if predicts else tiny_config(architecture, **shape)
     weights, formats = random_weights(config, seed), {"embed_format": embed_format, "output_format": output_format}
@@ -546,7 +542,7 @@ def make_tiny_hf(
 ) -> Path:
     """Write a small random model as a Hugging Face directory and return its path. dtype: f32, f16 or bf16.
 
-    predicts: whether the last layer is one for multi-token prediction. shape: arguments of `tiny_config`.
+    predicts: whether the last layer is one for multi-token prediction. shape: fields of `TinyShape`.
     """
     config = with_prediction(tiny_config(architecture, **shape)) if predicts else tiny_config(architecture, **shape)
     predicting = prediction_weights(config) if predicts else {}
@@ -1322,6 +1318,14 @@ def _write_hf_tokenizer(directory: Path, config: ModelConfig) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), "utf-8")
 
 
+# Options of the command line, and the fields of `TinyShape` that they set.
+_SIZES = {
+    **{"--hidden-size": "hidden_size", "--intermediate-size": "intermediate_size", "--layers": "num_layers"},
+    **{"--heads": "num_heads", "--kv-heads": "num_kv_heads", "--head-dim": "head_dim"},
+    **{"--vocab-size": "vocab_size", "--context-length": "context_length"},
+}
+
+
 def main() -> None:
     """The command line described at the top of this file."""
     parser = argparse.ArgumentParser(description="Write a small random model, or the shapes of a known one.")
@@ -1330,14 +1334,8 @@ def main() -> None:
         small = commands.add_parser(command, help=text)
         small.add_argument("path", type=Path)
         small.add_argument("--architecture", choices=FAMILIES, default="qwen2")
-        small.add_argument("--hidden-size", type=int, default=256)
-        small.add_argument("--intermediate-size", type=int, default=512)
-        small.add_argument("--layers", type=int, default=2)
-        small.add_argument("--heads", type=int, default=4)
-        small.add_argument("--kv-heads", type=int, default=2)
-        small.add_argument("--head-dim", type=int, default=64)
-        small.add_argument("--vocab-size", type=int, default=384)
-        small.add_argument("--context-length", type=int, default=512)
+        for option, name in _SIZES.items():
+            small.add_argument(option, dest=name, type=int, default=getattr(TinyShape, name))
         small.add_argument("--untied", action="store_true", help="an output matrix of its own")
         small.add_argument("--rope-scaling", choices=("linear", "llama3", "yarn"), help="by a factor of 4")
         small.add_argument("--seed", type=int, default=0)
@@ -1370,19 +1368,8 @@ def main() -> None:
         scaling = None
         if arguments.rope_scaling:
             scaling = RopeScaling(arguments.rope_scaling, 4.0, original_context_length=max(1, arguments.context_length // 4))
-        config = tiny_config(
-            arguments.architecture,
-            hidden_size=arguments.hidden_size,
-            intermediate_size=arguments.intermediate_size,
-            num_layers=arguments.layers,
-            num_heads=arguments.heads,
-            num_kv_heads=arguments.kv_heads,
-            head_dim=arguments.head_dim,
-            vocab_size=arguments.vocab_size,
-            context_length=arguments.context_length,
-            tied=not arguments.untied,
-            rope_scaling=scaling,
-        )
+        sizes = {name: getattr(arguments, name) for name in _SIZES.values()}
+        config = tiny_config(arguments.architecture, **sizes, tied=not arguments.untied, rope_scaling=scaling)
         weights = random_weights(config, arguments.seed)
         if arguments.command == "gguf":
             write_gguf(arguments.path, config, weights, weight_format=arguments.format)
