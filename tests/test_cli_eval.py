@@ -1,8 +1,8 @@
 """`cpuspec eval`: what it prints, writes and exits with. What its figures mean is tested with the package that makes them."""
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,12 +29,7 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-def run(*arguments: str) -> Any:
-    return command.run("eval", *arguments)
-
-
-def shown(*arguments: str) -> Any:
-    return command.report_of("eval", *arguments)
+run, shown = partial(command.run, "eval"), partial(command.report_of, "eval")
 
 
 def test_perplexity_is_printed_with_its_error_and_its_convention(model: str, text: str) -> None:

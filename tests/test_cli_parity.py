@@ -1,6 +1,7 @@
 """`cpuspec parity`: what it prints, writes and exits with. What its figures mean is tested with the package that makes them."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,7 @@ def recorded(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def run(*arguments: str) -> Any:
-    return command.run("parity", *arguments)
-
-
-def shown(*arguments: str) -> Any:
-    return command.report_of("parity", *arguments)
+run, shown = partial(command.run, "parity"), partial(command.report_of, "parity")
 
 
 def test_two_backends_are_compared_over_prompts_and_texts(model: str, tmp_path: Path) -> None:

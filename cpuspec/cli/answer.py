@@ -61,7 +61,7 @@ def stream_answer(
         functions = {one["function"]["name"]: one["function"]["parameters"] for one in (variables or {}).get("tools", ())}
         parser, shown = answer_parser(template, functions, opens_reasoning(tokenizer, template, ids)), shown_tokens(tokenizer)
 
-    def take(pieces: list[Piece]) -> None:
+    def show_pieces(pieces: list[Piece]) -> None:
         for piece in pieces:
             if piece.kind == "content":
                 if answer.reasoning and not answer.content:
@@ -84,10 +84,10 @@ def stream_answer(
                 answer.logprobs += output.logprobs
                 answer.finish_reason = output.finish_reason or answer.finish_reason
                 answer.stats = output.stats
-                take(parser.push(output.text) if parser else [Piece("content", output.text)])
+                show_pieces(parser.push(output.text) if parser else [Piece("content", output.text)])
     except KeyboardInterrupt:
         answer.stats = answer.stats or llm.aborted_stats
-    take(parser.finish() if parser else [])
+    show_pieces(parser.finish() if parser else [])
     return answer
 
 

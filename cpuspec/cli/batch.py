@@ -29,7 +29,7 @@ def batch(
         Path,
         argument("IN.jsonl", "Requests, one a line: OpenAI's batch format, or objects with prompt or messages.", dir_okay=False),
     ],
-    out: Annotated[Path, argument("OUT.jsonl", "Answers in the same order; one that exists is gone on with.", dir_okay=False)],
+    out: Annotated[Path, argument("OUT.jsonl", "Answers in the same order; an existing file is continued.", dir_okay=False)],
     draft: options.DraftOption = None,
     over_ray: Annotated[bool, flag("--ray", "Answer with workers on the machines of a Ray cluster (extra cpuspec[ray]).")] = False,
     address: Annotated[
@@ -45,7 +45,7 @@ def batch(
     sampling: dict[str, Any],
     running: options.Running,
 ) -> None:
-    """Answer a file of prompts, many at once. A run that was broken off goes on where it ended.
+    """Answer a file of prompts, many at once. An interrupted run continues where it ended.
 
     What a line asks for goes before the options. A line that cannot be answered gets its error as the answer, and the others go on.
     """
@@ -82,7 +82,7 @@ def describe_batch(summary: BatchSummary) -> str:
         *([f"{summary.num_errors} of them with an error"] if summary.num_errors else []),
         f"{counted(summary.num_new_tokens, 'token')}, {summary.as_dict()['tokens_per_s']:.1f} tokens/s",
         *([accepted(summary.num_accepted_tokens, summary.num_draft_tokens)] if summary.num_draft_tokens else []),
-        *(["interrupted: the same command goes on from here"] if summary.interrupted else []),
+        *(["interrupted: the same command continues from here"] if summary.interrupted else []),
     ]
     return "; ".join(parts)
 

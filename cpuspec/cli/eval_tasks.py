@@ -32,9 +32,7 @@ AllowOption = Annotated[
 ]
 IsolationOption = Annotated[
     bool,
-    flag(
-        "--no-isolation", "Run them with limits alone where the kernel gives no namespaces, as in a container that may be broken."
-    ),
+    flag("--no-isolation", "Run them with limits but without namespaces where the kernel has none, as in a disposable container."),
 ]
 ProcessorOption = Annotated[int, option("S", "Processor time of a program.", "--cpu-seconds", min=1)]
 MemoryOption = Annotated[int, option("MB", "Memory of a program.", "--memory-mb", min=64)]

@@ -63,7 +63,7 @@ PLAN = {
     "max_concurrency": option("N", "Requests at once; those beyond wait unsent.", min=1, max=10_000),
     "seed": option("S", "Of the arrivals and of random prompts.", min=0),
     "max_tokens": option("N", "Tokens that an answer may have.", "--random-output-len", "--output-len", min=1),
-    "max_seconds": option("S", "What still runs then is broken off.", min=0.001, max=1e6),
+    "max_seconds": option("S", "Requests that still run then are stopped.", min=0.001, max=1e6),
     "backend": option(
         "B",
         "openai sends prompts to /v1/completions, openai-chat conversations to /v1/chat/completions; by default what the data are.",

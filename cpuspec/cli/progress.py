@@ -64,17 +64,15 @@ def fetch_progress(name: str) -> Iterator[OnFetch]:
                 console=console,
             )
             bar.start()
+            stack.callback(bar.stop)
             # The bar gets its start, so that it does not count the resumed part as this run's speed.
             task = bar.add_task(what, name=name, total=total_bytes, completed=done_bytes)
         else:
             bar.update(task, description=what, completed=done_bytes, total=total_bytes)
         last = what
 
-    try:
+    with ExitStack() as stack:
         yield show
-    finally:
-        if bar is not None:
-            bar.stop()
 
 
 @contextmanager
@@ -98,16 +96,14 @@ def step_progress(tenths: bool = True) -> Iterator[OnStep]:
                 columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
                 bar = Progress(*columns, console=console, auto_refresh=False)
                 bar.start()
+                stack.callback(bar.stop)
             if what != last:
                 task = bar.add_task(what, total=total)
             bar.update(task, completed=done, refresh=True)
         last = what
 
-    try:
+    with ExitStack() as stack:
         yield show
-    finally:
-        if bar is not None:
-            bar.stop()
 
 
 @contextmanager

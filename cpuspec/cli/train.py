@@ -37,7 +37,7 @@ def extract(
             dir_okay=False,
         ),
     ],
-    out: Annotated[Path, argument("OUT", "The directory to write; one that exists is gone on with.", file_okay=False)],
+    out: Annotated[Path, argument("OUT", "The directory to write; an existing one is continued.", file_okay=False)],
     *,
     layers: Annotated[
         str | None,
@@ -101,7 +101,7 @@ def answers(
             dir_okay=False,
         ),
     ],
-    out: Annotated[Path, argument("OUT.jsonl", "The file to write; one that exists is gone on with.", dir_okay=False)],
+    out: Annotated[Path, argument("OUT.jsonl", "The file to write; an existing one is continued.", dir_okay=False)],
     *,
     functions: Annotated[
         str | None, option("LIST", "Have it write functions of these installed packages anew, as numpy,networkx.")
@@ -121,7 +121,7 @@ def answers(
     as_json: options.JsonOption = False,
     running: options.Running,
 ) -> None:
-    """Let a model answer prompts, many at once, as data to train its draft heads on. A run that was broken off goes on.
+    """Let a model answer prompts, many at once, as data to train its draft heads on. An interrupted run continues.
 
     Prompts and answers that are nearly those of earlier ones are left out. What the model is, and what was refused because it
     has words of an evaluation set, is in OUT.jsonl.json.
@@ -163,7 +163,7 @@ def answers(
 @options.takes_running("max_sequences", "mmap", *options.HOW)
 def auto(
     model: options.ModelArgument,
-    out: Annotated[Path, argument("OUT", "A directory for everything; a run that is there is gone on with.", file_okay=False)],
+    out: Annotated[Path, argument("OUT", "A directory for everything; a run in it is continued.", file_okay=False)],
     *,
     hours: Annotated[float, option("H", "Of everything; answers take up to half of it. 0 for no limit.", min=0)] = 8.0,
     max_tokens: Annotated[int, option("N", "Tokens of answers to train on, in all.", min=1)] = 500_000,
@@ -277,7 +277,7 @@ def _describe_extraction(summary: "extracting.ExtractSummary") -> str:
         f"{summary.path} has {counted(summary.num_samples, 'sample')} of {counted(summary.num_tokens, 'token')}, "
         f"{summary.num_answer_tokens} of answers",
         f"{summary.num_new_tokens} in {summary.duration_s:.1f} s, {summary.tokens_per_s:.0f} tokens/s",
-        *(["interrupted: the same command goes on from here"] if summary.interrupted else []),
+        *(["interrupted: the same command continues from here"] if summary.interrupted else []),
     ]
     return "; ".join(parts)
 
@@ -307,7 +307,7 @@ def _describe_answers(summary: "answering.AnswersSummary") -> list[str]:
     if len(summary.refused) > _SHOWN_REFUSALS:
         lines.append(f"and {len(summary.refused) - _SHOWN_REFUSALS} more; OUT.jsonl.json lists them all")
     if summary.interrupted:
-        lines.append("interrupted: the same command goes on from here")
+        lines.append("interrupted: the same command continues from here")
     return lines
 
 

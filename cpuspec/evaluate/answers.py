@@ -134,7 +134,7 @@ def _ids(llm: LLM, prompt: Any) -> list[int]:
 def _answer(llm: LLM, prompt: Prompt | list[int], ids: list[int], parts: Sequence[Output]) -> Answer:
     last, text = parts[-1], "".join(part.text for part in parts)
     if last.finish_reason in (None, "aborted", "error") or last.stats is None:
-        raise last.error or CpuspecError("an answer was broken off; ask again")
+        raise last.error or CpuspecError("an answer was aborted; ask again")
     tokens = tuple(token for part in parts for token in part.token_ids)
     return Answer(text, _content(llm, ids, text) if _is_conversation(prompt) else text, tokens, str(last.finish_reason), last.stats)
 

@@ -1,10 +1,10 @@
 """Certificates: drafts leave a model's greedy token ids as they are, and its sampled tokens as likely as they are.
 
 The greedy part compares ids with plain decoding. The sampled part compares frequencies of the first tokens of many answers with the
-probabilities that the plain model's own rows give to every such beginning. What it could not see, it cannot certify: the same test
-is run on answers of a verifier that believes its drafts, and must reject them.
+probabilities that the plain model's own rows give to every such beginning. Its negative control is the same test on answers of a
+verifier that accepts every draft: it must reject them.
 
-A wrong state of a recurrent layer may change no token of these answers, and is looked for apart (`replays.py`).
+A wrong state of a recurrent layer may change no token of these answers, so `replays.py` looks for it separately.
 """
 
 import hashlib
@@ -123,9 +123,9 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The result of all tests. control: the sampled part for a verifier that believes its drafts.
+    """The result of all tests. control: the sampled part for a verifier that accepts every draft.
 
-    states: of the target's recurrent layers; None for a model without.
+    states: those of the target's recurrent layers; None for a model without.
     """
 
     spec: str
@@ -175,7 +175,7 @@ def certify(
     """Test that drafting with `spec` changes nothing: greedy answers to `prompts`, `num_samples` sampled ones a temperature.
 
     Packed weights, drafts' too, are compared with their checksums as they are loaded.
-    Of the settings, sequences at once and context length are decided here.
+    The settings' `max_sequences` and `context_length` are replaced.
     Raises ConfigError for numbers that prove nothing, and what making an LLM raises.
     """
     if num_samples < MIN_SAMPLES:
@@ -218,7 +218,7 @@ def check_greedy(
 ) -> Greedy:
     """Greedy answers with drafts beside plain ones: by one thread and by the settings', one at a time and several at once.
 
-    Every answer has `max_tokens` tokens, whatever ends there are in it.
+    Every answer has `max_tokens` tokens: end tokens do not end it.
     """
     tokenizer, params = make_tokenizer(checkpoint), SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     questions = [prompt_ids(tokenizer, prompt) for prompt in prompts]
@@ -298,10 +298,7 @@ def check_sampled(
 
 
 def believed(rows: Mapping[Beginning, F32], each: list[SamplingParams]) -> list[SampledAnswer]:
-    """Answers of a verifier with a mistake: it accepts every drafted token that can be sampled, one of the less likely half.
-
-    rows: as of `plain_rows`.
-    """
+    """Answers of a faulty verifier: it accepts every drafted token, and drafts come from the less likely half of `rows`."""
     answers = list[SampledAnswer]()
     for params in each:
         path: Beginning = ()

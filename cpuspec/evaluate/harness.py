@@ -1,7 +1,7 @@
-"""EleutherAI's lm-evaluation-harness on an LLM of ours: `pip install 'cpuspec[eval]'`.
+"""EleutherAI's lm-evaluation-harness on an `LLM`: `pip install 'cpuspec[eval]'`.
 
-Source: lm-eval 0.4.13, lm_eval/api/model.py and docs/model_guide.md. Texts are encoded as transformers' tokenizers do there: what
-is written like a control token becomes one, so that rendered conversations are conversations.
+Source: lm-eval 0.4.13, lm_eval/api/model.py and docs/model_guide.md. Texts are encoded as
+transformers' tokenizers do there: a text like `<|im_end|>` becomes that control token, so rendered conversations work.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ class HarnessLM(TemplateLM):  # the harness takes its subclasses only
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness tells cached requests apart by."""
+        """The name under which the harness caches requests."""
         return self._llm.name.replace("/", "__")
 
     @property
@@ -57,7 +57,7 @@ class HarnessLM(TemplateLM):  # the harness takes its subclasses only
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """The token before a text without context."""
         return self.eot_token_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

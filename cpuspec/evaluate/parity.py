@@ -1,8 +1,8 @@
-"""Parity: one model on two backends, or on a backend here and on one elsewhere that left a record, over the same prompts.
+"""Parity: one model on two backends over the same prompts. A side may be a recording that was made on another machine.
 
 Each side answers every prompt greedily. Then both are fed the same tokens, a prompt and the answer to it, and their logits are
-compared row by row. A record's rows hold the likeliest ids and the sum of all: what follows from fewer than all logits is a lower
-bound, and the report says so.
+compared row by row. A recording's rows hold the likeliest ids and the sum over all: figures from fewer than all logits are lower
+bounds, and the report says so.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,7 +135,7 @@ class GreedyAnswer:
 
 
 class Side(Protocol):
-    """One of the two that are compared."""
+    """One of the two sides of a comparison: a loaded backend, or a recording."""
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -221,9 +221,9 @@ def open_side(
     settings: EngineConfig | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Iterator[LiveSide]:
-    """Load a model on a backend, and close it in the end. about: what else the side shall tell, or tell otherwise.
+    """Load a model on a backend, and close it in the end. about: facts that are added to the side's own, or replace them.
 
-    Of the settings, a single sequence and room for the questions are decided here. Raises ConfigError for questions that the
+    The settings are replaced by one sequence that holds the longest question. Raises ConfigError for questions that the
     model's context cannot hold, and what loading raises.
     """
     room = max(len(one.ids) + one.num_tokens for one in questions)
@@ -293,7 +293,7 @@ def record(
 ) -> Recording:
     """Ask a side everything, and keep `top` logits of each row and every logit of `whole_rows` rows, spread evenly.
 
-    beside: what it is to be compared with; if that is a record, the tokens fed are that record's.
+    beside: the side that it will be compared with. If that is a recording, its tokens are fed.
     """
     starts = np.cumsum([0, *(len(one.ids) + one.num_tokens for one in questions)])
     chosen = set(np.linspace(0, starts[-1] - 1, whole_rows).round().astype(int).tolist())
@@ -315,10 +315,9 @@ def record(
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where two greedy answers part: the position in the answer, and the token of each side there.
+    """The first position where two greedy answers differ, and the token of each side there.
 
-    margins: by how much each side's own token leads the other's, in its own logits, read as a text and not token by token; None
-    where a record does not know.
+    margins: how far each side's token leads the other's in the side's own logits; None where a recording lacks one of the two.
     """
 
     position: int
@@ -429,10 +428,10 @@ class Parity:
 
 
 def compare_sides(a: Side, b: Side, questions: Sequence[Question], on_progress: OnStep = lambda what, done, total: None) -> Parity:
-    """Ask both sides everything, a question at a time, the first beginning, and compare.
+    """Ask both sides each question, and compare their answers and logits.
 
-    Rows are those of the prompt and the first's answer; where a side is a record, of what that was fed; of two records, of what
-    both were fed.
+    Both are fed the prompt and the first side's answer. A recording is compared over the tokens that it was fed, two recordings
+    over those that both were fed.
     """
     found: list[list[RowDifference]] = []
     prompts = []

@@ -1,4 +1,4 @@
-"""EvalPlus on an LLM of ours: it generates the samples that `evalplus.evaluate` judges. `pip install evalplus`.
+"""EvalPlus on an `LLM`, which generates the samples that `evalplus.evaluate` judges. `pip install evalplus`.
 
 Source: evalplus 0.3.1, evalplus/codegen.py, provider/vllm.py and provider/utility.py, whose prompts and stops these are.
 """

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
-from cpuspec.errors import ConfigError
+from cpuspec.errors import ConfigError, in_one_line
 from cpuspec.text import Tokenizer
 
 Prompt = str | list[dict[str, str]]  # a raw text, or a conversation
@@ -106,15 +107,22 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} is not UTF-8 text") from None
 
 
-def _field(line: str, field: str, where: str) -> str:
+def parse_line(content: str | bytes, where: str) -> dict[str, Any]:
+    """The JSON object of a line. Raises ConfigError, naming `where`."""
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
-    value = record.get(field) if isinstance(record, dict) else None
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {in_one_line(str(error))}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} is no JSON object")
+    return value
+
+
+def _field(line: str, field: str, where: str) -> str:
+    record = parse_line(line, where)
+    value = record.get(field)
     if isinstance(value, list) and value:
         value = value[0]
     if not (isinstance(value, str) and value):
-        have = ", ".join(record) if isinstance(record, dict) else "no object"
-        raise ConfigError(f"{where}: wanted a text in the field {field!r}, got {have}")
+        raise ConfigError(f"{where}: wanted a text in the field {field!r}, got {', '.join(record)}")
     return value

@@ -1,6 +1,6 @@
 """Perplexity, KL divergence, same-top share and top-k overlap of a model against another, as llama.cpp's --kl-divergence.
 
-Works on logits of the same tokens, some rows at a time, so that no more than a chunk of rows is held at a time.
+It compares logits of the same tokens in chunks of rows, so memory holds one chunk.
 """
 
 import math

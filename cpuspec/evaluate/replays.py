@@ -1,8 +1,8 @@
 """Replays: whether what a cache keeps of a text gives each row the bits that it has in one forward of the whole text.
 
-A recurrent layer folds rows into a state and forgets them. What a wrong fold leaves fades with every later row, so that later
-answers need not show it. Replays therefore feed the same text in forwards of other sizes, take it back as far as the cache can
-(there only the state speaks, with no row after it), feed it again, and compare the rows of every forward.
+A recurrent layer folds rows into a state and forgets them. An error in the state fades with every later row, so later answers may
+not show it. Replays therefore feed the same text in forwards of other sizes, truncate it as far as the cache can (the next row then
+depends on nothing but the state), feed it again, and compare the rows of every forward.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Programs that a model wrote, run in a process of their own with limits on time, memory, files and network.
 
-By default a program runs in namespaces of its own (`sandbox_child`). Where the kernel gives none, nothing is run unless the caller
-says that limits alone will do, as in a container that may be broken.
+By default a program runs in namespaces of its own (`sandbox_child`). Where the kernel has none, nothing runs unless the caller
+accepts limits without isolation, as in a disposable container.
 """
 
 import json
@@ -85,7 +85,7 @@ def run_program(program: str, limits: Limits | None = None, isolated: bool = Tru
     if reason := found.get("refused"):
         raise ConfigError(
             f"this system gives a program no sandbox ({in_one_line(str(reason))}); allow user namespaces, or run cpuspec in a "
-            "container that may be broken, with --no-isolation"
+            "disposable container, with --no-isolation"
         )
     if found.get("passed") is True:
         return Outcome("passed")

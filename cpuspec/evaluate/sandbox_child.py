@@ -1,4 +1,4 @@
-"""Runs one program of a stranger with nothing of this machine around it. Made by `sandbox`, with the standard library only.
+"""Runs one untrusted program in isolation from this machine. Started by `sandbox`, with the standard library only.
 
 Reads a job as JSON from stdin, a file; writes what became of it to stdout, a file, each line with the job's token. This process
 watches: the program runs in a child that is the first process of its own namespaces, where it sees Python and an empty directory,

@@ -1,7 +1,7 @@
 """Measures the speed of a backend: prefill, decoding at a depth of context, and forwards over a few rows with all logits.
 
-Works at the backend's seam, with random tokens and without sampling, as llama.cpp's llama-bench does. The workloads take turns,
-round by round, and so does the measuring of memory's speed, so that a machine's moods hit all of them alike.
+It calls the backend itself, with random tokens and without sampling, as llama.cpp's llama-bench does. Each round measures every
+workload and the memory's speed, so that a slow phase of the machine affects all of them alike.
 """
 
 import statistics

@@ -4,7 +4,6 @@ Sources: Chen et al. 2021 (arXiv 2107.03374: HumanEval, its stop texts, the esti
 2108.07732: MBPP), with the docstring prompt of bigcode-evaluation-harness; Cobbe et al. 2021 (arXiv 2110.14168: GSM8K).
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cpuspec.errors import ConfigError
-from cpuspec.evaluate.prompts import CHAT_FORMS, Prompt, read_text
+from cpuspec.evaluate.prompts import CHAT_FORMS, Prompt, parse_line, read_text
 from cpuspec.evaluate.quality import mean_and_error
 from cpuspec.evaluate.sandbox import Limits, run_programs
 
@@ -28,21 +27,17 @@ _MOST_CHARACTERS = 100_000  # of an answer that is searched or run
 
 @dataclass(frozen=True)
 class Task:
-    """How a task asks and judges.
-
-    fields: texts or lists of texts that each line has. raw: the text that a base model continues, after the examples, which are
-    other lines of the file; stop: what ends that. chat: what a user says. program: of a line, an answer and whether it was said in
-    a conversation, the program that passes if it is right. matches: whether an answer is right, where no program tells.
-    """
+    """How a task asks and judges: by a program, or by a match."""
 
     name: str
-    fields: Mapping[str, type]
+    fields: Mapping[str, type]  # texts or lists of texts that each line has
     max_tokens: int
-    raw: Callable[[Record, Sequence[Record]], str]
-    stop: tuple[str, ...]
-    chat: Callable[[Record], str]
+    raw: Callable[[Record, Sequence[Record]], str]  # the text that a base model continues; after the examples, other lines
+    stop: tuple[str, ...]  # texts that end the answer to `raw`
+    chat: Callable[[Record], str]  # what a user says
+    # The program that passes if an answer is right. Its last argument: whether the answer was given in a conversation.
     program: Callable[[Record, str, bool], str] | None = None
-    matches: Callable[[Record, str], bool] | None = None
+    matches: Callable[[Record, str], bool] | None = None  # whether an answer is right, for tasks without a program
 
 
 @dataclass(frozen=True)
@@ -230,14 +225,10 @@ def find_task(name: str) -> Task:
 
 
 def _record(task: Task, line: str, where: str) -> Record:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
+    found = parse_line(line, where)
     for name, kind in task.fields.items():
-        value = found.get(name) if isinstance(found, dict) else None
+        value = found.get(name)
         if not isinstance(value, kind) or not value or (isinstance(value, list) and not all(isinstance(x, str) for x in value)):
             wanted = "a list of texts" if kind is list else "a text"
             raise ConfigError(f"{where}: {task.name} wants {wanted} in the field {name!r}")
-    assert isinstance(found, dict), "an object has the fields"
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuspec.errors import ConfigError
-from cpuspec.evaluate.prompts import read_text
+from cpuspec.evaluate.prompts import parse_line, read_text
 from cpuspec.server.parsing import answer_parser
 from cpuspec.server.parsing.calls import tool_instructions
 from cpuspec.text import Tokenizer
@@ -154,11 +154,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _form(line: str, where: str) -> FormLine:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
-    found = found if isinstance(found, dict) else {}
+    found = parse_line(line, where)
     messages = found.get("messages") or ([{"role": "user", "content": found["prompt"]}] if found.get("prompt") else [])
     tools = found.get("tools") or []
     if not (isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages)):

@@ -1,7 +1,7 @@
-"""Training data by the target itself: its answers to prompts, many at once, in a file that a run which was broken off goes on with.
+"""Training data by the target itself: its answers to prompts, many at once, in a file that an interrupted run continues.
 
-Prompts come in one order, and what is kept is decided in that order. Each answer has a seed of its own, of its prompt's id and its
-temperature. So a resumed run writes the bytes that one run would have written, if the backend is row-invariant.
+Prompts come in one order, and what is kept is decided in that order. Each answer has a seed of its own, made of its prompt's id
+and its temperature. So a resumed run writes the bytes that one run would have written, if the backend is row-invariant.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CheckpointError, ConfigError, CpuspecError
-from cpuspec.evaluate.prompts import prompt_ids
+from cpuspec.evaluate.prompts import parse_line, prompt_ids
 from cpuspec.files import read_file, write_file
 from cpuspec.metrics import now_s
 from cpuspec.platform import SYSTEM
@@ -32,7 +32,6 @@ from cpuspec.train.prompts import (
     checked_ids,
     function_prompts,
     in_turn,
-    parse_line,
     read_line_prompts,
     self_made,
     users_turn,
@@ -266,7 +265,7 @@ class _Text:
     ids: list[int] = field(default_factory=list)
     reason: str = ""
 
-    def take(self, output: Output) -> None:
+    def receive(self, output: Output) -> None:
         self.ids += output.token_ids
         self.reason = output.finish_reason or ""
 
@@ -435,7 +434,7 @@ class _Run:
         params = SamplingParams(max_tokens=max_tokens, seed=int.from_bytes(digest[:4], "little") >> 1, **sampling)  # type: ignore[arg-type]
         self._llm.check(ids, params)
         text = _Text()
-        text.request = self._llm.submit(RequestedAnswer(ids, params), text.take)
+        text.request = self._llm.submit(RequestedAnswer(ids, params), text.receive)
         return text
 
     def _drop(self, job: _Job) -> None:
@@ -447,7 +446,7 @@ class _Run:
         self._drop(job)
         self.summary.num_new_tokens += sum(len(one.ids) for one in job.texts)
         if any(one.reason == "aborted" for one in job.texts):
-            raise CpuspecError("an answer was broken off, because another caller of this LLM was interrupted; run it again")
+            raise CpuspecError("an answer was aborted, because another caller of this LLM was interrupted; run it again")
         if any(one.reason == "error" for one in job.texts):
             return []
         prompt, ids = job.prompt, list(job.prompt.ids or ())

@@ -5,7 +5,7 @@
     OUT/NAME.toml                    the chain of the target and its draft
     OUT/progress.json                which stages are done, what they took and what came out
 
-Every stage goes on by itself where it was broken off, and one that is done is not begun again. So a run that was interrupted ends
+Every stage continues by itself where it was interrupted, and a finished one is not begun again. So a run that was interrupted ends
 with the same numbers as one that was not, where no stage ends by the clock.
 """
 
@@ -105,7 +105,7 @@ class _Progress:
         whole = read_json_object(path, _MOST_BYTES)
         for name in ("settings", "seconds", "done"):
             if not isinstance(whole.get(name), dict):
-                raise CheckpointError(f"{path} is damaged: {name} is no object; remove it, and what is there is gone on with")
+                raise CheckpointError(f"{path} is damaged: {name} is no object; remove it, and the run continues")
         before: dict[str, Any] = whole["settings"]  # type: ignore[assignment]
         others = [name for name, value in self._settings.items() if before.get(name) != value]
         if others:

@@ -1,4 +1,4 @@
-"""Writes hidden states of a model over texts as samples (`train.samples`), in bounded memory; a run that was broken off goes on.
+"""Writes hidden states of a model over texts as samples (`train.samples`), in bounded memory; an interrupted run continues.
 
 Texts are files of answers, JSON lines of text, messages or ids, or plain text in windows. Each sample is one sequence. A shard is
 written when it is full, so a run that is interrupted loses what the unfinished one would have held, and the next run, which has
@@ -18,12 +18,13 @@ from cpuspec.batch.lines import read_lines
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.heads.head import final_norm
 from cpuspec.errors import ConfigError
+from cpuspec.evaluate.prompts import parse_line
 from cpuspec.metrics import now_s
 from cpuspec.model.batch import F32, I32, ForwardBatch
 from cpuspec.platform import SYSTEM
 from cpuspec.text import Tokenizer
 from cpuspec.train.answers import check_tokenizer, read_answer
-from cpuspec.train.prompts import line_ids, parse_line
+from cpuspec.train.prompts import line_ids
 from cpuspec.train.samples import FINAL, METADATA, MOST, Extraction, Sample, SampleSet, open_samples, shard_path, write_shard
 
 LAST = "last"  # in a list of layers: the output of the last one, which no norm has changed

@@ -147,7 +147,7 @@ def train(
 ) -> list[Measured]:
     """Train until the schedule ends, and write the best head to `out`; returns all measurements, those before a resume included.
 
-    settings: everything else that the numbers depend on, as JSON holds it. A run in `out` with the same settings is gone on with.
+    settings: everything else that the numbers depend on, as JSON holds it. A run in `out` with the same settings is continued.
     Raises ConfigError where there are too few samples, CheckpointError where the run in `out` has other settings or samples, and
     OSError where nothing can be written.
     """

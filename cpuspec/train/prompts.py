@@ -5,7 +5,6 @@ Each source yields the same prompts in the same order again, so that a run can g
 
 import ast
 import hashlib
-import json
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from cpuspec.batch.lines import read_lines
 from cpuspec.errors import ConfigError, CpuspecError, in_one_line
-from cpuspec.evaluate.prompts import CHAT_FORMS, prompt_ids
+from cpuspec.evaluate.prompts import CHAT_FORMS, parse_line, prompt_ids
 from cpuspec.text import Tokenizer
 
 _NOT_SOURCE = {"tests", "test", "testing", "_vendor", "vendored", "node_modules"}
@@ -48,17 +47,6 @@ def read_line_prompts(path: Path, tokenizer: Tokenizer) -> Iterator[Prompt]:
         value = parse_line(line.content, where)
         ids = line_ids(value, tokenizer, where)
         yield Prompt(f"{path.name}:{line.number}", path.name, tokenizer.decode(ids), tuple(ids))
-
-
-def parse_line(content: bytes, where: str) -> dict[str, Any]:
-    """The JSON object of a line. Raises ConfigError, naming `where`."""
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {in_one_line(str(error))}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} is no JSON object")
-    return value
 
 
 def line_ids(value: dict[str, Any], tokenizer: Tokenizer, where: str) -> list[int]:

@@ -47,7 +47,7 @@ def test_what_cannot_be_read_is_said(file, text, wanted):
 def test_a_file_that_is_not_json_is_said(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("{", "utf-8")
-    with pytest.raises(ConfigError, match="line 1: not JSON"):
+    with pytest.raises(ConfigError, match="line 1 is not JSON"):
         read_prompts(f"{path}:a:1")
 
 

@@ -74,7 +74,7 @@ def test_ctrl_c_ends_a_run_with_whole_lines(model: str, tmp_path: Path) -> None:
             waited.wait(0.05)
         interrupt(process)
         told = process.communicate()[1].decode()
-    assert (process.returncode, "interrupted: the same command goes on from here" in told) == (130, True), told
+    assert (process.returncode, "interrupted: the same command continues from here" in told) == (130, True), told
     content = out.read_bytes()
     assert content.endswith(b"\n")
     assert all(json.loads(line)["answer_ids"] for line in content.splitlines())
