@@ -151,7 +151,7 @@ class Server:
             if idle is None:
                 return not self.models
             del self.models[idle.name]
-            log_event("leaving", {"model": idle.name})
+            log_event("unloading", {"model": idle.name})
             await asyncio.to_thread(idle.close)
         return True
 
