@@ -1,4 +1,4 @@
-"""Where the time of rounds went, beside what `auto` expected."""
+"""The parts of the time of rounds, beside the time that `auto` expected of them."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from cpuspec.speculation.planner.costs import MEASURED_ROWS, Costs
 from cpuspec.speculation.planner.planner import Planner
 from cpuspec.speculation.proposer import Level
 
-_MOST_ROWS = MEASURED_ROWS[-1] + 1  # of a draft with the row before it; forwards over more read prompts
+_MOST_ROWS = MEASURED_ROWS[-1] + 1  # of a draft with the row before it; a forward over more rows read prompts
 
 
 def round_parts(target: Context, levels: Sequence[Level], planner: Planner | None) -> list[RoundPart]:
-    """The parts of all steps so far, those of each model together; their seconds add up to those of the steps."""
+    """The parts of the time of all steps so far, model by model. Their seconds add up to those of the steps."""
     spent, parts, drafters = target.spent, list[RoundPart](), {}
     if planner:
         parts = [RoundPart(f"{one.proposer.name}: look-ups", *_all(one.spent, "draft")) for one in planner.lookups]
@@ -21,7 +21,7 @@ def round_parts(target: Context, levels: Sequence[Level], planner: Planner | Non
         known = drafters.get(level.name)
         parts += _forwards(level.name, level.context.spent, known.costs if known else None)
         if known:
-            own = level.context.spent  # as a verifier's of levels below it, too
+            own = level.context.spent  # it may verify drafts of levels below it
             between_s = known.spent.of("draft") - own.forwards_s - own.of("draft")
             parts.append(RoundPart(f"{level.name}: between its forwards", known.spent.counts.get("draft", 0), between_s))
     choosing_s = spent.of("draft") - sum(part.seconds for part in parts)
@@ -38,7 +38,7 @@ def _all(spent: Spent, what: str) -> tuple[int, float]:
 
 
 def _forwards(name: str, spent: Spent, costs: Costs | None) -> list[RoundPart]:
-    """A model's time by the number of rows of its forwards; forwards that read prompts are one part."""
+    """A model's time by the number of rows of its forwards. Forwards that read prompts are one part."""
     parts, prompts = list[RoundPart](), [0, 0.0]
     for rows in sorted(what for what in spent.counts if isinstance(what, int)):
         count, seconds = spent.counts[rows], spent.seconds[rows]

@@ -33,7 +33,7 @@ class AsyncLLM:
                 yield output
                 step = self._threads.submit(next, stream, None)
         finally:
-            # A step that runs cannot be left: the request ends behind it.
+            # A running step cannot be cancelled: the request ends after it.
             step.add_done_callback(lambda _: stream.close())
 
     def close(self) -> None:

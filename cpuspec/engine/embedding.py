@@ -5,6 +5,7 @@ The poolings have the names of llama.cpp and sentence-transformers. Qwen3-Embedd
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,9 +19,9 @@ from cpuspec.settings import POOLINGS
 
 
 class EmbeddingJob:
-    """Texts that are being embedded, one forward a `step`. One thread at a time calls it, and none computes with the backend then.
+    """Embeds texts, one forward a `step`. One thread at a time calls it, and no other one uses the backend meanwhile.
 
-    A row's bits do not depend on its company, so that neither the other texts nor the rows of a step change an embedding.
+    Rows are invariant, so neither the other texts nor the number of rows of a step change an embedding.
     """
 
     def __init__(
@@ -33,10 +34,10 @@ class EmbeddingJob:
         num_slots: int = 1,
         adapters: AdapterSet = (),
     ) -> None:
-        """norm: the model's final one. prompts: token ids, none empty. pooling: of which states, one of `POOLINGS`.
+        """norm: the model's final one. prompts: token ids, none empty. pooling: one of `POOLINGS`.
 
-        dimensions: how many numbers of a state are kept, its first ones (arXiv 2205.13147); None for all. num_slots: texts that
-        one forward takes at most. Raises ConfigError.
+        dimensions: how many leading numbers of a vector are kept (arXiv 2205.13147); None for all. num_slots: the most texts in
+        one forward. Raises ConfigError.
         """
         size = backend.config.hidden_size
         if pooling not in POOLINGS:
@@ -47,9 +48,9 @@ class EmbeddingJob:
         self._dimensions, self._adapters = dimensions or size, adapters
         self._num_slots = min(num_slots, max(len(prompts), 1))
         self._cache = backend.new_cache(self._num_slots, max(map(len, prompts), default=1))
-        self._states = np.zeros((len(prompts), size))  # pooled so far, in f64
+        self._pooled = np.zeros((len(prompts), size))  # so far, in f64
         self._unread = deque(range(len(prompts)))
-        self._reading: list[tuple[int, int, int]] = []  # prompt, its slot, tokens that were fed
+        self._reading: list[tuple[int, int, int]] = []  # prompt, its slot, tokens that were read
 
     @property
     def is_done(self) -> bool:
@@ -58,18 +59,18 @@ class EmbeddingJob:
 
     def step(self, max_rows: int | None = None) -> None:
         """Run one forward of at most `max_rows` tokens; None for as many as the backend takes."""
-        room = min(max_rows or self._backend.max_rows, self._backend.max_rows)
+        rows_left = min(max_rows or self._backend.max_rows, self._backend.max_rows)
         pieces: list[tuple[int, int, int, int]] = []
         taken = {slot for _, slot, _ in self._reading}
         free = [slot for slot in range(self._num_slots) if slot not in taken]
-        while room and (self._reading or (self._unread and free)):
+        while rows_left and (self._reading or (self._unread and free)):
             if self._reading:
                 prompt, slot, start = self._reading.pop(0)
             else:
                 prompt, slot, start = self._unread.popleft(), free.pop(), 0
                 self._cache.truncate(slot, 0)
-            end = min(start + room, len(self._prompts[prompt]))
-            room -= end - start
+            end = min(start + rows_left, len(self._prompts[prompt]))
+            rows_left -= end - start
             pieces.append((prompt, slot, start, end))
         if not pieces:
             return
@@ -83,34 +84,34 @@ class EmbeddingJob:
         layers = (self._backend.config.num_layers - 1,)
         slots = [piece[1] for piece in pieces]
         batch = ForwardBatch(tokens, positions, slots, starts, None, [], layers, adapters=[self._adapters] * len(slots))
-        states = self._norm.applied(self._backend.forward(batch, self._cache).hidden[0])
+        hidden = self._norm.applied(self._backend.forward(batch, self._cache).hidden[0])
         left = []
-        for (prompt, slot, start, end), first, behind in zip(pieces, starts[:-1], starts[1:], strict=True):
-            self._pool(prompt, start, states[first:behind])
+        for (prompt, slot, start, end), rows in zip(pieces, pairwise(starts), strict=True):
+            self._pool(prompt, start, hidden[slice(*rows)])
             if end < len(self._prompts[prompt]):
                 left.append((prompt, slot, end))
         self._reading = left + self._reading
 
-    def states(self) -> F64:
-        """[n, dimensions], pooled, when the job is done. Raises BackendError for states that are not finite."""
-        assert self.is_done, "states are there when every text has been read"
-        states: F64 = self._states[:, : self._dimensions]
-        if bad := int((~np.isfinite(states)).any(axis=1).sum()):
-            raise BackendError(f"the states of {bad} of {len(states)} texts are NaN or infinite; the model's weights are broken")
-        return states
+    def pooled(self) -> F64:
+        """The pooled hidden states [n, dimensions] of a finished job. Raises BackendError if they are not finite."""
+        assert self.is_done, "hidden states are complete when every text has been read"
+        pooled: F64 = self._pooled[:, : self._dimensions]
+        if bad := int((~np.isfinite(pooled)).any(axis=1).sum()):
+            raise BackendError(f"the states of {bad} of {len(pooled)} texts are NaN or infinite; the model's weights are broken")
+        return pooled
 
     def embeddings(self) -> F32:
-        """The states at length one; zeros where a state is zero. Raises as `states` does."""
-        states = self.states()
-        lengths = np.linalg.norm(states, axis=1, keepdims=True)
-        return (states / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+        """The pooled states scaled to length one; zeros stay zeros. Raises as `pooled` does."""
+        pooled = self.pooled()
+        lengths = np.linalg.norm(pooled, axis=1, keepdims=True)
+        return (pooled / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
-    def _pool(self, prompt: int, start: int, states: F32) -> None:
-        """Take the states of a text's tokens from number `start` on. A mean needs no count: its length becomes one."""
+    def _pool(self, prompt: int, start: int, hidden: F32) -> None:
+        """Add the hidden states of a text's tokens from number `start` on. A mean is a sum here: its length becomes one anyway."""
         if self._pooling == "last":
-            self._states[prompt] = states[-1]
+            self._pooled[prompt] = hidden[-1]
         elif self._pooling == "cls" and start == 0:
-            self._states[prompt] = states[0]
+            self._pooled[prompt] = hidden[0]
         elif self._pooling == "mean":
-            for state in states:  # one by one: the bits must not depend on how many came together
-                self._states[prompt] += state
+            for row in hidden:  # one by one: the bits must not depend on how many came together
+                self._pooled[prompt] += row

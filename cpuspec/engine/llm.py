@@ -393,9 +393,9 @@ class LLM:
     def _run(self, job: Job) -> None:
         while not job.is_done:
             self._shared.check_open()
-            with self._shared.turn():
+            with self._shared.exclusive():
                 self.job_step(job)
-            if self._engine.has_work:  # of other threads, which would wait for their turn until all is read
+            if self._engine.has_work:  # of other threads, which would wait until all is read
                 self._shared.step()
 
     def embedding_job(
@@ -531,7 +531,7 @@ class LLM:
 
     def prefix_stats(self) -> list[PrefixStats]:
         """The figures of each model's prefix cache: draft models first, the cheapest foremost, then the target."""
-        with self._shared.turn():
+        with self._shared.exclusive():
             return [context.prefixes.stats(name) for name, context in self._named_contexts()]
 
     def save_prefix(self, prompt: Prompt | Seq[Message], path: str | Path, cache_salt: str = "") -> int:
@@ -547,7 +547,7 @@ class LLM:
         """The part of `save_prefix` that writes, and may run beside steps; this one waits for the running step only."""
         tokens = self._prompt_ids(prompt)
         self._check_unadapted()
-        with self._shared.turn():
+        with self._shared.exclusive():
             save = self._context.saving_prefix(tokens, Path(path), cache_salt)
 
         def written() -> int:
@@ -575,7 +575,7 @@ class LLM:
     def hold_prefix(self, part: PrefixPart, cache_salt: str = "") -> int:
         """See `read_prefix`."""
         self._check_unadapted()
-        with self._shared.turn():
+        with self._shared.exclusive():
             return self._context.hold_prefix(part, cache_salt)
 
     def _check_unadapted(self) -> None:
@@ -585,7 +585,7 @@ class LLM:
     def forget_prefixes(self, waits: bool = True) -> None:
         """Empty the prefix cache of every model, on the disk, too. waits: until the files are gone, 30 seconds at most."""
         self._shared.check_open()
-        with self._shared.turn():
+        with self._shared.exclusive():
             for _, context in self._named_contexts():
                 context.prefixes.forget()
         if self._prefix_queue and waits:
@@ -595,12 +595,12 @@ class LLM:
         """The figures that "auto" decides from and its drafts so far, one entry for each drafter; empty for other specs."""
         if not self._planner:
             return []
-        with self._shared.turn():
+        with self._shared.exclusive():
             return self._planner.explain()
 
     def round_parts(self) -> list[RoundPart]:
         """What the time of all steps so far went to, of all requests: reading prompts, drafting, verifying, and what is between."""
-        with self._shared.turn():
+        with self._shared.exclusive():
             return round_parts(self._context, self._drafts, self._planner)
 
     def close(self) -> None:

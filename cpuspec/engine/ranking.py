@@ -12,14 +12,14 @@ from cpuspec.text import Tokenizer
 
 
 class RankingJob:
-    """Pairs of a query and a document that are being scored, one forward a `step`."""
+    """Scores pairs of a query and a document, one forward a `step`."""
 
     def __init__(
         self, job: EmbeddingJob, prompts: Sequence[list[int]], pairs: Sequence[tuple[int, int]], weight: F32 | None
     ) -> None:
-        """job: embeds the prompts. weight: [C], of a model that ranks, whose prompts are pairs; None to compare embeddings.
+        """job: embeds the prompts. pairs: the numbers of each pair's two prompts, or of one prompt twice if it has both texts.
 
-        pairs: numbers of each pair's prompts, the same twice for a prompt that has both.
+        weight [C]: of a model that was trained to rank, as `ranking_weight` gives it; None to compare embeddings.
         """
         self.prompts = prompts
         self._job, self._pairs, self._weight = job, pairs, weight
@@ -34,18 +34,18 @@ class RankingJob:
         self._job.step(max_rows)
 
     def scores(self) -> list[float]:
-        """The score of each pair, when the job is done: a probability, or the cosine of two embeddings. Raises BackendError."""
+        """The score of each pair of a finished job: a probability, or the cosine of two embeddings. Raises BackendError."""
         firsts, seconds = np.array(self._pairs, np.int64).reshape(-1, 2).T
         if self._weight is None:
             vectors = self._job.embeddings().astype(np.float64)
             found: list[float] = (vectors[firsts] * vectors[seconds]).sum(axis=1).tolist()
             return found
-        # One by one: a product of matrices may sum in another order for another number of rows.
-        return [float(1 / (1 + np.exp(-(state * self._weight).sum()))) for state in self._job.states()[firsts]]
+        # One by one: a matrix product may sum in another order for another number of rows.
+        return [float(1 / (1 + np.exp(-(state * self._weight).sum()))) for state in self._job.pooled()[firsts]]
 
 
 def ranking_weight(checkpoint: Checkpoint | None, tokenizer: Tokenizer) -> F32 | None:
-    """[C], by whose product with a state a model ranks; None for one that does not. Raises ConfigError without its tokens."""
+    """The vector [C] whose product with a pooled state is a model's score; None for models that do not rank. Raises ConfigError."""
     if checkpoint is None or (ranker := checkpoint.ranker) is None:
         return None
     if ranker.weight is not None:

@@ -16,22 +16,22 @@ _ROWS = 64  # of a step: their logits are held, 39 MB with 152 thousand ids, and
 
 
 class Scorer:
-    """Logits of texts, one after the other. What a text's beginning shares with the last text is not computed again."""
+    """Logits of texts, one after the other. The beginning that a text shares with the one before is not computed again."""
 
     def __init__(self, backend: Backend, capacity: int, adapters: AdapterSet = ()) -> None:
         """capacity: tokens of the longest text."""
         self._backend, self._adapters = backend, adapters
-        self.cache = backend.new_cache(1, capacity)  # with the last text, all or its first tokens
+        self.cache = backend.new_cache(1, capacity)  # of the last text, or of its first tokens
         self._held: list[int] = []  # tokens whose keys and values the cache holds
 
-    def logits(self, tokens: Sequence[int], first: int = 0, chunk: int | None = None) -> Iterator[F32]:
-        """Logits [rows, V] of a text from its row `first` on, up to `chunk` rows at a time."""
-        chunk = chunk or self._backend.max_rows
+    def logits(self, tokens: Sequence[int], first: int = 0, max_rows: int | None = None) -> Iterator[F32]:
+        """Logits [rows, V] of a text from its row `first` on, up to `max_rows` rows at a time."""
+        max_rows = max_rows or self._backend.max_rows
         shared = min(shared_prefix(self._held, list(tokens)), first)
         begin = self.cache.truncate(0, shared)
         self._held = list(tokens[:begin])
-        for start in range(begin, len(tokens), chunk):
-            rows = np.asarray(tokens[start : start + chunk], np.int32)
+        for start in range(begin, len(tokens), max_rows):
+            rows = np.asarray(tokens[start : start + max_rows], np.int32)
             logits = self._backend.forward(
                 ForwardBatch(
                     tokens=rows,
@@ -49,9 +49,9 @@ class Scorer:
 
 
 class ScoringJob:
-    """Texts whose tokens are being scored, some rows a `step`. One thread at a time calls it, and none uses the backend then.
+    """Scores the tokens of texts, some rows a `step`. One thread at a time calls it, and no other one uses the backend meanwhile.
 
-    Texts that begin alike share their rows. A row's bits do not depend on its company, so no text changes another's scores.
+    Texts that begin alike share their rows. Rows are invariant, so no text changes another's scores.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class ScoringJob:
         adapters: AdapterSet = (),
         keep: Callable[[KVCache, list[int]], object] | None = None,
     ) -> None:
-        """prompts: token ids, none empty. num_top: likeliest tokens to report in each place.
+        """prompts: token ids, none empty. num_top: how many likeliest tokens to report in each place.
 
-        keep: called with each text's tokens but the last when they are read, and with the cache whose only slot holds them.
+        keep: called for each text that was read, with the cache whose only slot holds it and its tokens without the last.
         """
         self._prompts, self._num_top, self._keep = prompts, num_top, keep
         self._scores: list[list[TokenLogprobs]] = [[] for _ in prompts]
         self._scorer = Scorer(backend, max(map(len, prompts), default=1), adapters)
         self._max_rows = min(_ROWS, backend.max_rows)
         self._unread = deque(sorted(range(len(prompts)), key=prompts.__getitem__))  # the first one has unread tokens
-        self._leave_read()
+        self._skip_scored()
 
     @property
     def is_done(self) -> bool:
@@ -87,15 +87,15 @@ class ScoringJob:
             found += [logprobs(row, tokens[len(found) + 1 + at], self._num_top) for at, row in enumerate(rows)]
         if self._keep and end == len(tokens) - 1:
             self._keep(self._scorer.cache, tokens[:end])
-        self._leave_read()
+        self._skip_scored()
 
     def scores(self) -> list[list[TokenLogprobs]]:
-        """For each text, when the job is done, the scores of its tokens but the first, which nothing stands before."""
-        assert self.is_done, "scores are there when every text has been read"
+        """For each text of a finished job the scores of its tokens, without the first one, which no token stands before."""
+        assert self.is_done, "scores are complete when every text has been read"
         return self._scores
 
-    def _leave_read(self) -> None:
-        """Leave texts whose scores are complete. The next one has those of its tokens that it shares with the one before."""
+    def _skip_scored(self) -> None:
+        """Go on to the first text without all its scores. It takes those of the tokens that it shares with the text before."""
         while self._unread and len(self._scores[self._unread[0]]) == len(self._prompts[self._unread[0]]) - 1:
             last = self._unread.popleft()
             if self._unread:

@@ -1,12 +1,12 @@
 """One engine for several threads: their requests run in one batch.
 
-A thread that waits for an output takes the turn if it is free, runs a step, and puts each output into the inbox of its request;
-the other threads wait at their inboxes. So one thread alone pays for no hand-over, and nothing is lost in a fork. A program with an
-event loop gives a request a receiver instead, and has one thread that calls `step`. A thread that submits or drops a request leaves
-a command, which the next step carries out.
+One thread at a time owns the engine. A thread that waits for an output takes the engine if nobody owns it, runs a step, and puts
+each output into the inbox of its request. The other threads wait at their inboxes. So a single thread pays for no hand-over, and a
+fork loses nothing. A program with an event loop gives a receiver with its request instead, and has one thread that calls `step`. A
+thread that submits or aborts a request leaves a command, which the next owner runs.
 
-This file uses operations that are atomic in Python, and no lock: an interrupt between taking a lock and noting that would leave it
-held for ever, and the garbage collector may close a stream in the middle of a step.
+This file uses operations that are atomic in Python, and no lock. An interrupt right after a lock was taken would leave it taken for
+ever, and the garbage collector may close a stream in the middle of a step.
 """
 
 import os
@@ -22,7 +22,7 @@ from cpuspec.engine.engine import Engine, Output, RequestedAnswer
 from cpuspec.errors import BackendError, ConfigError, CpuspecError
 from cpuspec.metrics import RequestStats
 
-_Inbox = SimpleQueue[Output | None]  # None tells its thread to try for the turn
+_Inbox = SimpleQueue[Output | None]  # None tells its thread that the engine may be free
 Receiver = Callable[[Output], object]
 
 
@@ -38,12 +38,12 @@ class SharedEngine:
         _engines.add(self)
 
     def _begin(self) -> None:
-        self._turn: dict[str, int] = {}  # "thread": the one that runs the engine; empty if none does
+        self._owner: dict[str, int] = {}  # "thread": the one that owns the engine; empty if none does
         self._commands: deque[Callable[[], object]] = deque()
         self._inboxes: dict[int, _Inbox] = {}  # by request, while a thread will ask for its outputs
         self._receivers: dict[int, Receiver] = {}  # by request
         self._waiting: dict[object, _Inbox] = {}  # the inboxes of the threads that wait
-        self._asking: dict[_Inbox, None] = {}  # of these, those that ask for the turn itself, before one that asks for an output
+        self._exclusive: dict[_Inbox, None] = {}  # of these, those of `exclusive`, which come before those that want an output
 
     def submit(self, wanted: RequestedAnswer, receiver: Receiver | None = None) -> int:
         """Queue an answer; returns the request's id. Raises ConfigError if the engine is closed.
@@ -62,7 +62,7 @@ class SharedEngine:
         return request.seq.id
 
     def outputs(self, request_id: int) -> Iterator[Output]:
-        """Yield the outputs of a request up to its last, each as soon as it is there.
+        """Yield the outputs of a request up to its last, each as soon as its step has ended.
 
         Raises CpuspecError if an interrupt lost the end, or the request was left to the parent process in a fork.
         """
@@ -73,48 +73,48 @@ class SharedEngine:
                 return
 
     def abort(self, request_id: int) -> None:
-        """End a request: now, or before the next step if another thread runs one."""
+        """Abort a request: now, or before the next step if another thread owns the engine."""
         self._inboxes.pop(request_id, None)
         if self._receivers.pop(request_id, None) is None:
             return
         self._commands.append(partial(self._abort, request_id))
-        while self._commands and not self._turn:
-            if self._take_turn():
+        while self._commands and not self._owner:
+            if self._try_own():
                 try:
-                    self._obey()
+                    self._run_commands()
                 finally:
-                    self._leave()
+                    self._disown()
 
     def step(self) -> bool:
-        """Carry out what was submitted and dropped, and run one step; returns whether there is more to do.
+        """Add and abort the requests that were submitted and aborted, and run one step; returns whether there is more to do.
 
         An exception aborts every running request. Their last outputs come with the next step.
         """
-        with self.turn():
+        with self.exclusive():
             self._run()
             return bool(self._commands) or self._engine.has_work
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Hold the engine still: no step runs within the `with` block."""
+    def exclusive(self) -> Iterator[None]:
+        """Own the engine within the `with` block: no other thread runs a step there."""
         inbox: _Inbox = SimpleQueue()
-        self._asking[inbox] = None
+        self._exclusive[inbox] = None
         try:
-            while not self._take_turn():
+            while not self._try_own():
                 self._wait(inbox, inbox)
         finally:
-            self._asking.pop(inbox, None)  # a forked child has others
-            if not self._turn:  # this thread was interrupted
+            self._exclusive.pop(inbox, None)  # a forked child has others
+            if not self._owner:  # this thread was interrupted
                 self._wake()
         try:
             yield
         finally:
-            self._leave()
+            self._disown()
 
     def close(self) -> None:
         """Let no step begin any more; returns when the running step has ended."""
         self._closed = True
-        with self.turn():
+        with self.exclusive():
             pass
 
     @property
@@ -133,7 +133,7 @@ class SharedEngine:
             )
 
     def after_fork(self) -> None:
-        """In a forked child: leave to the parent what the parent's threads were doing."""
+        """In a forked child: abort the parent's requests, which its threads go on with."""
         self._forked = True
         self._begin()
         self._commands.append(self._engine.abort_all)
@@ -147,22 +147,22 @@ class SharedEngine:
             if not inbox.empty():
                 if output := inbox.get():
                     return output
-            elif not self._asking and self._take_turn():
+            elif not self._exclusive and self._try_own():
                 try:
                     self._run()
                     idle = inbox.empty() and not (self._commands or self._engine.has_work)
                 finally:
-                    self._leave()
+                    self._disown()
                 if idle:
                     raise CpuspecError("the end of this answer was lost when another call was interrupted; ask again")
             elif output := self._wait(request_id, inbox):
                 return output
 
     def _run(self) -> None:
-        """Carry out the commands and run one step. An exception or an interrupt aborts every running request."""
+        """Run the commands and one step. An exception or an interrupt aborts every running request."""
         try:
             self.check_open()
-            self._obey()
+            self._run_commands()
             for output in self._engine.step():
                 if receiver := self._receivers.get(output.request_id):
                     receiver(output)
@@ -170,7 +170,7 @@ class SharedEngine:
             self._engine.abort_all()  # an interrupt between step and inboxes may have lost a part of an answer
             raise
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         while self._commands:
             self._commands.popleft()()
 
@@ -178,12 +178,12 @@ class SharedEngine:
         if output := self._engine.abort(request_id):
             self.aborted_stats = output.stats
 
-    def _take_turn(self) -> bool:
-        """Whether this thread may run the engine now. A thread that was interrupted while it left still has its turn."""
-        return self._turn.setdefault("thread", threading.get_ident()) == threading.get_ident()
+    def _try_own(self) -> bool:
+        """Own the engine if no other thread does; returns whether this one does. It still does if `_disown` was interrupted."""
+        return self._owner.setdefault("thread", threading.get_ident()) == threading.get_ident()
 
-    def _leave(self) -> None:
-        self._turn.clear()
+    def _disown(self) -> None:
+        self._owner.clear()
         self._wake()
 
     def _wake(self) -> None:
@@ -192,12 +192,12 @@ class SharedEngine:
                 inbox.put(None)
 
     def _wait(self, key: object, inbox: _Inbox) -> Output | None:
-        """Wait for an output, or for None where the turn may be free."""
+        """Wait for an output, or for None if the engine may be free."""
         self._waiting[key] = inbox
         try:
-            # A turn that ended before this thread was listed as waiting has not woken it.
-            # And one that asks for an output leaves the turn to those that ask for the turn.
-            blocked = bool(self._turn) or bool(self._asking and key not in self._asking)
+            # Whoever disowned the engine before this thread was listed as waiting has not woken it, so look again.
+            # A thread that wants an output also lets those go first that want the engine for themselves.
+            blocked = bool(self._owner) or bool(self._exclusive and key not in self._exclusive)
             return inbox.get() if blocked else None
         finally:
             del self._waiting[key]

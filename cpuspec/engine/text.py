@@ -1,4 +1,4 @@
-"""Tokens to text that may be shown: never part of a stop string, never half a character."""
+"""Tokens to text that may be shown: without parts of stop strings, and without half characters."""
 
 from typing import Protocol
 
@@ -18,25 +18,26 @@ class Decoder(Protocol):
 class StopText:
     """The text of one request. Holds back text that may begin a stop string, and cuts before a whole one.
 
-    least: the first tokens, of which no stop string is looked for. shows_stop: the stop string that ends the text is part of it.
+    min_tokens: a stop string in the first so many tokens does not count. shows_stop: the text includes the stop string that ends
+    it.
     """
 
-    def __init__(self, decoder: Decoder, stop: tuple[str, ...], least: int = 0, shows_stop: bool = False) -> None:
+    def __init__(self, decoder: Decoder, stop: tuple[str, ...], min_tokens: int = 0, shows_stop: bool = False) -> None:
         self.found: str | None = None  # the stop string that ended the text
         self._shows_stop = shows_stop
-        self._num_free = least
+        self._num_free = min_tokens
         self._decoder = decoder
         self._stop = stop
         self._pending = ""
 
     def push(self, token: int) -> str:
-        """Text that became safe to show with this token; sets `found` where a stop string is complete."""
+        """Text that may be shown after this token. Sets `found` if a stop string is complete."""
         piece = self._decoder.push(token)
         self._num_free -= 1
         return self._release(piece) if self._stop and self._num_free < 0 else piece
 
     def finish(self) -> str:
-        """The text that was held back, at the end of a sequence that no stop string ended."""
+        """The rest of the text, for a sequence that no stop string ended."""
         shown = self._release(self._decoder.finish())
         shown, self._pending = shown + self._pending, ""
         return shown
@@ -54,5 +55,5 @@ class StopText:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Length of the longest end of `text` that `stop` begins with, shorter than `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

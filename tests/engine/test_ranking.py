@@ -109,7 +109,7 @@ def test_a_gguf_file_ranks_by_its_matrix_and_its_prompt(tmp_path: Path) -> None:
         job = plain.embedding_job(ids, "last")
         while not job.is_done:
             job.step()
-        logits = job.states() @ WEIGHT.T
+        logits = job.pooled() @ WEIGHT.T
         wanted = np.exp(logits[:, 0]) / np.exp(logits).sum(axis=1)
         np.testing.assert_allclose(llm.rank(QUERY, DOCUMENTS[:2]), wanted, atol=1e-6)
         assert llm.rank(QUERY, []) == []
