@@ -1,7 +1,7 @@
-"""A verified pair is a proposer: inner drafts, the context's model verifies, and its tokens are those of that model alone.
+"""A verified pair is a proposer: an inner proposer drafts, and the context's model verifies. The tokens are those of that model.
 
-Nesting makes chains of any depth, after ML-SpecQD (arXiv 2503.13565); over `NullProposer` it is a plain draft model. The pair
-runs the same `speculate()` as the engine, on sequences of its own that run ahead of the verifier's.
+Pairs nest to chains of any depth, after ML-SpecQD (arXiv 2503.13565). With `NullProposer` inside, a pair is a plain draft model. It
+runs the same `speculate()` as the engine, on copies of the verifier's sequences that run ahead of them.
 """
 
 from math import prod
@@ -20,9 +20,9 @@ DEFAULT_NUM_TOKENS = 4
 class ChainProposer(Proposer):
     """Drafts up to `num_tokens` tokens of the context's model, sped up by `inner`.
 
-    Tokens are drawn with the request's random numbers of their places, as the verifier draws, so both often draw the same.
-    min_confidence: a draft ends with the first token before which the model gives no token this probability (at temperature 1),
-    after DISCO (arXiv 2405.04304).
+    Tokens are drawn with the request's random numbers of their positions, as the verifier draws, so both often draw the same token.
+    min_confidence: a draft ends with the first token whose row gives no token this probability (at temperature 1), after DISCO
+    (arXiv 2405.04304).
     """
 
     def __init__(
@@ -43,13 +43,18 @@ class ChainProposer(Proposer):
         self._reading = PromptReader(context)
 
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
-        """The tokens that the pair generates for each sequence. All advance together; those that have enough drop out."""
+        """The tokens that the pair generates for each sequence. All run together; those with enough tokens drop out."""
         paths = [
-            _Path(seq, min(limit, self.num_tokens, self._reading.room(seq)), self.min_confidence, floors[i] if floors else None)
+            _Path(
+                seq,
+                min(limit, self.num_tokens, self._reading.num_draftable(seq)),
+                self.min_confidence,
+                floors[i] if floors else None,
+            )
             for i, (seq, limit) in enumerate(zip(seqs, limits, strict=True))
         ]
         wanted = [path for path in paths if path.num_missing > 0]
-        ready, chunks = self._reading.share_rows([path.seq for path in wanted], self.inner.begin)
+        ready, chunks = self._reading.read([path.seq for path in wanted], self.inner.begin)
         drafting = []
         for path, is_ready in zip(wanted, ready, strict=True):
             if is_ready:
@@ -65,7 +70,7 @@ class ChainProposer(Proposer):
                 path.sources += [source or self.name for source in done.token_sources]
                 if done.error is None:
                     path.cut(done)
-                else:  # the model gives no token here: its draft ends, and the answer goes on
+                else:  # the model gives no token here: the draft ends, and the answer goes on
                     path.stop()
             drafting, chunks = [path for path in drafting if path.num_missing > 0], []
         return [path.draft(self.name) for path in paths]
@@ -77,7 +82,7 @@ class ChainProposer(Proposer):
 
 
 class _Path:
-    """A sequence that runs ahead of the verifier's, and how it got there."""
+    """A sequence that runs ahead of the verifier's, and the rounds that it took."""
 
     def __init__(self, seq: Sequence, limit: int, min_confidence: float, floors: Floors | None) -> None:
         self.seq = seq.ahead()
@@ -98,11 +103,11 @@ class _Path:
         self._end = self._start
 
     def stop(self) -> None:
-        """Draft what is there, and no more."""
+        """Draft no further tokens."""
         self._end = len(self.seq.tokens)
 
     def cut(self, done: Round) -> None:
-        """End the draft with the first new token whose row is unsure, to which the path is unlikely, or that ends the answer."""
+        """End the draft with the first new token that has an unsure row or an unlikely path, or that ends the answer."""
         constraint, wants_confidence = self.seq.constraint, self._min_confidence or self._floors is not None
         if not wants_confidence and constraint is None:
             return

@@ -1,9 +1,12 @@
-"""A head with its cache: what `Context` is to a model, for one that reads hidden states of the model that it drafts for.
+"""A head with its cache: what `Context` is for a model. A head reads hidden states of the model that it drafts for.
 
-Row P of a slot is made of token P + 1 and of the verifier's hidden state of token P, and its logits are those of token P + 2. The
-hidden states come with the verdicts (`learn`). Tokens that have none yet get the head's own, and such rows are fed anew each time.
-A prefix that the verifier took from its cache has no hidden states: its rows are those that a finished sequence left, in a slot or
-in a `PrefixStore`, or none.
+Row P of a slot is made of two inputs, and predicts one token:
+
+    the verifier's hidden state of token P, the embedding of token P + 1  ->  logits of token P + 2
+
+The hidden states come with the verdicts (`learn`). For tokens without one, a row gets the head's own output of the row before, and
+is fed again in the next round. A prefix that the verifier took from its cache has no hidden states. Its rows are those that a
+finished sequence left in a slot or in a `PrefixStore`; without these the head drafts without them.
 """
 
 from bisect import bisect_right
@@ -26,15 +29,15 @@ from cpuspec.speculation.prefix_cache import PrefixCache
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.prefix_store import PrefixStore
 
-# Rows of a prompt are encoded as they come: the outputs of several layers would take more memory until the first draft.
+# Rows of a prompt are encoded as they come: the outputs of several layers would take more memory to keep until the first draft.
 _ENCODED_AT_ONCE = 64
 
 
 class DraftedRows(NamedTuple):
-    """Rows behind those of the committed tokens.
+    """Rows that follow those of the committed tokens.
 
-    tokens, hidden [n, C]: what each row is made of. parents: for each the row of these that it follows, -1 for the last one before
-    them; None for a chain. num_kept: drafted rows of the score before, a chain, that stay before these.
+    tokens, hidden [n, C]: the inputs of each row. parents: for each row the drafted row that it follows, -1 for the last row before
+    them; None for a chain. num_kept: how many rows of a chain that the last score drafted stay before these.
     """
 
     tokens: list[int]
@@ -44,7 +47,7 @@ class DraftedRows(NamedTuple):
 
 
 class HeadRows(NamedTuple):
-    """Rows that were fed: logits [n, num_logits], and hidden states [n, C] that following rows may be made of."""
+    """Outputs of rows: logits [n, num_logits], and hidden states [n, C], which may be inputs of following rows."""
 
     logits: F32
     hidden: F32
@@ -52,9 +55,10 @@ class HeadRows(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    """What a slot's cache holds of a string of tokens: rows of the verifier's hidden states, at rising positions.
+    """The rows of a sequence's tokens that a slot holds.
 
-    num_rows: those, and rows of own hidden states behind them. The cache may hold more: drafted rows.
+    positions: of rows made of the verifier's hidden states, rising. num_rows: those, and the following ones made of the head's own
+    hidden states. The cache may hold more: drafted rows.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -67,8 +71,8 @@ class _Slot:
 class _Followed:
     """A sequence that the head drafts for.
 
-    known: hidden states [*, C] of the tokens from `first` on. raw: those of the following ones as they came, [*, feature_size].
-    agreed: how many tokens of its slot are the sequence's for good.
+    known: hidden states [*, C] of the tokens from `first` on. raw: those of the tokens after these, as the verifier gave them,
+    [*, feature_size]; `_encode` makes them known. agreed: how many tokens of its slot are the sequence's for good.
     """
 
     seq: Sequence
@@ -80,35 +84,35 @@ class _Followed:
 
     @property
     def end(self) -> int:
-        """The first token whose hidden state is not known."""
+        """The first token without a hidden state."""
         return self.first + len(self.known) + sum(map(len, self.raw))
 
 
 @dataclass(slots=True)
 class _Feed:
-    """Rows of a sequence that a score still has to run, and the asked rows of those that ran.
+    """Rows of a sequence that a score still has to run, and outputs of those that ran.
 
-    positions: of rows of committed tokens. hidden: of the first of these; the others get the head's own. asked: whether the output
-    of the last of them is wanted.
+    positions: of rows of committed tokens. hidden: the verifier's hidden states for the first of these; the others get the head's
+    own. asked: whether the output of the last committed row is wanted.
     """
 
-    one: _Followed
+    followed: _Followed
     positions: list[int]
     hidden: F32
     drafted: DraftedRows | None
     asked: bool
-    state: F32 | None = None  # [1, C] the output of the last row that ran
+    last_hidden: F32 | None = None  # [1, C] the output of the last row that ran
     rows: list[HeadRows] = field(default_factory=list)
 
 
-class _Block(NamedTuple):
-    """Rows of a feed that go in one forward. parents: as in `DraftedRows`, for all of them."""
+class _ForwardPart(NamedTuple):
+    """Rows of a feed in one forward. parents: as in `DraftedRows`, for all rows."""
 
     tokens: list[int]
     positions: list[int]
     hidden: F32
     parents: list[int]
-    num_asked: int  # of the rows, the last ones whose logits are wanted
+    num_asked: int  # how many rows, the last ones, have outputs that are wanted
 
 
 class HeadContext:
@@ -135,7 +139,9 @@ class HeadContext:
         self._slots = [_Slot() for _ in range(num_slots)]
         self.prefixes = PrefixCache(self, self.cache, backend.row_invariant)
         self._followed: dict[int, _Followed] = {}  # by sequence id
-        self.most_waiting: int | None = None  # hidden states that wait for a sequence's next draft, twice as many; None for all
+        self.most_waiting: int | None = (
+            None  # hidden states of a sequence: up to twice as many are kept; None: all
+        )
 
     @property
     def is_alone(self) -> bool:
@@ -144,22 +150,21 @@ class HeadContext:
 
     @property
     def num_waiting(self) -> int:
-        """Rows of the verifier's hidden states that are in memory for drafts to come."""
-        return sum(one.end - one.first for one in self._followed.values())
+        """How many of the verifier's hidden states are in memory for drafts to come."""
+        return sum(followed.end - followed.first for followed in self._followed.values())
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Follow a sequence. num_cached: as in `Proposer.begin`."""
         config = self.backend.config
         width = config.hidden_size if self._sees_rows else config.injected_size + config.state_size
-        nothing = np.empty((0, width), np.float32)
-        self._followed[seq.id] = _Followed(seq, num_cached, nothing)
+        self._followed[seq.id] = _Followed(seq, num_cached, np.empty((0, width), np.float32))
         self._poll(seq)
 
     def learn(self, seq: Sequence, layers: tuple[F32, ...]) -> None:
-        """Take the verifier's hidden states up to the last accepted token's, as `Proposer.accept` has them."""
+        """Keep the verifier's hidden states up to the last accepted token's. layers: as `Proposer.accept` has them."""
         one, rows = self._followed[seq.id], np.concatenate(layers, axis=1)
         start = len(seq.tokens) - 1 - len(rows)
-        if start != one.end:  # the verifier has computed some again
+        if start != one.end:  # the verifier computed some again
             self._encode([one])
             num_kept = start - one.first
             if not 0 <= num_kept <= len(one.known):
@@ -173,7 +178,7 @@ class HeadContext:
             one.first, one.known = one.end - self.most_waiting, one.known[-self.most_waiting :].copy()
 
     def end(self, seq: Sequence) -> None:
-        """Forget a sequence; its rows stay for later ones that begin alike. One that never began is ignored."""
+        """Forget a sequence. Its rows stay for later ones that begin alike. A sequence that never began is ignored."""
         one = self._followed.pop(seq.id, None)
         if self.prefixes.store:
             self.prefixes.store.forget(seq.id)
@@ -184,9 +189,9 @@ class HeadContext:
             self.prefixes.tidy()
 
     def can_draft(self, seq: Sequence) -> bool:
-        """Whether the row behind the last committed token can be made: not before the verifier's first verdict.
+        """Whether the last committed token's row can be made.
 
-        And not while rows of its prefix are on their way from the disk.
+        It cannot before the verifier's first verdict, nor while rows of its prefix are on their way from the disk.
         """
         one = self._followed.get(seq.id)
         if one is None or not one.first < one.end or not one.first < len(seq.tokens) - 1:
@@ -194,20 +199,17 @@ class HeadContext:
         return one.slot >= 0 or not self._poll(seq)
 
     def unknown(self, seq: Sequence) -> list[int]:
-        """The tokens without a hidden state: the last committed one, then those that a drafter before this one chose."""
+        """The tokens without a hidden state: the last committed one, then those that an earlier drafter chose."""
         return seq.tokens[self._followed[seq.id].end :]
 
-    def last_states(self, seqs: list[Sequence]) -> list[F32]:
-        """Of a head that `reads`: for each sequence the verifier's hidden state [1, state_size] before the unknown tokens."""
+    def last_hidden(self, seqs: list[Sequence]) -> list[F32]:
+        """For each sequence the verifier's last hidden state [1, state_size], for heads that read the target's keys and values."""
         ones = [self._followed[seq.id] for seq in seqs]
         self._encode(ones)
         return [one.known[-1:, self.backend.config.injected_size :] for one in ones]
 
     def num_unfed(self, seq: Sequence) -> int:
-        """How many rows a score would feed before the last committed token's. Gives the sequence a slot.
-
-        Raises CacheError when no slot is free.
-        """
+        """How many rows a score would feed before the last committed token's. Gives the sequence a slot, or raises CacheError."""
         one = self._at(seq)
         if one.slot < 0:
             self._acquire(one)
@@ -216,10 +218,10 @@ class HeadContext:
     def score(
         self, seqs: list[Sequence], drafted: list[DraftedRows | None], chunks: list[PromptChunk] | None = None
     ) -> list[HeadRows]:
-        """For each sequence the row of its last committed token, unless `num_kept` rows stay behind it, and the drafted rows.
+        """For each sequence the row of its last committed token, unless `num_kept` rows stay after it, and the drafted rows.
 
-        `chunks` are rows of prompts that are fed beside them. Raises CacheError for rows that exceed the capacity, and ConfigError
-        for more drafted rows than a forward takes.
+        `chunks` are rows of prompts that are fed beside them. Raises CacheError for rows beyond the capacity, and ConfigError for
+        more drafted rows than a forward takes.
         """
         self._encode([self._followed[seq.id] for seq in [*seqs, *(chunk.seq for chunk in chunks or ())]])
         feeds = list(map(self._feed, seqs, drafted))
@@ -236,7 +238,7 @@ class HeadContext:
         return PrefixStore(self.cache, self.backend.config.vocab_size, queue)
 
     def save_slot(self, slot: int) -> None:
-        """As `SlotOwner`. Rows behind the first position that has none are not saved."""
+        """As `SlotOwner`. Rows after the first position without one are not saved."""
         held, store = self._slots[slot], self.prefixes.store
         num_rows = next((row for row, position in enumerate(held.positions) if row != position), len(held.positions))
         if store and num_rows >= self.prefixes.many:
@@ -249,13 +251,13 @@ class HeadContext:
         self._slots[slot] = _Slot()
 
     def _at(self, seq: Sequence) -> _Followed:
-        """A followed sequence in its present state."""
+        """The sequence's record, with its present tokens."""
         one = self._followed[seq.id]
         one.seq = seq
         return one
 
     def _acquire(self, one: _Followed) -> None:
-        """Give a sequence the free slot that shares most rows with it, or copy those of a running sequence that shares more."""
+        """Give a sequence the free slot that shares most rows with it. If another slot or the store has more, they are copied."""
         free, store = self.prefixes.free, self.prefixes.store
         if not free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
@@ -288,7 +290,7 @@ class HeadContext:
         self.prefixes.tidy()
 
     def _shared(self, seq: Sequence) -> list[int]:
-        """For each slot the number of its rows that the sequence may use."""
+        """For each slot how many of its rows the sequence may use."""
         return [
             bisect_right(slot.positions, shared_prefix(slot.tokens, seq.tokens) - 2)
             if self.prefixes.shares and slot.salt == seq.salt
@@ -297,14 +299,14 @@ class HeadContext:
         ]
 
     def _poll(self, seq: Sequence) -> bool:
-        """Begin, or go on, to read rows of a sequence without a slot from the disk; returns whether they are on their way."""
+        """Begin or continue to read rows from the disk for a sequence without a slot; returns whether some are to come."""
         store, many = self.prefixes.store, self.prefixes.many
         if store is None or len(seq.tokens) < many:
             return False
         return store.poll(*_stored_as(seq.tokens, seq.salt), seq.id, max(self._shared(seq)) + many)
 
     def _encode(self, ones: list[_Followed]) -> None:
-        """Make the hidden states of what came from the verifier, of all sequences at once."""
+        """Encode the verifier's outputs that are still raw, of all sequences together."""
         ones = [one for one in ones if one.raw]
         if not ones:
             return
@@ -315,7 +317,7 @@ class HeadContext:
             start += size
 
     def encoded(self, features: F32) -> F32:
-        """The head's hidden states [T, C] of outputs of the verifier's layers, side by side [T, feature_size]."""
+        """The hidden states [T, C] that the head reads. features [T, feature_size]: outputs of the verifier's layers, side by side."""
         for norm in self.head.feature_norms:
             features = norm.applied(features)
         config = self.head.model.config.head
@@ -324,7 +326,7 @@ class HeadContext:
     def _unfed(self, one: _Followed) -> range:
         """Truncate the slot to rows that the sequence shares; returns the positions of rows that it lacks.
 
-        The last row of the verifier's hidden states is always fed: what follows needs its output.
+        The last row that has a hidden state of the verifier is always fed: the next row needs its output.
         """
         seq, slot = one.seq, self._slots[one.slot]
         agreed = min(one.agreed, len(slot.tokens), len(seq.tokens))
@@ -357,7 +359,7 @@ class HeadContext:
         return _Feed(one, list(unfed), one.known[unfed.start - one.first : unfed.stop - one.first], None, False)
 
     def _inject(self, feeds: list[_Feed]) -> None:
-        """Put the verifier's hidden states into the cache, as many at once as a forward takes."""
+        """Put the verifier's hidden states into the cache, as many at a time as a forward takes."""
         for feed in feeds:
             del feed.positions[len(feed.hidden) :]
         waiting = [feed for feed in feeds if feed.positions]
@@ -367,7 +369,7 @@ class HeadContext:
             positions = [position for feed, size in now for position in feed.positions[:size]]
             starts = list(accumulate((size for _, size in now), initial=0))
             hidden = np.concatenate([feed.hidden[:size, : self.backend.config.injected_size] for feed, size in now])
-            slots = [feed.one.slot for feed, _ in now]
+            slots = [feed.followed.slot for feed, _ in now]
             self.backend.inject(ForwardBatch([0] * len(positions), positions, slots, starts, hidden=hidden), self.cache)
             for feed, size in now:
                 self._note(feed, size, size)
@@ -375,29 +377,26 @@ class HeadContext:
 
     def _forward(self, feeds: list[_Feed]) -> list[_Feed]:
         """Run as many rows as one forward takes; returns the feeds that have rows left."""
-        blocks: list[_Block] = []
-        room = self.backend.max_rows
-        for feed in feeds:
-            block = self._next_block(feed, room)
-            if block is None:
-                break
-            blocks.append(block)
-            room -= len(block.tokens)
+        parts: list[_ForwardPart] = []
         starts = [0]
-        for block in blocks:
-            starts.append(starts[-1] + len(block.tokens))
-        is_tree = any(block.parents != list(range(-1, len(block.tokens) - 1)) for block in blocks)
-        parents = [p if p < 0 else p + start for block, start in zip(blocks, starts, strict=False) for p in block.parents]
-        asked = [row for block, end in zip(blocks, starts[1:], strict=True) for row in range(end - block.num_asked, end)]
+        for feed in feeds:
+            part = self._next_part(feed, self.backend.max_rows - starts[-1])
+            if part is None:
+                break
+            parts.append(part)
+            starts.append(starts[-1] + len(part.tokens))
+        is_tree = any(part.parents != list(range(-1, len(part.tokens) - 1)) for part in parts)
+        parents = [p if p < 0 else p + start for part, start in zip(parts, starts, strict=False) for p in part.parents]
+        asked = [row for part, end in zip(parts, starts[1:], strict=True) for row in range(end - part.num_asked, end)]
         batch = ForwardBatch(
-            [token for block in blocks for token in block.tokens],
-            [position for block in blocks for position in block.positions],
-            [feed.one.slot for feed in feeds[: len(blocks)]],
+            [token for part in parts for token in part.tokens],
+            [position for part in parts for position in part.positions],
+            [feed.followed.slot for feed in feeds[: len(parts)]],
             starts,
             parents if is_tree else None,
             asked,
             self._layers,
-            np.concatenate([block.hidden for block in blocks]) if self.backend.config.takes_hidden else None,
+            np.concatenate([part.hidden for part in parts]) if self.backend.config.takes_hidden else None,
             self._both_ways,
             sees_rows=self._sees_rows,
         )
@@ -407,42 +406,41 @@ class HeadContext:
         self.num_forwards += 1
         self.weight_bytes += output.weight_bytes
         first = 0
-        for feed, block, end in zip(feeds, blocks, starts[1:], strict=False):
-            self._take(feed, block, output, first, end)
-            first += block.num_asked
+        for feed, part, end in zip(feeds, parts, starts[1:], strict=False):
+            self._keep_output(feed, part, output, first, end)
+            first += part.num_asked
         return [feed for feed in feeds if feed.positions or feed.drafted]
 
-    def _next_block(self, feed: _Feed, room: int) -> _Block | None:
-        """The next rows of a feed that can go together; None where there is no room for them."""
-        tokens, seq_tokens, known = list[int](), feed.one.seq.tokens, len(feed.hidden)
-        positions, hidden = feed.positions[: min(known, room) if known else min(1, room)], feed.hidden[:room]
+    def _next_part(self, feed: _Feed, max_rows: int) -> _ForwardPart | None:
+        """The next rows of a feed that can go in one forward, at most `max_rows`; None if there are none."""
+        seq_tokens, known = feed.followed.seq.tokens, len(feed.hidden)
+        positions, hidden = feed.positions[: min(known or 1, max_rows)], feed.hidden[:max_rows]
         if positions and not known:
-            assert feed.state is not None, "a row of own hidden states follows another"
-            hidden = feed.state
+            assert feed.last_hidden is not None, "a row of own hidden states follows another"
+            hidden = feed.last_hidden
         tokens = [seq_tokens[position + 1] for position in positions]
         parents = list(range(-1, len(positions) - 1))
         is_last = len(positions) == len(feed.positions)
         num_asked = int(is_last and feed.asked and bool(positions))
         drafted = feed.drafted
-        if is_last and drafted and len(positions) + len(drafted.tokens) <= room:
-            behind, start = len(positions) - 1, len(seq_tokens) - 1 + drafted.num_kept
-            if self._injects:
-                start = feed.one.end
+        if is_last and drafted and len(positions) + len(drafted.tokens) <= max_rows:
+            last = len(positions) - 1
+            start = feed.followed.end if self._injects else len(seq_tokens) - 1 + drafted.num_kept
             links = drafted.parents or range(-1, len(drafted.tokens) - 1)
             depths: list[int] = []
             for link in links:
                 depths.append(depths[link] + 1 if link >= 0 else 0)
             tokens += drafted.tokens
             positions = positions + [start + depth for depth in depths]
-            parents += [link + behind + 1 if link >= 0 else behind for link in links]
+            parents += [link + last + 1 if link >= 0 else last for link in links]
             hidden = np.concatenate([hidden[:, : drafted.hidden.shape[1]], drafted.hidden])
             num_asked += len(drafted.tokens)
-        return _Block(tokens, positions, hidden, parents, num_asked) if tokens else None
+        return _ForwardPart(tokens, positions, hidden, parents, num_asked) if tokens else None
 
-    def _take(self, feed: _Feed, block: _Block, output: ForwardOutput, first: int, end: int) -> None:
-        """Note what rows of a feed yielded. first: of its rows of logits; end: of its rows."""
-        num_fed, num_true = min(len(block.tokens), len(feed.positions)), min(len(block.tokens), len(feed.hidden))
-        if num_fed < len(block.tokens):
+    def _keep_output(self, feed: _Feed, part: _ForwardPart, output: ForwardOutput, first: int, end: int) -> None:
+        """Keep the output of a feed's rows in a forward. first: the first of its rows of logits; end: the end of its rows."""
+        num_fed, num_true = min(len(part.tokens), len(feed.positions)), min(len(part.tokens), len(feed.hidden))
+        if num_fed < len(part.tokens):
             feed.drafted = None
         self._note(feed, num_fed, num_true)
         hidden = output.hidden[0]
@@ -450,13 +448,13 @@ class HeadContext:
             hidden = self.head.state_norm.applied(hidden)
         if self._back:
             hidden = self.backend.project(hidden, self._back)
-        feed.state = hidden[end - 1 : end]
-        if block.num_asked:
-            feed.rows.append(HeadRows(output.logits[first : first + block.num_asked], hidden[end - block.num_asked : end]))
+        feed.last_hidden = hidden[end - 1 : end]
+        if part.num_asked:
+            feed.rows.append(HeadRows(output.logits[first : first + part.num_asked], hidden[end - part.num_asked : end]))
 
     def _note(self, feed: _Feed, num_fed: int, num_true: int) -> None:
-        """Note that rows of a feed are in the cache, of which `num_true` had the verifier's hidden states."""
-        one, slot = feed.one, self._slots[feed.one.slot]
+        """Note that the cache has rows of a feed. The first `num_true` of them were made of the verifier's hidden states."""
+        one, slot = feed.followed, self._slots[feed.followed.slot]
         slot.positions += feed.positions[:num_true]
         slot.num_rows += num_fed
         if num_true:  # the last of these may be fed again
@@ -466,7 +464,7 @@ class HeadContext:
 
 
 def _stored_as(tokens: list[int], salt: str) -> tuple[list[int], str]:
-    """The tokens that a `PrefixStore` knows rows by, and their salt. A row is made of its position's token and the next one."""
+    """The tokens and the salt by which a `PrefixStore` knows rows. A row depends on its position's token and on the next one."""
     return tokens[1:], f"{tokens[0]} {salt}" if tokens else salt
 
 

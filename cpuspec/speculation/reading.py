@@ -1,8 +1,8 @@
-"""Slots and prompts of a draft model: it reads prompts in chunks beside sequences that generate.
+"""Slots and prompts of a draft model, which reads prompts in chunks beside sequences that generate.
 
-A model reads a prompt from the first draft on: by then another sequence may have read what both begin with. It reads
-`Context.prompt_rows` rows a round beside other sequences of the engine, as many as a forward takes where a sequence is alone. Until
-the prompt is read, drafts are empty.
+A model begins to read a prompt when it is first asked for a draft: by then another sequence may have read the same beginning. A
+round reads `Context.prompt_rows` rows beside other sequences of the engine, or as many as a forward takes for a single sequence.
+Drafts are empty until the prompt is read.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,18 @@ from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context, PromptChunk, shortest_first
 
 _NOT_YET = 1 << 62  # stands for the unfed tokens of a sequence without a slot: its prefix is on its way from the disk
-_FED_WITH_A_DRAFT = 16  # at most so many tokens are fed together with a draft; more are read like a prompt, first
+_FED_WITH_A_DRAFT = 16  # the most tokens that are fed together with a draft; more are read before it, as a prompt is
+
+
+def share_rows(seqs: list[Sequence], num_unfed: list[int], num_rows: int) -> tuple[list[bool], list[PromptChunk]]:
+    """Whether each sequence can be drafted for now, and the parts of prompts that are read beside them, of `num_rows` rows.
+
+    num_unfed: how many tokens of each sequence its slot lacks.
+    """
+    granted = shortest_first([number if _FED_WITH_A_DRAFT < number < _NOT_YET else 0 for number in num_unfed], num_rows)
+    ready = [number <= max(rows, _FED_WITH_A_DRAFT) for number, rows in zip(num_unfed, granted, strict=True)]
+    chunks = [PromptChunk(seq, rows) for seq, rows, is_ready in zip(seqs, granted, ready, strict=True) if rows and not is_ready]
+    return ready, chunks
 
 
 class PromptReader:
@@ -21,10 +32,10 @@ class PromptReader:
         self._context = context
         self._begun: set[int] = set()  # sequences that have a slot
 
-    def share_rows(
+    def read(
         self, seqs: list[Sequence], begin: Callable[[Sequence, int], None] | None = None
     ) -> tuple[list[bool], list[PromptChunk]]:
-        """Whether each sequence can be drafted for now, and the parts of prompts that are read beside them.
+        """Give each sequence a slot; returns what `share_rows` does.
 
         begin: called with each sequence that gets its slot, and with how many of its tokens the slot held already.
         """
@@ -36,17 +47,10 @@ class PromptReader:
                 if begin:
                     begin(seq, num_cached)
         unfed = [context.num_unfed(seq) if seq.id in self._begun else _NOT_YET for seq in seqs]
-        num_rows = context.backend.max_rows if context.is_alone else context.prompt_rows
-        granted = shortest_first([number if _FED_WITH_A_DRAFT < number < _NOT_YET else 0 for number in unfed], num_rows)
-        ready, chunks = [], []
-        for seq, number, rows in zip(seqs, unfed, granted, strict=True):
-            ready.append(rows == number or number <= _FED_WITH_A_DRAFT)
-            if rows and not ready[-1]:
-                chunks.append(PromptChunk(seq, rows))
-        return ready, chunks
+        return share_rows(seqs, unfed, context.backend.max_rows if context.is_alone else context.prompt_rows)
 
-    def room(self, seq: Sequence) -> int:
-        """How many tokens can be drafted: none behind the grammar's end, or a token that the model has no row for."""
+    def num_draftable(self, seq: Sequence) -> int:
+        """How many tokens can be drafted: none after the grammar's end, and none after a token that the model does not have."""
         context = self._context
         if seq.constraint and seq.legal() is None:
             return 0

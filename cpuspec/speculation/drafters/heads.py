@@ -1,7 +1,7 @@
-"""Drafting with a trained head: what all methods share. How rows become a draft is a `Rule`, one for each method.
+"""Drafting with a trained head: the part that all methods share. A `Rule`, one for each method, makes a draft of a head's rows.
 
-A head drafts for the target alone, whose hidden states it was trained on. It chooses the likeliest tokens, as vLLM's drafters do;
-or it draws them with the request's random numbers, which accepts more where the temperature is high.
+A head drafts only for the target that it was trained on, whose hidden states it reads. It chooses the likeliest tokens, as vLLM's
+drafters do. Or it draws them with the request's random numbers, of which more are accepted at high temperatures.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,6 @@ from typing import Any
 
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
-from cpuspec.speculation.context import PromptChunk, shortest_first
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.blocks import draft_blocks
 from cpuspec.speculation.drafters.eagle import draft_chains, draft_from_one_place, draft_trees
@@ -19,6 +18,7 @@ from cpuspec.speculation.drafters.parallel import draft_at_once
 from cpuspec.speculation.drafters.stages import draft_stage_chains, draft_stage_trees
 from cpuspec.speculation.head_context import HeadContext
 from cpuspec.speculation.proposer import Floors, Proposer
+from cpuspec.speculation.reading import share_rows
 from cpuspec.speculation.stage_context import StageContext
 from cpuspec.speculation.verify import Verdict
 
@@ -37,8 +37,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 _TREES_OF: Mapping[Rule, Rule] = MappingProxyType({draft_chains: draft_trees, draft_stage_chains: draft_stage_trees})
 TREE_RULES: Mapping[str, Rule] = MappingProxyType({name: _TREES_OF[rule] for name, rule in RULES.items() if rule in _TREES_OF})
 
-_FED_WITH_A_DRAFT = 16  # the most rows that are fed together with a draft; more are read as a prompt is
-_ROWS_FOR_ONE = 8  # of a head are read in the time of one of its target, or less
+_ROWS_FOR_ONE = 8  # rows of a head take no more time than one of its target
 
 
 class HeadProposer(Proposer):
@@ -70,20 +69,17 @@ class HeadProposer(Proposer):
         self.context.begin(seq, num_cached)
 
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
-        """The head's drafts; empty ones for sequences whose prompt it has not read yet."""
+        """The head's drafts; empty for sequences whose prompt it has not read yet."""
         context, most = self.context, min(self.num_tokens, self.context.backend.max_rows)
         drafts = [Draft.chain([], self.name)] * len(seqs)
-        rooms = [context.capacity - len(seq.tokens) for seq in seqs]  # the last token drafted makes no row
-        limits = [min(limit, most, room) for limit, room in zip(limits, rooms, strict=True)]
+        # The last drafted token is never fed, so it needs no row.
+        limits = [min(limit, most, context.capacity - len(seq.tokens)) for limit, seq in zip(limits, seqs, strict=True)]
         able = [i for i, seq in enumerate(seqs) if limits[i] > 0 and context.can_draft(seq)]
-        unfed = [context.num_unfed(seqs[i]) for i in able]
         num_rows = _ROWS_FOR_ONE * (context.backend.max_rows if context.is_alone else context.prompt_rows)
-        granted = shortest_first([number if number > _FED_WITH_A_DRAFT else 0 for number in unfed], num_rows)
-        reading = [i for i, number, rows in zip(able, unfed, granted, strict=True) if _FED_WITH_A_DRAFT < number > rows]
-        chunks = [PromptChunk(seqs[i], rows) for i, rows in zip(able, granted, strict=True) if i in reading and rows]
+        ready, chunks = share_rows([seqs[i] for i in able], [context.num_unfed(seqs[i]) for i in able], num_rows)
         if chunks:
             context.score([], [], chunks)
-        drafting = [i for i in able if i not in reading]
+        drafting = [i for i, is_ready in zip(able, ready, strict=True) if is_ready]
         paths = [
             HeadPath(
                 *(context.head.token_ids, seqs[i], limits[i], self._vocab_size, self._min_confidence, self._draws),

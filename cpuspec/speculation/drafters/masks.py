@@ -14,7 +14,7 @@ class MaskProposer(Proposer):
     """Drafts up to `num_tokens` tokens: the first from the row of the last committed token, the others from rows of `mask_id`.
 
     A row does not depend on the tokens chosen before it, so tokens may be drawn from it (`draws`); else each is the likeliest.
-     min_confidence: as in `HeadPath`. The cache forgets the mask's rows at the next draft.
+    min_confidence: as in `HeadPath`. The cache forgets the mask's rows at the next draft.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class MaskProposer(Proposer):
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """The drafts, made in one forward; empty ones for sequences whose prompt has not been read yet."""
         drafts = [Draft.chain([], self.name)] * len(seqs)
-        limits = [min(limit, self.num_tokens, self._reading.room(seq)) for seq, limit in zip(seqs, limits, strict=True)]
+        limits = [min(limit, self.num_tokens, self._reading.num_draftable(seq)) for seq, limit in zip(seqs, limits, strict=True)]
         able = [i for i, limit in enumerate(limits) if limit > 0]
-        ready, chunks = self._reading.share_rows([seqs[i] for i in able])
+        ready, chunks = self._reading.read([seqs[i] for i in able])
         drafting = [i for i, is_ready in zip(able, ready, strict=True) if is_ready]
         if not drafting and not chunks:
             return drafts
