@@ -449,7 +449,7 @@ class LLM:
         cache_salt: of requests whose prefixes the texts become, so that answers to them read no text again; None for no request's.
         """
         used = self.adapters.default if adapters is None else adapters
-        keep = None if cache_salt is None else partial(self._context.hold_rows, salt=salt_of(cache_salt, used))
+        keep = None if cache_salt is None else partial(self._context.insert_rows, salt=salt_of(cache_salt, used))
         return ScoringJob(self._backend, self._checked_ids(prompts), num_top, used, keep)
 
     def _checked_ids(self, prompts: Prompt | Seq[Prompt], parse_special: bool = True) -> list[list[int]]:
@@ -548,11 +548,11 @@ class LLM:
         tokens = self._prompt_ids(prompt)
         self._check_unadapted()
         with self._shared.exclusive():
-            save = self._context.saving_prefix(tokens, Path(path), cache_salt)
+            write = self._context.prefix_writer(tokens, Path(path), cache_salt)
 
         def written() -> int:
             try:
-                return save()
+                return write()
             except OSError as error:
                 raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -570,13 +570,13 @@ class LLM:
     def read_prefix(self, path: str | Path) -> PrefixPart:
         """The part of `restore_prefix` that reads, and may run beside steps; `hold_prefix` does the rest between two steps."""
         self._shared.check_open()
-        return self._context.saved_prefix(Path(path))
+        return self._context.read_prefix(Path(path))
 
     def hold_prefix(self, part: PrefixPart, cache_salt: str = "") -> int:
         """See `read_prefix`."""
         self._check_unadapted()
         with self._shared.exclusive():
-            return self._context.hold_prefix(part, cache_salt)
+            return self._context.insert_prefix(part, cache_salt)
 
     def _check_unadapted(self) -> None:
         if self.adapters.default:

@@ -232,42 +232,42 @@ class Context:
         self._assignments.pop(seq.id, None)
         self.prefixes.tidy()
 
-    def saving_prefix(self, tokens: list[int], path: Path, salt: str = "") -> Callable[[], int]:
-        """A call that saves the longest prefix of `tokens` that a slot or the store holds; it returns the prefix's length.
+    def prefix_writer(self, tokens: list[int], path: Path, salt: str = "") -> Callable[[], int]:
+        """A call that writes the longest prefix of `tokens` in a slot or the store to a file; it returns the prefix's length.
 
-        salt: of the sequences that they were computed for. The call may run beside steps; it raises CacheError if there is no
-        prefix, and OSError. Raises CacheError if the backend's cache cannot be saved.
+        salt: of the sequences that computed it. The call may run beside steps. It raises OSError, and CacheError if there is no
+        prefix. Raises CacheError if the backend's cache cannot be saved.
         """
         store, held = self._wanted_store(), zip(self._all_kept(), self._salts, strict=True)
-        tokens = tokens[:-1] if self.cache.states else tokens  # the last token is always fed, so states behind it supply nothing
+        tokens = tokens[:-1] if self.cache.states else tokens  # the last token is always fed, so states after it are of no use
         shared = [shared_prefix(one, tokens) if its == salt else 0 for one, its in held]
         slot = max(range(len(shared)), key=shared.__getitem__)
         if shared[slot] > store.length(tokens, salt):
             self._save(slot, self.prefixes.tick(), shared[slot])
-        save = store.saving(path, tokens, salt)
+        write = store.file_writer(path, tokens, salt)
         self.prefixes.tidy()
-        return save
+        return write
 
-    def saved_prefix(self, path: Path) -> PrefixPart:
-        """The prefix that a call of `saving_prefix` wrote to a file. May run beside steps. Raises CacheError."""
-        return self._wanted_store().saved(path)
+    def read_prefix(self, path: Path) -> PrefixPart:
+        """The prefix in a file of `prefix_writer`. May run beside steps. Raises CacheError."""
+        return self._wanted_store().read_file(path)
 
-    def hold_prefix(self, part: PrefixPart, salt: str = "") -> int:
-        """Hold a saved prefix for later sequences of a salt; returns its length."""
-        length = self._wanted_store().hold(part, self.prefixes.tick(), salt)
+    def insert_prefix(self, part: PrefixPart, salt: str = "") -> int:
+        """Keep a prefix for later sequences of a salt; returns its length."""
+        length = self._wanted_store().insert(part, self.prefixes.tick(), salt)
         self.prefixes.tidy()
         return length
 
-    def hold_rows(self, cache: KVCache, tokens: list[int], salt: str = "") -> None:
-        """Hold tokens that another cache of this backend has in its first slot, for later sequences of a salt.
+    def insert_rows(self, cache: KVCache, tokens: list[int], salt: str = "") -> None:
+        """Keep tokens that another cache of this backend has in its first slot, for later sequences of a salt.
 
-        Nothing is held where no prefixes are kept, of recurrent states, and where tokens of prompts have another arithmetic.
+        Does nothing if no prefixes are kept, for recurrent states, and if tokens of prompts have an arithmetic of their own.
         """
         if not self.prefixes.store or not self.cache.blocks or self.cache.states or self._separates:
             return
         size = self.cache.blocks.size
         blocks = [cache.read_block(0, at // size, min(size, len(tokens) - at)) for at in range(0, len(tokens), size)]
-        self.hold_prefix(PrefixPart(ROOT, tokens, blocks), salt)
+        self.insert_prefix(PrefixPart(ROOT, tokens, blocks), salt)
 
     def new_store(self, queue: PrefixQueue | None) -> PrefixStore:
         """As `SlotOwner`."""
@@ -402,7 +402,7 @@ class Context:
                 for wanted in (*self._untaken[slot], len(tokens)) if self.cache.states else ():
                     if wanted <= len(tokens):
                         self.cache.take_snapshot(slot, wanted, self._hidden_at(slot, wanted))
-                store.save(slot, tokens, used, self._salts[slot])
+                store.copy_from_slot(slot, tokens, used, self._salts[slot])
 
     def _begin_hidden(self, seq: Sequence, num_cached: int) -> int:
         """Have the hidden state of the last token that a slot supplies: it was kept, or the token is fed again.

@@ -139,9 +139,7 @@ class HeadContext:
         self._slots = [_Slot() for _ in range(num_slots)]
         self.prefixes = PrefixCache(self, self.cache, backend.row_invariant)
         self._followed: dict[int, _Followed] = {}  # by sequence id
-        self.most_waiting: int | None = (
-            None  # hidden states of a sequence: up to twice as many are kept; None: all
-        )
+        self.most_waiting: int | None = None  # hidden states of a sequence: up to twice as many are kept; None: all
 
     @property
     def is_alone(self) -> bool:
@@ -244,7 +242,7 @@ class HeadContext:
         if store and num_rows >= self.prefixes.many:
             tokens, salt = _stored_as(held.tokens, held.salt)
             with suppress(MemoryError):
-                store.save(slot, tokens[:num_rows], self.prefixes.used[slot], salt)
+                store.copy_from_slot(slot, tokens[:num_rows], self.prefixes.used[slot], salt)
 
     def clear_slot(self, slot: int) -> None:
         """As `SlotOwner`."""
@@ -317,7 +315,7 @@ class HeadContext:
             start += size
 
     def encoded(self, features: F32) -> F32:
-        """The hidden states [T, C] that the head reads. features [T, feature_size]: outputs of the verifier's layers, side by side."""
+        """The hidden states [T, C] that the head reads. features [T, feature_size]: outputs of layers, side by side."""
         for norm in self.head.feature_norms:
             features = norm.applied(features)
         config = self.head.model.config.head

@@ -118,7 +118,7 @@ class PrefixCache:
     def stats(self, name: str) -> PrefixStats:
         """The figures; `name` says which model it is."""
         stats = PrefixStats(name, self.num_prompt_tokens, self.num_cached_tokens, self.kept_bytes, self.max_bytes)
-        return self.store.told(stats) if self.store else stats
+        return self.store.completed(stats) if self.store else stats
 
     @property
     def kv_bytes(self) -> int:

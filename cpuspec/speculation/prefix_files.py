@@ -1,7 +1,7 @@
-"""Prefixes in files: one line of JSON, then keys and values in blocks, then states of recurrent layers. Trusted in nothing.
+"""Prefixes in files: one line of JSON, then keys and values in blocks, then states of recurrent layers. Files are untrusted input.
 
-The line names the model, its arithmetic and the layout (`KVCache.identity`), the tokens, and a checksum. A file that does not
-fit is refused: other keys, values and states than those that the model would compute are wrong answers.
+The line names the model, its arithmetic and the layout (`KVCache.identity`), the tokens, and a checksum. A file that does not fit
+is refused: keys, values and states that differ from those that the model would compute give wrong answers.
 """
 
 import hashlib
@@ -29,17 +29,17 @@ ROOT = b""  # the key of no tokens
 
 _FORMAT = 2  # version of the files
 _SUFFIX = ".prefix"
-_MAX_TOKEN_BYTES = 12  # of the text of an id, with what separates it from the next
+_MAX_TOKEN_BYTES = 12  # of the text of an id and its separator
 _MAX_OTHER_BYTES = 1000  # of the rest of the line
-_ABANDONED_S = 3600.0  # an unfinished file that nobody has written to for this long has no writer any more
+_ABANDONED_S = 3600.0  # the writer of an unfinished file that is older than this is gone
 
 _log = logging.getLogger(__name__)
 
 
 class PrefixPart(NamedTuple):
-    """Tokens in a row with their keys and values. parent: the key of the tokens before them.
+    """Consecutive tokens with their keys and values. parent: the key of the tokens before them.
 
-    states: of recurrent layers after the tokens (`Snapshot`); None without them. A file of a directory has either blocks or states.
+    states: of recurrent layers after the tokens, or None. A file of a directory has either blocks or states.
     """
 
     parent: bytes
@@ -54,12 +54,12 @@ class PrefixPart(NamedTuple):
 
     @property
     def arrays(self) -> list[U8]:
-        """All that is in it, in the order of a file."""
+        """Blocks and states, in the order of a file."""
         return self.blocks if self.states is None else [*self.blocks, self.states]
 
 
 def prefix_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Names the tokens that `parent` names, and then `tokens`: a hash of all of them."""
+    """The key of the tokens of `parent` followed by `tokens`: a hash of all of them."""
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
@@ -78,7 +78,7 @@ class PrefixFiles:
         self._state_bytes = {size + beside for size in sizes for beside in (0, 4 * hidden_size * len(hidden_layers))}
 
     def key(self, part: PrefixPart) -> bytes:
-        """The key of a part: a hash of all tokens up to its end, and of what it has of these."""
+        """The key of a part: a hash of all tokens up to its end. Blocks and states have different keys."""
         return self.state_key(part.parent, part.tokens) if not part.blocks else prefix_key(part.parent, part.tokens)
 
     def state_key(self, parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -90,7 +90,7 @@ class PrefixFiles:
         return f"{self._identity}-{key.hex()}{_SUFFIX}"
 
     def key_of(self, name: str) -> bytes | None:
-        """The key in a name that `name` gave for this cache; None for other names."""
+        """The key in a file name that `name` made for this cache; None for other names."""
         identity, _, key = name.removesuffix(_SUFFIX).partition("-")
         with suppress(ValueError):
             if name.endswith(_SUFFIX) and identity == self._identity:
@@ -98,7 +98,7 @@ class PrefixFiles:
         return None
 
     def write(self, path: Path, part: PrefixPart) -> None:
-        """Put a part in the place of `path`. Raises OSError."""
+        """Write a part to `path`, or replace what is there. Raises OSError."""
         checksum = hashlib.blake2b(self.key(part), digest_size=16)
         for block in part.arrays:
             checksum.update(block.data)
@@ -123,7 +123,7 @@ class PrefixFiles:
         return self._open(path, with_blocks=True)
 
     def read_tokens(self, path: Path) -> PrefixPart:
-        """The part in a file with blocks and states of its shape, but not of its bytes. Raises CacheError as `read` does."""
+        """The part in a file, with empty blocks and states. Raises CacheError as `read` does."""
         return self._open(path, with_blocks=False)
 
     def _open(self, path: Path, with_blocks: bool) -> PrefixPart:
@@ -167,8 +167,8 @@ class PrefixFiles:
         wanted_bytes, got_bytes = sum(map(prod, shapes)), os.fstat(file.fileno()).st_size - len(line)
         if not head.integer("bytes") == wanted_bytes == got_bytes:
             raise CacheError(f"{path} has {got_bytes} bytes of keys and values; wanted {wanted_bytes} for {len(ids)} tokens")
-        rooms = [np.empty(shape if with_blocks else 0, np.uint8) for shape in shapes]
-        part = PrefixPart(bytes.fromhex(parent), ids, rooms[:num_blocks], rooms[-1] if of_states else None)
+        arrays = [np.empty(shape if with_blocks else 0, np.uint8) for shape in shapes]
+        part = PrefixPart(bytes.fromhex(parent), ids, arrays[:num_blocks], arrays[-1] if of_states else None)
         if with_blocks:
             checksum = hashlib.blake2b(self.key(part), digest_size=16)
             for block in part.arrays:
@@ -181,20 +181,20 @@ class PrefixFiles:
 
 
 class PrefixDirectory:
-    """A directory of blocks that several models and processes may share. The longest unused files leave first.
+    """A directory of blocks that several models and processes may share. The least recently used files are removed first.
 
-    Nothing that happens to a file is an error: a block that cannot be written or read is computed again. Each call waits for the
-    disk: `PrefixQueue` makes them beside the engine's steps.
+    A block that cannot be written or read is no error: its tokens are computed again. Each call waits for the disk, so the thread
+    of `PrefixQueue` makes them.
 
-    num_bytes: of all files in it, as last counted, other models' and other processes' included.
+    num_bytes: of all files in it, as last counted, those of other models and processes included.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         """Make the directory if need be, for this user alone: its files hold prompts. Raises ConfigError."""
         self.num_read = self.num_written = self.num_refused = 0
         self.path = path
-        self._max_bytes, self._room = max_bytes, 0
-        self._told: set[str] = set()  # faults that were logged
+        self._max_bytes, self._free_bytes = max_bytes, 0
+        self._logged: set[str] = set()  # faults
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if others := who_else_writes(path.stat()):
@@ -204,7 +204,7 @@ class PrefixDirectory:
         self.num_bytes = sum(size for _, _, size in self._files())
 
     def parts(self, files: PrefixFiles) -> dict[bytes, PrefixPart]:
-        """The parts that files of this cache hold, by key, without their blocks."""
+        """The parts in files of this cache, by key, with empty blocks."""
         found = {}
         for _, path, _ in self._files():
             if key := files.key_of(path.name):
@@ -215,7 +215,7 @@ class PrefixDirectory:
         return found
 
     def read(self, files: PrefixFiles, key: bytes) -> U8 | None:
-        """The block of that key; None if the file is gone, or is damaged, which removes it."""
+        """The block of a key; None if its file is gone or damaged. A damaged file is removed."""
         path = self.path / files.name(key)
         try:
             part = files.read(path)
@@ -232,18 +232,18 @@ class PrefixDirectory:
         return part.arrays[0]
 
     def write(self, files: PrefixFiles, part: PrefixPart, used_ns: int) -> bool:
-        """Write a block that was used at a time, in ns; returns whether it is there.
+        """Write a block, which was used at the time `used_ns`; returns whether its file exists then.
 
-        If the directory would be too large, files that were used before leave first.
+        If the directory would be too large, files that were used earlier are removed first.
         """
         name = files.name(files.key(part))
         num_bytes = part.nbytes + _line_bytes(len(part.tokens))
         try:
-            if self._room < num_bytes:
-                self._make_room(num_bytes, used_ns)
-            if self._room < num_bytes:
+            if self._free_bytes < num_bytes:
+                self._free_up(num_bytes, used_ns)
+            if self._free_bytes < num_bytes:
                 return False
-            self._room -= num_bytes
+            self._free_bytes -= num_bytes
             files.write(self.path / name, part)
             self.num_bytes += (self.path / name).stat().st_size
         except OSError as error:
@@ -253,7 +253,7 @@ class PrefixDirectory:
         return self.touch(name, used_ns)
 
     def touch(self, name: str, used_ns: int | None = None) -> bool:
-        """Note when a block was used, None for now; returns whether its file is still there."""
+        """Note when a block was used, None for now; returns whether its file exists."""
         try:
             now_ns = time.time_ns() if used_ns is None else used_ns
             os.utime(self.path / name, ns=(now_ns, now_ns))
@@ -272,20 +272,20 @@ class PrefixDirectory:
     def warn(self, error: Exception) -> None:
         """Log a fault of the directory, once for each kind of fault."""
         problem = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
-        if problem not in self._told:
-            self._told.add(problem)
+        if problem not in self._logged:
+            self._logged.add(problem)
             _log.warning("the prefix cache %s cannot be written: %s", self.path, problem)
 
     def _files(self) -> Iterator[tuple[int, Path, int]]:
-        """When each file was used last, in ns; the file, unfinished ones included, and its bytes."""
+        """For each file, unfinished ones included: when it was last used, in ns, its path, and its bytes."""
         with suppress(OSError):
             for path in self.path.glob(f"*{_SUFFIX}*"):
                 with suppress(OSError):  # another process may have removed it
                     status = path.stat()
                     yield status.st_mtime_ns, path, status.st_size
 
-    def _make_room(self, num_bytes: int, before_ns: int) -> None:
-        """Remove the longest unused files, those used before a time, until that many bytes fit, if they ever do."""
+    def _free_up(self, num_bytes: int, before_ns: int) -> None:
+        """Remove the least recently used files until `num_bytes` more fit, but only files that were used before `before_ns`."""
         files = sorted(self._files())
         kept = sum(size for _, _, size in files)
         for used_ns, path, size in files:
@@ -294,9 +294,9 @@ class PrefixDirectory:
             if time.time() - used_ns / 1e9 > _ABANDONED_S if unfinished else too_large:
                 path.unlink(missing_ok=True)
                 kept -= size
-        self.num_bytes, self._room = kept, self._max_bytes - kept
+        self.num_bytes, self._free_bytes = kept, self._max_bytes - kept
 
 
 def _line_bytes(num_tokens: int) -> int:
-    """The most bytes that the line of a file may have."""
+    """The most bytes of the line of a file."""
     return num_tokens * _MAX_TOKEN_BYTES + _MAX_OTHER_BYTES

@@ -1,6 +1,6 @@
-"""A directory of prefixes behind a thread of its own, so that no step waits for a disk: reads go first, then writes in their order.
+"""A thread reads and writes a directory of prefixes, so that no step waits for a disk. Reads go first, then writes in their order.
 
-Blocks that wait to be written are bounded. Only operations that are atomic in Python pass between the threads, and no lock
+The blocks that wait to be written are bounded. The threads share data by operations that are atomic in Python, and without locks
 (`cpuspec.engine.shared` says why).
 """
 
@@ -17,9 +17,9 @@ from cpuspec.environment import start_thread
 from cpuspec.formats.tensor import U8
 from cpuspec.speculation.prefix_files import PrefixDirectory, PrefixFiles, PrefixPart
 
-_MOST_BYTES = 1 << 29  # of blocks that wait to be written; one block of a large model may have an eighth of that
+_MOST_BYTES = 1 << 29  # of blocks that wait to be written; one block of a large model may take an eighth of that
 _MOST_BLOCKS = 256
-_IDLE_S = 5.0  # a thread that had nothing to do for this long ends; the next job starts another
+_IDLE_S = 5.0  # the thread ends after so long without a job; the next job starts another
 _PATIENCE_S = 30.0
 _FLUSH_S = 30.0  # the most that closing waits for blocks to be written
 
@@ -27,20 +27,20 @@ _log = logging.getLogger(__name__)
 
 
 class PrefixRead:
-    """Blocks of a prefix that are read one after the other. found: those that were there, up to the first that was not."""
+    """Blocks of a prefix that are read one after the other. found: those up to the first that is missing."""
 
     def __init__(self, files: PrefixFiles, keys: Sequence[bytes]) -> None:
         self.files, self.keys = files, keys
         self.found: list[U8] = []
         self.is_done = False  # or given up
-        self.is_missing = False  # whether the block behind those is not there
+        self.is_missing = False  # whether the block after `found` is not on the disk
         self.begun_s = time.monotonic()
 
 
 class _Write(NamedTuple):
-    """A block to write, unless its file is there already. used_ns: gives the time of its last use, which its file is to have.
+    """A block to write, unless its file exists. used_ns: returns the time of its last use, which the file gets.
 
-    report: is called with whether the file is there then.
+    report: called with whether the file exists in the end.
     """
 
     files: PrefixFiles
@@ -50,10 +50,10 @@ class _Write(NamedTuple):
 
 
 class PrefixQueue:
-    """The jobs of one directory. One thread at a time asks for them, that which has the engine's turn.
+    """The jobs of one directory. Only the thread that owns the engine adds jobs.
 
-    max_bytes, max_blocks: of what waits to be written. Where one block more does not fit, the one that has waited longest is given
-    up, and counted in `num_dropped`. patience_s: a disk that takes longer for a job does not answer, and is not asked.
+    max_bytes, max_blocks: limits of the blocks that wait to be written. If one more does not fit, the one that has waited longest
+    is dropped, and counted in `num_dropped`. patience_s: a disk that takes longer for a job counts as dead, and gets no more reads.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class PrefixQueue:
         self._max_bytes, self._max_blocks, self._patience_s = max_bytes, max_blocks, patience_s
         self._reads: deque[PrefixRead] = deque()
         self._removes: deque[tuple[PrefixFiles, bytes]] = deque()
-        self._writes: dict[str, _Write] = {}  # by the name of the file, with the one that is being written
-        self._order: deque[str] = deque()  # of writes; some may have been given up
+        self._writes: dict[str, _Write] = {}  # by the name of the file, the one that is being written included
+        self._order: deque[str] = deque()  # of writes, dropped ones included
         self._wake: SimpleQueue[None] = SimpleQueue()
-        self._ended: SimpleQueue[None] = SimpleQueue()  # has something where a job has ended
+        self._ended: SimpleQueue[None] = SimpleQueue()  # not empty if a job has ended
         self._busy_since_s: float | None = None
         self._thread: threading.Thread | None = None
 
@@ -81,7 +81,7 @@ class PrefixQueue:
         return sum(job.part.nbytes for job in list(self._writes.values()))
 
     def read(self, files: PrefixFiles, keys: Sequence[bytes]) -> PrefixRead | None:
-        """Begin to read blocks, parents first; None where the disk does not answer."""
+        """Begin to read blocks, parents first; None if the disk does not answer."""
         if self._busy_since_s is not None and time.monotonic() - self._busy_since_s > self._patience_s:
             return None
         job = PrefixRead(files, keys)
@@ -90,7 +90,7 @@ class PrefixQueue:
         return job
 
     def poll(self, job: PrefixRead) -> bool:
-        """Go on with a read, or give up one that takes too long; returns whether it is still on its way."""
+        """Continue a read, or give it up if it takes too long; returns whether blocks are still to come."""
         if not job.is_done and time.monotonic() - job.begun_s > self._patience_s:
             _log.warning("the prefix cache %s does not answer; what it holds is computed again", self.directory.path)
             job.is_done = True
@@ -106,9 +106,9 @@ class PrefixQueue:
         report: Callable[[bool], None],
         is_bounded: bool = True,
     ) -> None:
-        """Write a block later, or note on its file when it was used; any thread may call the functions, `report` once.
+        """Write a block later. If its file exists, only note when it was used. Any thread may call the functions, `report` once.
 
-        is_bounded: whether others, or this one, are given up where it is one too many.
+        is_bounded: whether blocks are dropped if this is one too many.
         """
         num_bytes, name = part.nbytes, files.name(files.key(part))
         if earlier := self._writes.pop(name, None):  # of another context of the same model
@@ -123,19 +123,19 @@ class PrefixQueue:
         self._run()
 
     def remove(self, files: PrefixFiles, key: bytes) -> None:
-        """Remove a block's file, also one that waits to be written."""
+        """Remove a block's file, or drop the block if it waits to be written."""
         if job := self._writes.pop(files.name(key), None):
             job.report(False)
         self._removes.append((files, key))
         self._run()
 
     def wait(self, seconds: float) -> None:
-        """Wait until a job ends, at most so long."""
+        """Wait until a job ends, at most `seconds`."""
         with suppress(Empty):
             self._ended.get(timeout=seconds)
 
     def flush(self, seconds: float = _FLUSH_S) -> bool:
-        """Wait until everything is done, at most so long; returns whether it is."""
+        """Wait until all jobs are done, at most `seconds`; returns whether they are."""
         end = time.monotonic() + seconds
         while self._reads or self._removes or self._writes or self._busy_since_s is not None:
             if time.monotonic() > end:
@@ -145,7 +145,7 @@ class PrefixQueue:
         return True
 
     def close(self, seconds: float = _FLUSH_S) -> None:
-        """Wait until everything is written, at most so long, and give up the rest."""
+        """Wait until all blocks are written, at most `seconds`, and drop the rest."""
         if not self.flush(seconds):
             num_before = self.num_dropped
             while self._drop():
@@ -154,7 +154,7 @@ class PrefixQueue:
             _log.warning("the prefix cache %s is slow: %d blocks were not written within %g s", self.directory.path, lost, seconds)
 
     def _drop(self) -> bool:
-        """Give up the block that has waited longest; returns whether there was one."""
+        """Drop the block that has waited longest; returns whether there was one."""
         try:
             job = self._writes.pop(self._order.popleft(), None)
         except IndexError:
@@ -165,13 +165,13 @@ class PrefixQueue:
         return True
 
     def _run(self) -> None:
-        """Have a thread that sees what waits."""
+        """Wake the thread, or start one."""
         self._wake.put(None)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._serve, name="cpuspec-prefixes", daemon=True)
             try:
                 start_thread(self._thread)
-            except RuntimeError as error:  # no more threads here: reads are given up, and writes fall out of the queue
+            except RuntimeError as error:  # no more threads here: reads are given up, and writes wait until they are dropped
                 _log.warning("the prefix cache %s cannot be used: %s", self.directory.path, error)
                 while self._reads:
                     self._reads.popleft().is_done = True

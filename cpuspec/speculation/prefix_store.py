@@ -4,8 +4,8 @@ Blocks form a tree: a block's tokens follow its parent's, and its key is a hash 
 several prompts share is stored once. A block with fewer tokens than `BlockAccess.size` ends its prefix. Each salt
 (`SamplingParams.cache_salt`) has a tree of its own; the root's key is a hash of the salt.
 
-Of a model with recurrent layers the tree has snapshots of their states, too, beside the blocks of keys and values that they end
-in. A prefix is of use up to a snapshot of its very tokens.
+For a model with recurrent layers the tree also has snapshots of their states. A snapshot stands beside the block in which its
+tokens end. A prefix can then be used up to a snapshot of exactly its tokens.
 """
 
 import hashlib
@@ -27,28 +27,25 @@ from cpuspec.speculation.prefix_queue import PrefixQueue, PrefixRead
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """depth: how many blocks come before it. data: None while it is not in memory. waiting: its data while they wait to be written.
-    used: the time of the last use, never later than the parent's. used_ns: the time that its file is to have.
-    snapshots: of states, each after the tokens of this block and some more, as a block without children.
-    """
+    """Keys and values of consecutive tokens, or a snapshot of states, which is a block without children."""
 
     key: bytes
     parent: "_Block | None"
     tokens: list[int]
-    depth: int = 0
-    data: U8 | None = None
-    waiting: U8 | None = None
-    is_filed: bool = False
-    used: int = 0
-    used_ns: int = 0
+    depth: int = 0  # how many blocks come before it
+    data: U8 | None = None  # None while it is not in memory
+    waiting: U8 | None = None  # its data while they wait to be written
+    is_filed: bool = False  # whether it is on the disk
+    used: int = 0  # the time of the last use, never later than the parent's
+    used_ns: int = 0  # the time that its file is to have
     children: "dict[bytes, _Block]" = field(default_factory=dict)
-    snapshots: "dict[bytes, _Block]" = field(default_factory=dict)
+    snapshots: "dict[bytes, _Block]" = field(default_factory=dict)  # each after the tokens of this block and some more
     is_snapshot: bool = False
 
 
 @dataclass(slots=True)
 class _Reading:
-    """What is read for a sequence. found: what was read so far, by key. absent: what the present read asks for, if there is one."""
+    """Blocks that are read for a sequence. found: those that were read, by key. absent: those that the present read wants."""
 
     found: dict[bytes, U8] = field(default_factory=dict)
     absent: list[_Block] = field(default_factory=list)
@@ -58,8 +55,8 @@ class _Reading:
 class PrefixStore:
     """The prefixes of one cache that has blocks. queue: of the directory for blocks that leave the memory; None: they are dropped.
 
-    hidden_layers, hidden_size: as in `PrefixFiles`.
-    The caller gives times of use as rising numbers. No call waits for the disk, except the constructor and calls of `PrefixFiles`.
+    hidden_layers, hidden_size: as in `PrefixFiles`. The caller gives times of use as rising numbers. No call waits for the disk,
+    except the constructor, `read_file` and the calls that `file_writer` returns.
     """
 
     def __init__(
@@ -83,16 +80,16 @@ class PrefixStore:
 
     @property
     def arrays(self) -> list[U8]:
-        """What is in memory."""
+        """The blocks and snapshots in memory."""
         return [block.data for block in self._blocks() if block.data is not None]
 
     @property
     def oldest(self) -> int | None:
-        """The time of use of the block in memory that `evict` would take; None if there is none."""
+        """When the block that `evict` would drop was used; None if no block is in memory."""
         return min((block.used for block in self._blocks() if block.data is not None), default=None)
 
-    def told(self, stats: PrefixStats) -> PrefixStats:
-        """The figures of a model's prefix cache, with those that the store knows."""
+    def completed(self, stats: PrefixStats) -> PrefixStats:
+        """The figures of a model's prefix cache, completed by those of the store."""
         stats = replace(stats, num_evictions=self.num_evictions)
         if self.queue is None:
             return stats
@@ -107,20 +104,20 @@ class PrefixStore:
         )
 
     def length(self, tokens: list[int], salt: str = "") -> int:
-        """How many leading tokens it holds, in memory or on the disk."""
+        """How many leading tokens are stored, in memory or on the disk."""
         return sum(number for _, number in self._match(tokens, salt))
 
     def num_known(self, tokens: list[int], salt: str = "") -> int:
-        """How many leading tokens it has keys and values of, with or without states behind them."""
+        """How many leading tokens have keys and values stored, with or without states after them."""
         return sum(number for _, number in self._blocks_of(tokens, salt, bool)[0])
 
     def loadable(self, tokens: list[int], salt: str, reader: int) -> int:
         """How many leading tokens `load` would put into a slot."""
-        return sum(number for _, number, _ in self._at_hand(tokens, salt, reader))
+        return sum(number for _, number, _ in self._loaded(tokens, salt, reader))
 
     def load(self, slot: int, tokens: list[int], used: int, salt: str, reader: int) -> int:
-        """Put the leading tokens that are in memory, or were read for a sequence, into an empty slot; returns how many."""
-        for block, number, data in self._at_hand(tokens, salt, reader):
+        """Put the leading tokens that are in memory or were read for `reader` into an empty slot; returns how many."""
+        for block, number, data in self._loaded(tokens, salt, reader):
             block.data, block.used = data, used
             if block.is_snapshot:
                 self._cache.restore_snapshot(slot, self._cache.lengths[slot], data)
@@ -130,9 +127,9 @@ class PrefixStore:
         return self._cache.lengths[slot]
 
     def poll(self, tokens: list[int], salt: str, reader: int, more_than: int) -> bool:
-        """Begin to read a prefix of more than `more_than` tokens from the disk, or go on; returns whether it is still on its way.
+        """Begin or continue to read a prefix of more than `more_than` tokens from the disk; returns whether some is still to come.
 
-        reader: the id of the sequence that `load` will be called for, unless `forget` is.
+        reader: the id of the sequence for which `load` or `forget` will be called.
         """
         if self.queue is None:
             return False
@@ -151,7 +148,7 @@ class PrefixStore:
             return False
         for block, _ in found:
             if block.data is None:
-                block.data = block.waiting  # which is gone as soon as it is written
+                block.data = block.waiting  # None if it was written
         reading.absent = [block for block, _ in found if block.data is None and block.key not in reading.found]
         if not reading.absent:
             return False
@@ -160,12 +157,12 @@ class PrefixStore:
         return reading.read is not None
 
     def forget(self, reader: int) -> None:
-        """End a read, and forget what was read for a sequence."""
+        """End a sequence's read, and forget the blocks that were read for it."""
         if (reading := self._reads.pop(reader, None)) and reading.read:
             reading.read.is_done = True
 
-    def save(self, slot: int, tokens: list[int], used: int, salt: str = "") -> None:
-        """Hold `tokens`, which the slot begins with, and its snapshots of them. A block that is there is not copied again."""
+    def copy_from_slot(self, slot: int, tokens: list[int], used: int, salt: str = "") -> None:
+        """Store `tokens`, which the slot begins with, and its snapshots of them. A block that is stored is not copied again."""
         parent, snapshots = self._root(salt), self._cache.snapshots(slot)
         for start in range(0, len(tokens), self._size):
             part = tokens[start : start + self._size]
@@ -181,7 +178,7 @@ class PrefixStore:
             parent = child
 
     def evict(self) -> None:
-        """Let the longest unused block leave the memory, the last of its prefix first. Call it where `oldest` is not None."""
+        """Drop the least recently used block from memory, the last of its prefix first. `oldest` must not be None."""
         block = min((one for one in self._blocks() if one.data is not None), key=lambda one: (one.used, -one.depth))
         self.num_evictions += 1
         self._write(block, time.time_ns())
@@ -194,7 +191,7 @@ class PrefixStore:
                 self._remove(lost)
 
     def spill(self) -> None:
-        """Have everything written that is in memory: what was used last goes first, and is the last to leave the disk, too."""
+        """Have all blocks in memory written, the most recently used first. These also stay longest on the disk."""
         now_ns = time.time_ns()
         for number, block in enumerate(sorted(self._blocks(), key=lambda one: (-one.used, one.depth))):
             self._write(block, now_ns - 1000 * number, is_bounded=False)
@@ -204,10 +201,10 @@ class PrefixStore:
         for block in list(self._blocks()):
             self._remove(block)
 
-    def saving(self, path: Path, tokens: list[int], salt: str = "") -> Callable[[], int]:
-        """A call that saves the leading tokens that it holds, and returns how many these are.
+    def file_writer(self, path: Path, tokens: list[int], salt: str = "") -> Callable[[], int]:
+        """A call that writes the leading tokens that are stored to a file, and returns how many these are.
 
-        It may run beside everything else. Raises CacheError and OSError.
+        Any thread may make the call at any time. It raises CacheError and OSError.
         """
         directory = self.queue.directory if self.queue else None
         states = self._cache.states
@@ -231,15 +228,15 @@ class PrefixStore:
 
         return save
 
-    def saved(self, path: Path) -> PrefixPart:
-        """What `saving` wrote to a file. May be called beside everything else. Raises CacheError."""
+    def read_file(self, path: Path) -> PrefixPart:
+        """The prefix that a `file_writer` wrote. Any thread may call this at any time. Raises CacheError."""
         part = self._files.read(path)
         if part.parent != ROOT or not part.blocks or (part.states is None) != (self._cache.states is None):
             raise CacheError(f"{path} holds the middle of a prefix; wanted a file that save_prefix wrote")
         return part
 
-    def hold(self, part: PrefixPart, used: int, salt: str = "") -> int:
-        """Hold the tokens of a saved prefix; returns how many."""
+    def insert(self, part: PrefixPart, used: int, salt: str = "") -> int:
+        """Store the tokens of a prefix that was read; returns how many."""
         parent = self._root(salt)
         for number, data in enumerate(part.blocks):
             tokens = part.tokens[number * self._size : (number + 1) * self._size]
@@ -260,14 +257,17 @@ class PrefixStore:
             yield from (*parent.children.values(), *parent.snapshots.values())
 
     def _root(self, salt: str) -> _Block:
-        """The root of a salt's tree, which has blocks or is about to get some."""
+        """The root of a salt's tree, made if need be."""
         key = _salt_key(salt)
         return self._roots.setdefault(key, _Block(key, None, []))
 
     def _blocks_of(
         self, tokens: list[int], salt: str, is_there: Callable[[_Block], bool]
     ) -> tuple[list[tuple[_Block, int]], list[tuple[int, _Block]]]:
-        """The blocks that the tokens begin with, and how many tokens of each; and the snapshots of them, by their length."""
+        """The stored blocks that the tokens begin with, each with its number of tokens; and their snapshots, each with its length.
+
+        is_there: whether a block counts.
+        """
         found: list[tuple[_Block, int]] = []
         snapshots: list[tuple[int, _Block]] = []
         parent, length = self._roots.get(_salt_key(salt)), 0
@@ -288,9 +288,9 @@ class PrefixStore:
         return found, [one for one in snapshots if one[0] <= length]
 
     def _match(self, tokens: list[int], salt: str, is_there: Callable[[_Block], bool] = bool) -> list[tuple[_Block, int]]:
-        """The blocks that the tokens begin with, and how many tokens of each; all but the last are whole.
+        """The stored blocks that the tokens begin with, each with its number of tokens. All but the last one are whole.
 
-        Of a cache with states these are the ones up to a snapshot, the longest of those that are there, and that follows them.
+        For a cache with states they end at the longest snapshot, which follows them with no tokens of its own.
         """
         found, snapshots = self._blocks_of(tokens, salt, is_there)
         if self._cache.states is None or not snapshots:
@@ -303,14 +303,14 @@ class PrefixStore:
         ]
 
     def _add_snapshot(self, parent: _Block, tokens: list[int], data: U8, used: int) -> None:
-        """Hold a snapshot of states after these tokens, which follow the parent's."""
+        """Store a snapshot of states after these tokens, which follow the parent's."""
         key = self._files.state_key(parent.key, tokens)
         one = parent.snapshots.setdefault(key, _Block(key, parent, tokens, parent.depth + 1, is_snapshot=True))
         one.data = data if one.data is None else one.data
         one.used = max(one.used, used)
 
     def _add(self, parent: _Block, tokens: list[int], data: U8) -> _Block:
-        """A new block. Ends of prefixes that it continues are there no more."""
+        """Store a new block. Shorter blocks that it begins with are removed."""
         block = _Block(prefix_key(parent.key, tokens), parent, tokens, parent.depth + 1, data)
         shorter = [one for one in parent.children.values() if tokens[: len(one.tokens)] == one.tokens]
         parent.children[block.key] = block
@@ -320,7 +320,7 @@ class PrefixStore:
         return block
 
     def _remove(self, block: _Block) -> None:
-        """Forget a block and all that follow it."""
+        """Forget a block and all blocks that follow it."""
         assert block.parent, "the root stays"
         if self.queue and (block.is_filed or block.waiting is not None):
             self.queue.remove(self._files, block.key)
@@ -330,8 +330,8 @@ class PrefixStore:
         if block.parent.parent is None and not block.parent.children and not block.parent.snapshots:
             self._roots.pop(block.parent.key, None)
 
-    def _at_hand(self, tokens: list[int], salt: str, reader: int) -> list[tuple[_Block, int, U8]]:
-        """What `_match` finds of what is in memory, or was read for a sequence, with its data."""
+    def _loaded(self, tokens: list[int], salt: str, reader: int) -> list[tuple[_Block, int, U8]]:
+        """The blocks of `_match` that are in memory, or were read for the sequence `reader`, with their data."""
         found = self._reads[reader].found if reader in self._reads else {}
 
         def data(block: _Block) -> U8 | None:
@@ -341,7 +341,7 @@ class PrefixStore:
         return [(block, number, there) for block, number in matched if (there := data(block)) is not None]
 
     def _write(self, block: _Block, used_ns: int, is_bounded: bool = True) -> None:
-        """Have a block written that is in memory; where it is on the disk already, have it noted that it is used."""
+        """Have a block in memory written. If its file exists already, the queue only notes the time of use."""
         block.used_ns = used_ns
         if self.queue and block.data is not None and block.waiting is None and block.parent:
             block.waiting = block.data
@@ -351,7 +351,7 @@ class PrefixStore:
             self.queue.write(self._files, part, lambda: block.used_ns, report, is_bounded)
 
     def _find_files(self, directory: PrefixDirectory) -> None:
-        """Know the blocks on the disk. A parent without a file is the root of a salt's tree, or its blocks are found by nobody."""
+        """Add the blocks on the disk to the trees. A parent without a file is a salt's root, or was lost with all that follows."""
         parts = directory.parts(self._files)
         children: dict[bytes, list[tuple[bytes, PrefixPart]]] = {}
         for key, part in parts.items():
@@ -374,7 +374,7 @@ class PrefixStore:
 
 
 def _written(block: _Block, unwritten: deque[_Block], is_there: bool) -> None:
-    """Take note of a write that has ended. Any thread may call it: what it changes is read in the reverse order."""
+    """Note that a write has ended. Any thread may call it: readers look at `waiting` before `is_filed`."""
     block.is_filed = is_there
     block.waiting = None
     if not is_there:

@@ -59,11 +59,11 @@ def keeping(
 
 
 def save_prefix(context: Context, tokens: list[int], path: Path, salt: str = "") -> int:
-    return context.saving_prefix(tokens, path, salt)()
+    return context.prefix_writer(tokens, path, salt)()
 
 
 def restore_prefix(context: Context, path: Path, salt: str = "") -> int:
-    return context.hold_prefix(context.saved_prefix(path), salt)
+    return context.insert_prefix(context.read_prefix(path), salt)
 
 
 def written(context: Context) -> Context:
