@@ -1,4 +1,4 @@
-"""Requests that choose their own drafter among what is loaded, beside those that take the usual one."""
+"""Requests that choose their own drafter among the loaded ones. The other requests use the default drafter."""
 
 from collections.abc import Callable
 
@@ -10,23 +10,23 @@ from cpuspec.speculation.verify import Verdict
 
 
 class ChosenDrafts(Proposer):
-    """Asks for each sequence the proposer that its request names in `SamplingParams.draft`, and `usual` without a name.
+    """Asks for each sequence the proposer that its request names in `SamplingParams.draft`, and `default` if it names none.
 
-    Requests with the same name share a proposer, which is forgotten with the last of them.
+    Requests that name the same proposer share it. It is forgotten when the last of them ends.
     """
 
-    def __init__(self, usual: Proposer, make: Callable[[str], Proposer]) -> None:
-        """make: the proposer of a name that was checked. It needs no hidden states, and no levels but those of `usual`."""
-        self.name = usual.name
-        self.hidden_layers, self.most_hidden = usual.hidden_layers, usual.most_hidden
-        self.levels = usual.levels
-        self.usual = usual
+    def __init__(self, default: Proposer, make: Callable[[str], Proposer]) -> None:
+        """make: makes the proposer of a checked name. It needs no hidden states, and no levels but those of `default`."""
+        self.name = default.name
+        self.hidden_layers, self.most_hidden = default.hidden_layers, default.most_hidden
+        self.levels = default.levels
+        self.default = default
         self._make = make
         self._chosen: dict[str, Proposer] = {}
-        self._names: dict[int, str] = {}  # by id of a sequence that has begun and does not take the usual proposer
+        self._names: dict[int, str] = {}  # by sequence id, of requests that name a proposer
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Tell the sequence's proposer, made now if need be."""
+        """Tell the sequence's proposer, which is made if need be."""
         name = seq.params.draft
         if name is not None:
             if name not in self._chosen:
@@ -35,9 +35,9 @@ class ChosenDrafts(Proposer):
         self._of(seq).begin(seq, num_cached)
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        """The drafts of each sequence's proposer; a proposer is asked for all of its sequences at once."""
+        """The drafts of each sequence's proposer. A proposer is asked for all its sequences together."""
         if not self._names:
-            return self.usual.propose(seqs, limits)
+            return self.default.propose(seqs, limits)
         drafts: dict[int, Draft] = {}
         for name in dict.fromkeys(self._names.get(seq.id) for seq in seqs):
             mine = [i for i, seq in enumerate(seqs) if self._names.get(seq.id) == name]
@@ -59,4 +59,4 @@ class ChosenDrafts(Proposer):
                 del self._chosen[name]
 
     def _of(self, seq: Sequence) -> Proposer:
-        return self._chosen[self._names[seq.id]] if seq.id in self._names else self.usual
+        return self._chosen[self._names[seq.id]] if seq.id in self._names else self.default

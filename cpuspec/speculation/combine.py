@@ -1,4 +1,4 @@
-"""Several drafters for one verification: the first that finds something, or each after the other's tokens."""
+"""Several drafters for one verification: the first one that drafts, or each one after the tokens of those before it."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ Rule = Callable[[tuple[Proposer, ...], list[Sequence], list[int]], list[Draft]]
 
 
 class Combined(Proposer):
-    """Proposers that work for the same verifier. `rule` makes their one draft."""
+    """Proposers for the same verifier. `rule` makes one draft of theirs."""
 
     def __init__(self, proposers: tuple[Proposer, ...], rule: Rule, name: str) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class Combined(Proposer):
 
 
 def first_hit(proposers: tuple[Proposer, ...], seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-    """The draft of the first proposer that has one. Later ones are asked for the remaining sequences only."""
+    """For each sequence the draft of the first proposer that has one. Later ones are asked only for the sequences without."""
     drafts = list(map(legal_part, seqs, proposers[0].propose(seqs, limits)))
     for proposer in proposers[1:]:
         empty = [i for i, draft in enumerate(drafts) if not len(draft) and limits[i]]
@@ -60,7 +60,7 @@ def first_hit(proposers: tuple[Proposer, ...], seqs: list[Sequence], limits: lis
 
 
 def one_after_another(proposers: tuple[Proposer, ...], seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-    """Each proposer continues what those before it drafted. Nothing continues a tree."""
+    """Each proposer continues the draft of those before it. No proposer continues a tree."""
     drafts = list(map(legal_part, seqs, proposers[0].propose(seqs, limits)))
     for proposer in proposers[1:]:
         unfinished = [i for i, draft in enumerate(drafts) if draft.is_chain and len(draft) < limits[i]]

@@ -1,6 +1,6 @@
-"""Drafts for requests with a grammar: illegal tokens are cut, and tokens that the grammar forces are added.
+"""Drafts for requests with a grammar: illegal tokens are removed, and tokens that the grammar forces are added.
 
-No verdict depends on this module: a verifier looks at the legal tokens of each row itself.
+No verdict depends on this module: a verifier checks the legal tokens of each row itself.
 """
 
 from cpuspec.sequence import Sequence
@@ -11,7 +11,7 @@ SOURCE = "grammar"  # of forced tokens, for metrics
 
 
 def legal_part(seq: Sequence, draft: Draft) -> Draft:
-    """The draft without the tokens that the request's grammar forbids, and without all that hangs on them."""
+    """The draft without the tokens that the request's grammar forbids, and without the nodes below them."""
     if seq.constraint is None:
         return draft
     kept: list[int] = []
@@ -24,14 +24,14 @@ def legal_part(seq: Sequence, draft: Draft) -> Draft:
 
 
 def forced_tokens(seq: Sequence, limit: int, ahead: list[int] | None = None) -> list[int]:
-    """At most `limit` tokens that the grammar forces behind the sequence and the drafted tokens `ahead`."""
+    """At most `limit` tokens that the grammar forces after the sequence and the drafted tokens `ahead`."""
     if seq.constraint is None or limit <= 0:
         return []
     return seq.constraint.forced([*seq.output, *(ahead or [])])[:limit]
 
 
 def own_verdict(verdict: Verdict, num_forced: int, num_own: int) -> Verdict:
-    """The verdict on a proposer's own tokens: `num_own` of them were verified, behind `num_forced` forced ones."""
+    """The part of a verdict about a proposer's own `num_own` tokens, which were verified after `num_forced` forced ones."""
     path = [node - num_forced for node in verdict.path if num_forced <= node < num_forced + num_own]
     first = min(num_forced, len(verdict.path))
     part = slice(first, first + len(path) + 1)

@@ -1,14 +1,14 @@
 """One model with its cache for all running sequences. The target is a Context, and so is every draft model.
 
-It knows which tokens each slot's cache holds, and brings a slot to any token string by one rule: truncate to the shared prefix,
-feed the rest. It knows nothing about sampling or about why a string changed.
+It knows which tokens each slot's cache holds, and brings a slot to any tokens by one rule: truncate to the shared prefix, feed the
+rest. It knows nothing about sampling or about why the tokens changed.
 
-Tokens of finished sequences stay in their slots until the slots are needed, and then in a `PrefixStore`. A new sequence that begins
-with the same tokens takes over such a slot, if little else is lost with it, or gets a copy of the shared tokens.
+A new sequence may use tokens of earlier ones (`PrefixCache`): it takes over a free slot that begins alike, if little else is lost
+with it, or gets a copy of the shared tokens.
 
-Some backends compute tokens of prompts in another arithmetic than generated ones (`has_prompt_arithmetic`). A token's place in its
-sequence alone decides which one. Tokens of prompts go in forwards of their own; only they are kept for other sequences, which take
-them as tokens of their own prompts.
+Some backends compute tokens of prompts in another arithmetic than generated ones (`has_prompt_arithmetic`). A token's position in
+its sequence decides which one. Tokens of prompts have forwards of their own, and only they are kept for other sequences, as tokens
+of those sequences' prompts.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from cpuspec.speculation.prefix_files import ROOT, PrefixPart
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.prefix_store import PrefixStore
 
-# A prefix is copied if it supplies this share of the new tokens, or `PrefixCache.many` of them.
+# A prefix is copied if it supplies this share of the new sequence's tokens, or `PrefixCache.many` of them.
 MIN_SHARED_PREFIX = 0.1
 
 # One row of 32 goes to the prompt that has waited longest. So few rows delay a short prompt by no step.
@@ -52,49 +52,39 @@ class PromptChunk(NamedTuple):
 
 @dataclass(slots=True)
 class _Assignment:
-    """The slot that a sequence has.
+    """The slot of a sequence."""
 
-    seq: in its latest state. agreed: how many of the tokens that the slot holds are the sequence's for good.
-    hidden: the asked layers of the chunks that were fed since the last score, behind those of a prefix's last token where these
-    were kept. snapshots: the lengths at which snapshots of recurrent states are to be taken yet, rising.
-    """
-
-    seq: Sequence
+    seq: Sequence  # in its latest state
     slot: int
-    agreed: int
+    agreed: int  # how many of the slot's tokens are the sequence's for good
+    # Hidden states of chunks that were fed since the last score, after that of a cached prefix's last token, if it was kept.
     hidden: list[tuple[F32, ...]] = field(default_factory=list)
-    num_hidden_kept: int = 0
-    snapshots: list[int] = field(default_factory=list)
+    num_hidden_kept: int = 0  # 1 if that one was kept
+    snapshots: list[int] = field(default_factory=list)  # lengths at which snapshots of states are still to be taken, rising
 
 
 @dataclass(slots=True)
 class _Feed:
-    """The rows of one sequence that a score still has to run, and the outputs of those that ran.
-
-    tokens: committed and drafted ones that the slot does not hold yet. num_unscored: how many of them come before the first whose
-    logits are asked for. num_prompt: how many are tokens of the prompt; 0 where these are computed like others. num_straight: how
-    many follow one another: all, or those before a tree. tree: the draft if it is one. snapshots: the assignment's. adapters: the
-    sequence's, where the context applies them.
-    """
+    """The rows of one sequence that a score still has to run, and the outputs of those that ran."""
 
     slot: int
-    tokens: list[int]
-    num_unscored: int
-    num_prompt: int
-    num_straight: int
-    tree: Draft | None
-    snapshots: list[int]
-    adapters: AdapterSet = ()
+    tokens: list[int]  # committed and drafted ones that the slot does not hold yet
+    num_unscored: int  # how many of them come before the first one whose logits are wanted
+    num_prompt: int  # how many are tokens of the prompt; 0 if these have no arithmetic of their own
+    num_straight: int  # how many follow one another: all, or those before a tree
+    tree: Draft | None  # the draft, if it is a tree
+    snapshots: list[int]  # as in `_Assignment`
+    adapters: AdapterSet = ()  # the sequence's, if the context applies them
     outputs: list[ForwardOutput] = field(default_factory=list)
 
 
 class Context:
     """One model and its cache. Not thread-safe: one caller at a time.
 
-    vocab_size: length of the rows it returns, None for the model's own. A draft model whose vocabulary was padded to another
-    length than the target's, as Qwen2.5's were, then speaks the target's ids: tokens beyond are cut off, or impossible.
-    possible: [vocab_size] the only tokens that its rows leave possible; None for all.
-    prompt_rows: rows of prompts that are fed in one score beside sequences that generate (`EngineConfig.prompt_rows`).
+    vocab_size: length of the rows of logits, None for the model's own. Vocabularies of one family may be padded to different
+    lengths, as Qwen2.5's are. A draft model's rows then get the target's length: further ids are cut off, missing ones are
+    impossible. possible: [vocab_size] whether each token is possible in its rows; None for all. prompt_rows: rows of prompts that
+    one score feeds beside sequences that generate (`EngineConfig.prompt_rows`).
     """
 
     def __init__(
@@ -112,24 +102,28 @@ class Context:
         self.vocab_size = backend.config.vocab_size if vocab_size is None else vocab_size
         self.possible = possible
         self.prompt_rows = min(prompt_rows, backend.max_rows)
-        self.hidden_layers: tuple[int, ...] = ()  # that scores are asked for; the engine sets it, before any sequence
+        self.hidden_layers: tuple[int, ...] = ()  # whose outputs scores return; the engine sets it before any sequence
         self.applies_adapters = False  # the engine sets it for the target; draft models draft without
         self.num_forwards = self.num_rows = self.weight_bytes = 0  # of all forwards; bytes of weights that they read
         self.spent = Spent()
-        self.num_running = 0  # sequences of the engine, also those that a draft model has no slot for; the engine sets it
+        self.num_running = 0  # sequences of the engine, with or without a slot here; the engine sets it
         self.num_stopped = 0  # forwards that ended early
         self.prefixes = PrefixCache(self, self.cache, backend.row_invariant)
         self._separates = has_prompt_arithmetic(backend)  # tokens of prompts from generated ones
         self._fits = self.vocab_size == backend.config.vocab_size and possible is None
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
         self._salts = [""] * num_slots  # of the sequences that they were computed for
-        self._latest: list[tuple[int, list[F32]]] = [(0, [])] * num_slots  # hidden states of each slot's last rows, and their first
-        self._untaken: list[list[int]] = [[] for _ in range(num_slots)]  # of free slots, lengths that want a snapshot if they leave
+        self._latest: list[tuple[int, list[F32]]] = [
+            (0, [])
+        ] * num_slots  # of each slot's last forward the first row, and hidden states
+        self._untaken: list[list[int]] = [
+            [] for _ in range(num_slots)
+        ]  # lengths at which free slots need snapshots if they go to the store
         self._assignments: dict[int, _Assignment] = {}  # by sequence id
 
     @property
     def num_free_slots(self) -> int:
-        """How many sequences could be acquired now."""
+        """How many more sequences can be acquired."""
         return len(self.prefixes.free)
 
     @property
@@ -145,9 +139,9 @@ class Context:
     def acquire(self, seq: Sequence) -> int:
         """Give the sequence a slot; returns how many of its tokens the slot already supplies, at most all but the last.
 
-        The free slot with the longest prefix is taken over, if little else is lost with it. Otherwise an empty slot is taken, or
-        the least recently used one, whose tokens go to the store; the longest prefix that a slot or the store holds in memory is
-        copied into it. From the disk comes only what `poll_prefix` has read. Raises CacheError when no slot is free.
+        The sequence takes over the free slot with the longest prefix, if little else is lost with it. Otherwise it gets an empty
+        slot, or the least recently used one, whose tokens go to the store. The longest prefix in any slot or in the store's memory
+        is copied into it. Blocks on the disk count if `poll_prefix` has read them. Raises CacheError when no slot is free.
         """
         free = self.prefixes.free
         if not free:
@@ -192,7 +186,7 @@ class Context:
         return self._assignments[seq.id].num_hidden_kept
 
     def awaits_prefix(self, seq: Sequence) -> bool:
-        """Whether a running sequence is computing a useful prefix of this one that is not there yet; acquire this one later."""
+        """Whether a running sequence is about to compute a useful prefix of this one, which should then be acquired later."""
         if len(seq.tokens) < self.prefixes.many or not self.prefixes.shares:
             return False
         wanted, coming = self._reusable(seq), 0
@@ -205,24 +199,24 @@ class Context:
         return coming >= self.prefixes.many and coming - max(*self._shared(seq), self._stored(seq)) >= self.prefixes.many
 
     def poll_prefix(self, seq: Sequence) -> bool:
-        """Begin, or go on, to read a useful prefix from the disk for a sequence without a slot; returns whether it is coming."""
+        """Begin or continue to read a useful prefix from the disk for a sequence without a slot; returns whether it comes."""
         if not self.prefixes.store or not self.prefixes.shares:
             return False
         more_than = max(*self._shared(seq), ceil(self._useful(seq)) - 1)
         return self.prefixes.store.poll(self._reusable(seq), seq.salt, seq.id, more_than)
 
     def wait_for_prefix(self, seconds: float) -> None:
-        """Wait until a read of `poll_prefix` has gone on, at most so long. For a caller that has nothing else to do."""
+        """Wait until a read of `poll_prefix` has progressed, at most `seconds`. For a caller that has nothing else to do."""
         if self.prefixes.store and self.prefixes.store.queue:
             self.prefixes.store.queue.wait(seconds)
 
     def release(self, seq: Sequence) -> None:
-        """Take the slot back. Its tokens stay, for a later sequence that begins alike. Unknown sequences are ignored."""
+        """Free the sequence's slot. Its tokens stay, for later sequences that begin alike. Unknown sequences are ignored."""
         if self.prefixes.store:
             self.prefixes.store.forget(seq.id)
         assigned = self._assignments.get(seq.id)
         if assigned is not None and assigned.slot not in self.prefixes.free:
-            held = self._align(seq, but=0)  # drafts that were rejected are no part of it
+            held = self._align(seq, num_refed=0)  # without rejected drafts
             del held[self.cache.truncate(assigned.slot, len(self._kept(seq, held))) :]
             if not self.prefixes.shares:
                 self._held[assigned.slot] = []
@@ -295,16 +289,15 @@ class Context:
         chunks: list[PromptChunk] | None = None,
         most_hidden: int | None = None,
     ) -> list[ForwardOutput]:
-        """For each sequence the rows after its last committed token and after each drafted one; `chunks` are fed beside them.
+        """For each sequence the rows after its last committed token and after each drafted one. `chunks` are fed beside them.
 
-        Returns logits [n+1, V], and hidden [rows fed, C] for each asked layer, whose last n+1 rows belong to the logits. Rows of
-        chunks are added to those of the sequence's next score, at least the last `most_hidden` of them; until then they take 4 C
-        bytes a token and layer.
-        Where there are chunks alone, `stop_forward` ends the call with what has been read by then.
-        Afterwards the slot holds committed and drafted tokens, of a tree only those that `keep_path` keeps. Raises CacheError when
-        they exceed the capacity, and ConfigError for a tree of more rows than a forward takes.
+        Returns logits [n+1, V], and hidden states [rows fed, C] of each of `hidden_layers`; their last n+1 rows belong to the
+        logits. Hidden states of chunks come first in the sequence's next score, at least the last `most_hidden` of them; until then
+        they take 4 C bytes a token and layer. If there are only chunks, `stop_forward` ends the call early, and the rows of
+        complete forwards stay. Afterwards the slot holds committed and drafted tokens; of a tree only those that `keep_path` keeps.
+        Raises CacheError for more tokens than the capacity, and ConfigError for a tree of more rows than a forward takes.
         """
-        assert len(seqs) == len(drafts), "every sequence has a draft, be it empty"
+        assert len(seqs) == len(drafts), "every sequence has a draft, empty or not"
         feeds, read = list(map(self._feed, seqs, drafts)), list(map(self._read, chunks or ()))
         waiting = feeds + read
         try:
@@ -330,7 +323,7 @@ class Context:
         return outputs
 
     def keep_path(self, seq: Sequence, draft: Draft, path: list[int]) -> None:
-        """Hold the nodes on `path` of a tree that was just scored, so that they need not be fed again."""
+        """Keep the nodes on `path` of a tree that was just scored, so that they need not be fed again."""
         slot = self._assignments[seq.id].slot
         held = self._held[slot]
         assert len(held) == len(seq.tokens), "a path is kept before its tokens are committed"
@@ -339,35 +332,35 @@ class Context:
         del held[length:]
 
     def _shared(self, seq: Sequence) -> list[int]:
-        """For each slot the number of the sequence's leading tokens that it holds and the sequence may use."""
+        """For each slot how many of the sequence's leading tokens it holds, and the sequence may use."""
         wanted, held = self._kept(seq, seq.tokens), zip(self._all_kept(), self._salts, strict=True)
         shared = [shared_prefix(one, wanted) if self.prefixes.shares and salt == seq.salt else 0 for one, salt in held]
         return list(map(self.cache.reachable, range(len(shared)), shared))
 
     def _num_known(self, seq: Sequence) -> int:
-        """How many of the sequence's leading tokens another one began with, whether or not their states are there."""
+        """How many of the sequence's leading tokens are in a slot or the store, with or without states after them."""
         wanted, held = self._reusable(seq), zip(self._all_kept(), self._salts, strict=True)
         known = max(shared_prefix(one, wanted) if salt == seq.salt else 0 for one, salt in held)
         return max(known, self.prefixes.store.num_known(wanted, seq.salt) if self.prefixes.store else 0)
 
     def _stored(self, seq: Sequence) -> int:
-        """The number of the sequence's tokens, all but the last at most, that the store holds."""
+        """How many of the sequence's leading tokens the store holds, in memory or on the disk; the last token does not count."""
         return self.prefixes.store.length(self._reusable(seq), seq.salt) if self.prefixes.store else 0
 
     def _loadable(self, seq: Sequence) -> int:
-        """Of these, the number that the store holds in memory, or has read."""
+        """How many of the sequence's leading tokens the store holds in memory or has read; the last token does not count."""
         return self.prefixes.store.loadable(self._reusable(seq), seq.salt, seq.id) if self.prefixes.store else 0
 
     def _reusable(self, seq: Sequence) -> list[int]:
-        """Of the sequence's tokens, all but the last, those that may come from elsewhere."""
+        """The sequence's leading tokens that another sequence may supply; the last token is always fed."""
         return self._kept(seq, seq.tokens[:-1])
 
     def _kept(self, seq: Sequence, tokens: list[int]) -> list[int]:
-        """The part of `tokens` that other sequences may use: only the prompt's, where prompts have another arithmetic."""
+        """The part of `tokens` that other sequences may use: only the prompt's, if prompts have an arithmetic of their own."""
         return tokens[: seq.num_prompt_tokens] if self._separates else tokens
 
     def _all_kept(self) -> list[list[int]]:
-        """For each slot the tokens that it holds and others may use. Free slots hold no more than that."""
+        """For each slot its tokens that other sequences may use. Free slots hold no others."""
         kept = self._held.copy()
         for assigned in self._assignments.values() if self._separates else ():
             kept[assigned.slot] = self._kept(assigned.seq, kept[assigned.slot])
@@ -386,14 +379,14 @@ class Context:
         return max(min(MIN_SHARED_PREFIX * len(seq.tokens), self.prefixes.many), 1)
 
     def _num_lost(self, slot: int, length: int) -> int:
-        """How many tokens a slot forgets if it keeps the first `length`."""
+        """How many tokens a slot loses if it keeps the first `length`."""
         return len(self._held[slot]) - length
 
     def _save(self, slot: int, used: int, length: int | None = None) -> None:
-        """Copy what a slot holds to the store, or its first `length` tokens. Where there is no memory for it, it is lost."""
+        """Copy a slot's tokens, or its first `length`, to the store. They are lost if there is no memory for the copy."""
         store, max_bytes = self.prefixes.store, self.prefixes.max_bytes
         if store and max_bytes is not None:
-            # Tokens that would not stay in memory are worth a copy only if they can go to the disk.
+            # Tokens beyond the limit of memory are worth a copy only if they can go to the disk.
             fits = len(self._held[slot])
             if not store.queue and self.cache.bytes_per_token:
                 fits = max_bytes // self.cache.bytes_per_token
@@ -405,9 +398,9 @@ class Context:
                 store.copy_from_slot(slot, tokens, used, self._salts[slot])
 
     def _begin_hidden(self, seq: Sequence, num_cached: int) -> int:
-        """Have the hidden state of the last token that a slot supplies: it was kept, or the token is fed again.
+        """Supply the hidden state of the last cached token: it was kept in a snapshot, or the token is fed again.
 
-        Returns how many tokens the slot supplies now. Where neither can be, drafts are made without that row.
+        Returns how many tokens the slot supplies now. If neither is possible, drafts are made without that hidden state.
         """
         assigned = self._assignments[seq.id]
         slot = assigned.slot
@@ -424,9 +417,10 @@ class Context:
         return num_cached
 
     def _plan_snapshots(self, assigned: _Assignment, states: StateAccess, branch: int) -> None:
-        """Decide at which lengths of a prompt snapshots of its states are taken. branch: where it leaves what is known.
+        """Decide at which lengths of a prompt snapshots of its states are taken. branch: where it leaves the known prefixes.
 
-        In this order, each unless another one is near: where its turns begin, its end, the branch, and every so many tokens.
+        In this order, each unless another one is near: where turns of the conversation begin, the prompt's end, the branch, and
+        every `states.apart` tokens.
         """
         seq = assigned.seq
         last, held = seq.num_prompt_tokens - 1, len(self._held[assigned.slot])  # the last token of a prompt is always fed
@@ -443,32 +437,32 @@ class Context:
         assigned.snapshots.sort()
 
     def _hidden_at(self, slot: int, length: int) -> U8:
-        """The asked layers' outputs for the last of the first `length` tokens, if they came from the slot's last forward."""
+        """Hidden states of the last of the first `length` tokens, if the slot's last forward computed them; else empty."""
         first, layers = self._latest[slot]
         rows = [layer[length - 1 - first] for layer in layers if 0 <= length - 1 - first < len(layer)]
         return np.concatenate(rows).view(np.uint8) if rows else np.empty(0, np.uint8)
 
     def _take_snapshots(self, feed: _Feed) -> None:
-        """Take those that the feed's slot has reached and the next forward forgets."""
+        """Take the planned snapshots that the feed's slot has reached and that the next forward would overwrite."""
         assert self.cache.states, "asked of caches with states only"
-        waits = 0 if self.hidden_layers else self.cache.states.waits  # the hidden state beside it is the last forward's
+        waits = 0 if self.hidden_layers else self.cache.states.waits  # the hidden state is the last forward's
         while feed.snapshots and feed.snapshots[0] <= self.cache.lengths[feed.slot] - waits:
             length = feed.snapshots.pop(0)
             with suppress(MemoryError):
                 self.cache.take_snapshot(feed.slot, length, self._hidden_at(feed.slot, length))
             self.prefixes.tidy()
 
-    def _align(self, seq: Sequence, but: int = 1) -> list[int]:
-        """Truncate a sequence's slot to what it shares with its tokens, all `but` the last of them; returns what it then holds.
+    def _align(self, seq: Sequence, num_refed: int = 1) -> list[int]:
+        """Truncate a sequence's slot to the tokens that both share, without the last `num_refed`; returns the slot's tokens.
 
-        The last committed token is always fed: its row is asked for even where a slot already holds it.
+        The last token is always fed again before a score: its row is wanted even if the slot holds it.
         """
         assigned = self._assignments[seq.id]
         slot, assigned.seq = assigned.slot, seq
-        held, most = self._held[slot], len(seq.tokens) - but
-        # Only tokens that are new since the last score are compared: comparing all of a long context takes longer than the rest.
+        held, most = self._held[slot], len(seq.tokens) - num_refed
+        # Only tokens that are new since the last score are compared: comparing a long context takes longer than all else here.
         agreed = min(assigned.agreed, len(held), most)
-        # The cache may have more rows than are held: those of a tree, or of a forward that was interrupted.
+        # The cache may have more rows than `_held` says: those of a tree, or of a forward that was interrupted.
         if agreed < self.cache.lengths[slot]:
             agreed += shared_prefix(held[agreed:], seq.tokens[agreed:most])
             del held[self.cache.truncate(slot, agreed) :]
@@ -515,7 +509,7 @@ class Context:
         return max(seq.num_prompt_tokens - num_held, 0) if self._separates else 0
 
     def _fit(self, output: ForwardOutput) -> ForwardOutput:
-        """Rows of `vocab_size` logits. Fitted before they become probabilities."""
+        """Cut or pad the rows to `vocab_size` logits, and make tokens that are not `possible` impossible."""
         logits, missing = output.logits, self.vocab_size - output.logits.shape[1]
         if missing > 0:
             output = replace(output, logits=np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf))
@@ -526,7 +520,7 @@ class Context:
         return output
 
     def _forward(self, feeds: list[_Feed], hidden_layers: tuple[int, ...], stops_early: bool) -> list[_Feed]:
-        """Run as many rows as one forward takes; returns the feeds that have rows left. Tokens of prompts go first, and alone."""
+        """Run as many rows as one forward takes; returns the feeds with rows left. Tokens of prompts may go first, separately."""
         of_prompts = any(feed.num_prompt for feed in feeds)
         others = [feed for feed in feeds if of_prompts and not feed.num_prompt]
         feeds = [feed for feed in feeds if not of_prompts or feed.num_prompt]
@@ -584,9 +578,9 @@ class Context:
 
 
 def shortest_first(wanted: list[int], num_rows: int) -> list[int]:
-    """How many rows each of those that want rows gets of `num_rows`: those that want least come first.
+    """Divide `num_rows` rows: returns how many each of `wanted` gets. Those that want fewest come first.
 
-    The oldest, which is the first in the list, gets a part in any case, so that it ends however many short ones come.
+    The first one in the list that wants rows, the oldest, always gets a part, so that it ends however many short ones come.
     """
     granted = [0] * len(wanted)
     oldest = [i for i, number in enumerate(wanted) if number][:1]
@@ -619,7 +613,7 @@ def _part(output: ForwardOutput, rows: slice, scored: slice) -> ForwardOutput:
 
 
 def _join(parts: list[ForwardOutput]) -> ForwardOutput:
-    """The output of one sequence whose rows went in several forwards."""
+    """The output of one sequence whose rows took several forwards."""
     layers = zip(*(part.hidden for part in parts), strict=True)
     return ForwardOutput(
         np.concatenate([part.logits for part in parts]),

@@ -16,23 +16,22 @@ class Cycle(NamedTuple):
     source: str
     num_draft_tokens: int
     num_accepted_tokens: int
-    num_positions: int  # length of the longest drafted path that begins with the accepted tokens: of a chain, all
+    num_positions: int  # length of the longest drafted path that begins with the accepted tokens; of a chain its length
 
 
 @dataclass(frozen=True)
 class Draft:
     """Proposed continuation of one sequence: a tree of n nodes, of which a chain is the common case.
 
-    Nodes with one parent are alternatives.
-    sources: for each node the level that drafted its token; empty where all are `source`'s own. For reports, as `source` is.
-    confidence: for each node how likely its proposer thinks it is accepted once its parent is. A planner may use it to decide how
-    much to draft; a verifier never does.
+    Nodes with the same parent are alternatives. confidence: for each node the probability, by its proposer, that it is accepted if
+    its parent is. A planner may use it; a verifier never does. sources: for each node the level that drafted its token; empty if
+    `source` drafted all. Both serve reports.
     """
 
     tokens: I32  # [n]
     parents: I32  # [n] node of the parent, always an earlier one, -1 = the last committed token; a chain is arange(n) - 1
     source: str  # proposer name, for metrics
-    cycles: tuple[Cycle, ...] = ()  # verifications by lower levels of a chain that went into it, in their order
+    cycles: tuple[Cycle, ...] = ()  # earlier verifications by lower levels of a chain, in their order
     confidence: F32 | None = None  # [n]
     sources: tuple[str, ...] = ()  # [n] or empty
 
@@ -52,19 +51,19 @@ class Draft:
     @cached_property
     def is_chain(self) -> bool:
         """Whether each token follows the one before."""
-        # A user's parents may be no array; where the draft is taken, that is refused.
+        # A user's parents may be no array; `UserProposer` refuses these.
         return np.asarray(self.parents).tolist() == list(range(-1, len(self) - 1))
 
     @property
     def depths(self) -> I32:
-        """How many drafted tokens lead to each node, itself included, [n]."""
+        """For each node the number of drafted tokens up to it, itself included, [n]."""
         depths: list[int] = []
         for parent in self.parents.tolist():
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
         return np.array(depths, np.int32)
 
     def first(self, num_tokens: int) -> "Draft":
-        """Its first nodes only."""
+        """The draft of its first nodes."""
         if num_tokens >= len(self):
             return self
         return replace(
@@ -81,7 +80,7 @@ class Draft:
         return self.sources or (self.source,) * len(self)
 
     def only(self, nodes: Sequence[int]) -> "Draft":
-        """Some of its nodes, in their order, each with its parent."""
+        """The draft of some of its nodes, in this order. Their parents must be among them."""
         place = {-1: -1, **{node: number for number, node in enumerate(nodes)}}
         return replace(
             self,
@@ -93,7 +92,7 @@ class Draft:
 
     @property
     def likely(self) -> list[float]:
-        """For each node the product of the confidences on the way to it, [n]; 1 without any."""
+        """For each node the product of the confidences on the path to it, [n]; 1 without confidences."""
         likely: list[float] = []
         confidence = [1.0] * len(self) if self.confidence is None else self.confidence.tolist()
         for parent, sure in zip(self.parents.tolist(), confidence, strict=True):
@@ -109,7 +108,7 @@ class Draft:
         return path[::-1]
 
     def num_below(self, node: int) -> int:
-        """How many tokens the longest path has that goes on from `node`; -1 is where the draft begins."""
+        """The length of the longest path after `node`; -1 stands for the start of the draft."""
         if self.is_chain:
             return len(self) - 1 - node
         depths = {node: 0}
@@ -119,7 +118,7 @@ class Draft:
         return max(depths.values())
 
     def verified(self, path: list[int]) -> tuple[Cycle, ...]:
-        """The verifications that went into it, and its own, which accepted the nodes on the path."""
+        """The earlier verifications, and the draft's own, which accepted the nodes on `path`."""
         num_positions = len(path) + self.num_below(path[-1] if path else -1)
         return (*self.cycles, Cycle(self.source, len(self), len(path), num_positions))
 

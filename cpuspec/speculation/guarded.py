@@ -1,4 +1,4 @@
-"""Drafts that may fail: a request whose drafter raises ends with its error, or goes on without drafts as if there were none."""
+"""Drafts that may fail: a request whose drafter raises ends with the error, or goes on without drafts."""
 
 import logging
 from collections.abc import Callable
@@ -18,20 +18,21 @@ _log = logging.getLogger(__name__)
 class GuardedProposer(Proposer):
     """Stands between the engine and a proposer that may raise or break the contract of drafts.
 
-    Where a call for several sequences fails, each is asked for alone: one request costs no other its drafts. A sequence whose own
-    call fails is as it was before that call, and is decoded plainly to its end.
+    If a call for several sequences fails, the proposer is called again for each of them, so that no request costs another one its
+    drafts. A sequence whose own call fails is restored to its tokens before the call. It goes on without drafts, or ends with the
+    error.
 
-    goes_on: whether it ends like that, or at once with an error. num_failures: sequences that went on without drafts.
+    num_failures: sequences that went on without drafts.
     """
 
-    def __init__(self, inner: Proposer, context: Context, goes_on: bool = True) -> None:
-        """context: of the verifying model."""
+    def __init__(self, inner: Proposer, context: Context, plain_on_error: bool = True) -> None:
+        """context: of the verifying model. plain_on_error: whether a sequence goes on without drafts."""
         self.name = inner.name
         self.hidden_layers, self.most_hidden = inner.hidden_layers, inner.most_hidden
         self.levels = inner.levels
         self.num_failures = 0
         self._inner = inner
-        self._goes_on = goes_on
+        self._plain_on_error = plain_on_error
         self._context = context
         self._plain: set[int] = set()  # ids of sequences that go on without drafts
 
@@ -43,10 +44,9 @@ class GuardedProposer(Proposer):
         """The proposer's drafts; empty ones for sequences in which it has failed."""
         drafts = NullProposer().propose(seqs, limits)
         asked = [i for i, seq in enumerate(seqs) if seq.id not in self._plain]
-        if not asked or self._ask(asked, seqs, limits, drafts):
-            return drafts
-        for i in asked if len(asked) > 1 else ():
-            self._ask([i], seqs, limits, drafts)
+        if asked and not self._ask(asked, seqs, limits, drafts) and len(asked) > 1:
+            for i in asked:
+                self._ask([i], seqs, limits, drafts)
         return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
@@ -61,7 +61,7 @@ class GuardedProposer(Proposer):
         self._plain.discard(seq.id)
 
     def _ask(self, asked: list[int], seqs: list[Sequence], limits: list[int], drafts: list[Draft]) -> bool:
-        """Put the drafts of some sequences into `drafts`; returns whether the proposer made them."""
+        """Put the proposer's drafts for the sequences `asked` into `drafts`; returns whether it made them."""
         mine, most = [seqs[i] for i in asked], [limits[i] for i in asked]
         found: list[Draft] = []
 
@@ -76,7 +76,7 @@ class GuardedProposer(Proposer):
         return True
 
     def _try(self, seqs: list[Sequence], call: Callable[[], None]) -> bool:
-        """Whether a call of the proposer succeeds. If not, the sequences are as before, and one alone falls back."""
+        """Call the proposer; returns whether that succeeds. If not, the sequences are restored, and a single one falls back."""
         before = [len(seq.tokens) for seq in seqs]
         try:
             call()
@@ -91,19 +91,15 @@ class GuardedProposer(Proposer):
         return True
 
     def _fall_back(self, seq: Sequence, error: BaseException) -> None:
-        if not self._goes_on:
+        if not self._plain_on_error:
             failed = BackendError(f"drafting with {self.name} failed: {error!r}")
             seq.error = error if isinstance(error, CpuspecError) else failed
         else:
             self.num_failures += 1
-            self._warn(error)
+            text = "drafting with %s failed, and a request goes on without drafts: %s: %s"
+            _log.warning(text, self.name, type(error).__name__, error)
         self._plain.add(seq.id)
         self._end(seq)
-
-    def _warn(self, error: BaseException) -> None:
-        _log.warning(
-            "drafting with %s failed, and a request goes on without drafts: %s: %s", self.name, type(error).__name__, error
-        )
 
     def _end(self, seq: Sequence) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The one signature of every drafting method."""
+"""The interface of every drafter."""
 
 from typing import Protocol
 
@@ -33,7 +33,7 @@ class LevelContext(Protocol):
 
 
 class Level(Protocol):
-    """A model that drafts: weights and a cache of its own, which reports and `LLM.close` need to know."""
+    """A model that drafts, with weights and a cache of its own, for reports and for `LLM.close`."""
 
     @property
     def name(self) -> str:
@@ -49,49 +49,52 @@ class Level(Protocol):
 class Proposer(Protocol):
     """Drafts continuations. Verifier and engine never learn how. No draft changes the answer.
 
-    A subclass has a name and `propose`, and of the other methods those that it needs. A proposer that has rows of probabilities
-    draws with `Sequence.draw`: the more they resemble the verifier's rows, the more often that draws the same token.
+    A subclass needs a name and `propose`; the other methods are optional. A proposer that has rows of probabilities draws with
+    `Sequence.draw`: the more its rows resemble the verifier's, the more often both draw the same token.
 
-    `seq.id` names a request. Two calls about one may see different `Sequence` objects: within a chain their last tokens are
-    drafted, and the next call may see others. The first `seq.num_committed` tokens stay. So whatever a proposer keeps about a
-    sequence must follow `seq.tokens`. Learning that cannot be undone belongs into `end`, when `seq` holds its whole answer.
+    `seq.id` names a request. Two calls for one request may get different `Sequence` objects. Within a chain the last tokens of a
+    sequence are drafted ones, such as [1, 2, 7, 8] in one call and [1, 2, 9] in the next; the first `seq.num_committed` tokens,
+    here [1, 2], never change. So a proposer's data about a sequence must follow `seq.tokens`. Learning that cannot be undone
+    belongs into `end`, when `seq` has its whole answer.
     """
 
     name: str
-    hidden_layers: tuple[int, ...] = ()  # layers of the verifying model whose outputs `accept` wants
-    most_hidden: int | None = None  # of a prompt, the last rows of these that it wants; None for all
-    # The models that draft in it, the cheapest first; a proposer with weights of its own is one of its levels.
+    hidden_layers: tuple[int, ...] = ()  # layers of the verifying model whose outputs `accept` gets
+    most_hidden: int | None = None  # how many of a prompt's last rows of these it needs; None for all
+    # The models that draft in it, the cheapest first. A proposer with weights of its own is among its levels.
     levels: "tuple[Level, ...]" = ()
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Prepare for a sequence that holds its prompt, and the tokens generated so far if a level above did not draft at once.
+        """Prepare for a sequence that has its prompt, and generated tokens if a level above began to draft later.
 
-        num_cached: of how many of its first tokens `accept` never has hidden states: the verifying model's cache held them already.
+        num_cached: the number of leading tokens for which `accept` gets no hidden states: the verifier's cache held them already.
         """
         return
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        """One draft for each sequence, of at most `limits[i]` tokens; it may be empty."""
+        """One draft for each sequence, of at most `limits[i]` tokens, or empty."""
         ...
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Learn from a round whose tokens `seq` already holds; called once for each round of the level it drafts for.
+        """Learn from a round, whose tokens `seq` already has. Called once for each round of the level that it drafts for.
 
-        hidden: [rows, C] for each layer asked for, of consecutive positions up to the last accepted token's. The first call has one
-        row for each token of the prompt behind the cached ones, or `most_hidden` of these, in however many chunks it was read.
+        hidden: [rows, C] for each of `hidden_layers`, of consecutive positions up to the last accepted token's. The first call has
+        a row for each token of the prompt after the cached ones, or for the last `most_hidden` of them.
         """
         return
 
     def end(self, seq: Sequence) -> None:
-        """Forget a sequence; one that was aborted early may never have begun."""
+        """Forget a sequence. One that was aborted early may never have begun."""
         return
 
 
-Floors = list[float]  # for each number of drafted tokens, from 0 on; behind the last one 0
+# For each number n of drafted tokens, from 0 on: the probability that their path must have for a further token to pay. After the
+# last one it is 0.
+Floors = list[float]
 
 
 class DraftModel(Proposer, Protocol):
-    """A drafter with a model, which a planner asks for drafts that are as long as they are likely."""
+    """A drafter with a model. A planner asks it for drafts that end where a further token does not pay."""
 
     @property
     def num_tokens(self) -> int:
@@ -109,20 +112,20 @@ class DraftModel(Proposer, Protocol):
         ...
 
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
-        """With floors a draft has confidences. Behind n tokens it goes on while the product of theirs is `floors[i][n]` or more.
+        """With floors a draft has confidences. It goes on after n tokens while the product of theirs is at least `floors[i][n]`.
 
-        A tree goes on behind such nodes of depth n.
+        A tree goes on after the nodes of depth n for which that holds.
         """
         ...
 
 
 def goes_on(floors: Floors, num_tokens: int, likely: float) -> bool:
-    """Whether a draft goes on behind `num_tokens` tokens. likely: the product of their confidences."""
+    """Whether a draft goes on after `num_tokens` tokens. likely: the product of their confidences."""
     return num_tokens >= len(floors) or likely >= floors[num_tokens]
 
 
 class NullProposer(Proposer):
-    """Proposes nothing: plain decoding is speculation with empty drafts."""
+    """Drafts nothing: plain decoding is speculation with empty drafts."""
 
     name = "none"
 

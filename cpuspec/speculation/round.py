@@ -1,4 +1,4 @@
-"""One speculative round: propose, score, verify, accept. The engine's step and a chain's inner step are this call."""
+"""One speculative round: propose, score, verify, accept. The engine's step and a level of a chain both call it."""
 
 from dataclasses import dataclass
 
@@ -16,27 +16,27 @@ from cpuspec.speculation.draft import Cycle, Draft
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict, verify_tokens
 
-_NONE = -1  # the token of a row that gives none
+_NO_TOKEN = -1  # of a row that gives no token
 
 
 @dataclass(slots=True)
 class Round:
-    """The outcome of a round for one sequence. error: why it gained no token, where its rows or its settings give none."""
+    """The outcome of a round for one sequence. error: why it gained no token, if its rows or its settings give none."""
 
     draft: Draft
     verdict: Verdict
     output: ForwardOutput
-    cycles: tuple[Cycle, ...]  # the verifications that it took, those of lower levels first
+    cycles: tuple[Cycle, ...]  # the verifications of the round, those of lower levels first
     error: CpuspecError | None = None
 
     @property
     def token_sources(self) -> list[str]:
-        """For each token of the verdict the level that drafted it; "" for the last, which is the verifying model's own."""
+        """For each token of the verdict the level that drafted it; "" for the last one, which is the verifier's own."""
         sources = self.draft.token_sources
         return [*(sources[node] for node in self.verdict.path), ""] if self.verdict.tokens else []
 
     def logits(self, number: int) -> F32:
-        """The row [V] that chose token `number` of the verdict."""
+        """The row [V] of logits from which token `number` of the verdict was chosen."""
         row: F32 = self.output.logits[self.verdict.path[number - 1] + 1 if number else 0]
         return row
 
@@ -51,12 +51,12 @@ def speculate(
 ) -> list[Round]:
     """Draft up to `limits[i]` tokens for each sequence, verify them in one score, and commit each verdict to its sequence.
 
-    Each sequence gains one to limit + 1 tokens, those that the context's model alone would draw. `chunks` are parts of
-    other sequences' prompts that the same forward reads. Tokens that a sequence's grammar forces are drafted here, before the
-    proposer's tokens and behind them. A sequence whose rows give no token, because they are not finite, gains none, and its round
-    says why; the others go on. is_answer: whether the gained tokens are the request's answer, and no draft of a chain.
+    Each sequence gains one to limit + 1 tokens, which are those that the context's model would draw without drafts. `chunks` are
+    parts of other sequences' prompts that the same forward reads. Tokens that a sequence's grammar forces are drafted here, before
+    and after the proposer's tokens. If a sequence's rows are not finite, it gains no token, and its round says why; the others go
+    on. is_answer: whether the gained tokens are the request's answer, rather than a chain's draft.
     """
-    most = context.backend.max_rows - 1  # a draft that takes two forwards gains nothing
+    most = context.backend.max_rows - 1  # a draft that needs two forwards gains nothing
     limits = [min(limit, most) for limit in limits]
     forced = list(map(forced_tokens, seqs, limits))
     ahead = [seq.ahead(tokens) if tokens else seq for seq, tokens in zip(seqs, forced, strict=True)]
@@ -98,16 +98,16 @@ def speculate(
 
 
 def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = None, is_answer: bool = False) -> Verdict:
-    """Verify a draft against the target's rows [n+1, V], processed as the request asks with the path's own history and grammar.
+    """Verify a draft against the target's rows [n+1, V]. The request's settings, history and grammar apply to each row's own path.
 
-    best: the rows' argmax, as `ForwardOutput` has it. Where a row gives no token, as its logits are not finite, the verdict ends
-    before it; raises CpuspecError where that is the first row. is_answer: as in `speculate`.
+    best: the rows' argmax, as in `ForwardOutput`. The verdict ends before a row that gives no token because its logits are not
+    finite. If that is the first row, CpuspecError is raised. is_answer: as in `speculate`.
     """
     params, history = seq.params, seq.history
 
     def target_token(row: int) -> int:
         if seq.is_plain_greedy:
-            # One by one: a row that the path does not lead to may be anything.
+            # One by one: rows off the accepted path may hold anything.
             return int(argmax(logits[row : row + 1], best and best[row : row + 1])[0])
         ahead = draft.tokens_to(row - 1)
         legal = seq.legal(ahead, is_answer)
@@ -121,27 +121,27 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
         except CpuspecError:
             if row == 0:
                 raise
-            return _NONE
+            return _NO_TOKEN
 
     verdict = verify_tokens(draft, token_or_none)
-    return verdict if verdict.tokens[-1] != _NONE else Verdict(verdict.tokens[:-1], verdict.path[:-1])
+    return verdict if verdict.tokens[-1] != _NO_TOKEN else Verdict(verdict.tokens[:-1], verdict.path[:-1])
 
 
-def _with_forced(seq: Sequence, forced: list[int], own: Draft, limit: int) -> Draft:
-    """A draft with the forced tokens before it, which are the sequence's last ones, and with those that are forced behind it."""
-    behind = forced_tokens(seq, limit - len(own), own.tokens.tolist()) if len(own) and own.is_chain else []
-    own = joined_drafts(Draft.chain(forced, SOURCE), own) if forced else own
-    return joined_drafts(own, Draft.chain(behind, SOURCE)) if behind else own
+def _with_forced(seq: Sequence, forced: list[int], draft: Draft, limit: int) -> Draft:
+    """The tokens `forced`, which end the sequence already, then a draft, then the tokens that the grammar forces after it."""
+    after = forced_tokens(seq, limit - len(draft), draft.tokens.tolist()) if len(draft) and draft.is_chain else []
+    draft = joined_drafts(Draft.chain(forced, SOURCE), draft) if forced else draft
+    return joined_drafts(draft, Draft.chain(after, SOURCE)) if after else draft
 
 
 def _along(path: list[int], rows: F32, num_nodes: int) -> F32:
-    """The rows up to the last committed token's, then those of the accepted nodes."""
+    """The rows up to the last committed token's, then those of the accepted nodes `path`."""
     first = len(rows) - num_nodes
     return np.concatenate([rows[:first], rows[first:][path]])
 
 
 def check_drafts(proposer: Proposer, drafts: list[Draft], limits: list[int], context: Context) -> None:
-    """Raise ConfigError for drafts that break the contract: a user's proposer is bad input like any other."""
+    """Raise ConfigError for drafts that break the contract. A user's proposer is untrusted input."""
     if len(drafts) != len(limits):
         raise ConfigError(f"{proposer.name} returned {len(drafts)} drafts for {len(limits)} sequences; wanted one each")
     vocab_size = context.vocab_size

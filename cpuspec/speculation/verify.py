@@ -18,10 +18,10 @@ class Verdict:
 
 
 def verify_tokens(draft: Draft, target_token: Callable[[int], int]) -> Verdict:
-    """Go down the draft, a chain or a tree, while it has the target's own tokens; then the target's next one.
+    """Follow the draft, a chain or a tree, while it has the target's own tokens. The target's next token comes last.
 
-    target_token(row): the target's token, greedy or drawn. It is asked for along the accepted path only, once for each row, so the
-    verdict's tokens are those of plain decoding, however the draft was made.
+    target_token(row): the target's token, greedy or drawn. It is called once for each row of the accepted path and for no others.
+    So the verdict's tokens are those of plain decoding, however the draft was made.
     """
     path: list[int] = []
     last, choice = -1, int(target_token(0))

@@ -243,7 +243,7 @@ def test_models_verify_what_stands_before_them(models: Path) -> None:
     with LLM(target, f"ngram,{models / 'draft.gguf'}@3,self:q4_0@5:0.5+ngram,skip:1") as llm:
         chosen = llm._engine._proposer._inner  # the guard is around every proposer
         assert isinstance(chosen, ChosenDrafts)
-        skip = chosen.usual
+        skip = chosen.default
         assert isinstance(skip, ChainProposer)
         joined = skip.inner
         assert isinstance(joined, Combined)

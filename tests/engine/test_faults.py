@@ -109,7 +109,7 @@ class FailsForOne(NullProposer):
 @pytest.mark.parametrize("where", ["begin", "propose", "accept"])
 def test_a_drafter_that_fails_for_one_sequence_ends_that_one(where: str) -> None:
     model, prompts, params = ToyBackend(1, memory=0.2), [[4, 5], *PROMPTS[:2]], [PARAMS["sampled"]] * 3
-    guarded = GuardedProposer(FailsForOne(where), Context(model, 3, 64), goes_on=False)
+    guarded = GuardedProposer(FailsForOne(where), Context(model, 3, 64), plain_on_error=False)
     plain, got = (run(model, one, params, prompts) for one in (NullProposer(), guarded))
     assert [ids(one) for one in got[1:]] == [ids(one) for one in plain[1:]]
     assert got[0][-1].finish_reason == "error"

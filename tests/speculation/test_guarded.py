@@ -153,4 +153,4 @@ def test_a_users_drafter_that_fails_ends_no_request_where_that_is_set(tmp_path: 
     assert "propose of mine failed with ZeroDivisionError" in caplog.text
     assert isinstance(llm._engine._proposer, GuardedProposer)
     assert isinstance(llm._engine._proposer._inner, ChosenDrafts)
-    assert isinstance(llm._engine._proposer._inner.usual, UserProposer)
+    assert isinstance(llm._engine._proposer._inner.default, UserProposer)

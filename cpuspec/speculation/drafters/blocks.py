@@ -1,6 +1,6 @@
-"""Drafts of DFlash (arXiv 2602.06036) and DSpark (2607.05147): a block of mask tokens, filled in one forward.
+"""Drafts of DFlash (arXiv 2602.06036) and DSpark (2607.05147): one forward fills a block of mask tokens.
 
-DSpark's Markov head corrects each row by the token chosen before it, and its confidence head says where to stop.
+DSpark's Markov head corrects each row by the token chosen before it. Its confidence head says where to stop.
 """
 
 import numpy as np
@@ -11,20 +11,20 @@ from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.head_path import HeadPath
 from cpuspec.speculation.head_context import DraftedRows, HeadContext, HeadRows
 
-# Tokens of a row that its Markov head corrects, the likeliest without it: the others are not drafted. All tokens of a large
-# vocabulary would be a second output matrix for each of them.
+# The Markov head corrects so many tokens of a row, those that are likeliest without it. The others are not drafted: for a whole
+# vocabulary the correction costs as much as a second output matrix.
 _CANDIDATES = 64
 
-# A draft ends before a token with a smaller chance of being reached and accepted, where the spec says nothing: one row more of a
-# forward costs about as much.
+# If the spec gives no confidence, a draft ends before a token whose path has a smaller chance: one more row of a forward costs
+# about as much as it gains.
 _MIN_CHANCE = 0.25
 
 
 def draft_blocks(context: HeadContext, paths: list[HeadPath], name: str) -> list[Draft]:
-    """A chain for every path, as long as the block that the head was trained for at most."""
+    """A chain for every path, at most as long as the block that the head was trained for."""
     head, empty = context.head, np.empty((0, context.backend.config.hidden_size), np.float32)
     block = head.block
-    assert block, "the reader of such a head has seen to it"
+    assert block, "a head with this method has a block"
     drafted: list[DraftedRows | None] = []
     firsts = []
     for path in paths:
@@ -42,7 +42,7 @@ def _fill(path: HeadPath, block: Block, rows: HeadRows) -> None:
     chance, least = 1.0, path.min_confidence or (_MIN_CHANCE if path.floors is None else 0.0)
     markov, memory = block.markov, np.zeros(block.markov.w1.shape[1] if block.markov else 0, np.float32)
     if block.confidence is not None:
-        path.min_confidence = 0.0  # the head's own confidence stands for that of the row
+        path.min_confidence = 0.0  # the head's own confidence replaces that of the row
     for number, (logits, state) in enumerate(zip(rows.logits, rows.hidden, strict=True)):
         if path.is_done:
             return
@@ -64,10 +64,10 @@ def _fill(path: HeadPath, block: Block, rows: HeadRows) -> None:
 
 
 def _corrected(logits: F32, vector: F32, markov: Markov) -> F32:
-    """The row [num_logits] with its Markov head's bias, of the likeliest tokens; the others have no chance."""
+    """The row [num_logits] with the Markov head's bias for the likeliest tokens. The others become impossible."""
     number = min(_CANDIDATES, len(logits))
     best = np.argpartition(logits, -number)[-number:]
-    best.sort()  # of equal ones the lowest id is taken
+    best.sort()  # of equal logits the lowest id is chosen
     row = np.full(len(logits), -np.inf, np.float32)
     row[best] = logits[best] + markov.w2.rows(best) @ vector
     return row

@@ -1,4 +1,4 @@
-"""A draft while a head, or a model in one pass, makes it: the choice of its tokens from rows of logits."""
+"""A draft in the making, by a head or by a model in one pass: chooses its tokens from rows of logits."""
 
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -13,8 +13,8 @@ from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import Floors, goes_on
 
-# Of a tree: children of a node, nodes that are expanded at each depth, and depths. EAGLE-2 has 10 and 5 for drafts of 60 tokens on
-# a GPU.
+# The most children of a node, nodes that are expanded at each depth, and depths of a tree. EAGLE-2 has 10 children and 5 depths for
+# drafts of 60 tokens on a GPU.
 CHILDREN, DEPTHS = 4, 8
 
 
@@ -22,9 +22,9 @@ CHILDREN, DEPTHS = 4, 8
 class HeadPath:
     """The tokens that a head drafts for a sequence, one after the other, at most `limit`.
 
-    token_ids: the target's id of each number of a row, None for the same. draws: whether tokens are drawn; else each is the
-    likeliest. min_confidence: the draft ends with the first token of a row that gives no token this probability.
-    floors: as in `DraftModel.propose`; with them a draft has confidences, and, if it `branches`, likely alternatives to its tokens.
+    token_ids: the target's id of each entry of a row; None if they are the same. draws: whether tokens are drawn; else each is the
+    likeliest one. min_confidence: the draft ends with the first token whose row gives no token this probability. floors: as in
+    `DraftModel.propose`; with them a draft has confidences, and also likely alternatives to its tokens if it `branches`.
     """
 
     token_ids: I64 | None
@@ -36,28 +36,28 @@ class HeadPath:
     floors: Floors | None = None
     branches: bool = True
     tokens: list[int] = field(default_factory=list)
-    confidence: list[float] = field(default_factory=list)  # of the tokens, where somebody asks
-    others: list[list[tuple[int, float]]] = field(default_factory=list)  # for each token its alternatives and their confidences
-    most: int = field(init=False)  # nodes of the draft
+    confidence: list[float] = field(default_factory=list)  # of the tokens, if `min_confidence` or floors need it
+    others: list[list[tuple[int, float]]] = field(default_factory=list)  # for each token its alternatives with their confidences
+    most: int = field(init=False)  # nodes of the draft, alternatives included
 
     def __post_init__(self) -> None:
         self.most = self.limit
 
     @property
     def is_done(self) -> bool:
-        """Whether no further token is wanted."""
+        """Whether the draft has enough tokens."""
         return len(self.tokens) >= self.limit
 
     def choose(self, logits: F32, sure: float | None = None) -> None:
-        """Take the next token from a row [num_logits], as the request asks: its grammar, penalties and biases apply.
+        """Choose the next token from a row [num_logits]. The request's grammar, penalties and biases apply.
 
-        sure: the token's confidence, where the row does not say it.
+        sure: the token's confidence, if the row does not give it.
         """
         seq, others = self.seq, list[tuple[int, float]]()
         draws = self.draws and not seq.params.greedy
         if draws or not seq.params.keeps_order or seq.constraint:
             legal = seq.legal(self.tokens)
-            if seq.constraint and legal is None:  # nothing may follow, or the end alone
+            if seq.constraint and legal is None:  # nothing may follow, or only the end
                 self.limit = len(self.tokens)
                 return
             row = self._over_vocabulary(logits)
@@ -85,7 +85,7 @@ class HeadPath:
             self.limit = len(self.tokens)
 
     def draft(self, name: str) -> Draft:
-        """What was chosen, with alternatives the likeliest first."""
+        """The chosen tokens. With alternatives, the likeliest nodes come first."""
         chain = Draft.chain(self.tokens, name, confidence=None if self.floors is None else self.confidence)
         alternatives = [(token, depth - 1, sure) for depth, others in enumerate(self.others) for token, sure in others]
         if not alternatives or len(chain) == self.most:
@@ -101,7 +101,7 @@ class HeadPath:
         return tree.only(sorted(range(len(tree)), key=lambda node: -likely[node])[: self.most])
 
     def _over_vocabulary(self, logits: F32) -> F32:
-        """A row of the head as a row [vocab_size] of the target's tokens."""
+        """A row of the head as a row [vocab_size] over the target's tokens."""
         ids = self.token_ids
         if ids is None and len(logits) == self.vocab_size:
             return logits
@@ -114,7 +114,7 @@ class HeadPath:
 
 
 def likeliest_children(logits: F32, token_ids: I64 | None) -> list[tuple[int, float]]:
-    """The `CHILDREN` likeliest tokens of a row, the likeliest first, and their probabilities."""
+    """The `CHILDREN` likeliest tokens of a row and their probabilities, the likeliest first."""
     values, best = np.asarray(logits, np.float32), list[int]()
     left = values.copy()
     for _ in range(min(CHILDREN, len(left))):  # a few passes take a tenth of the time of a partition of 150,000

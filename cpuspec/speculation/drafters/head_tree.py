@@ -1,6 +1,6 @@
-"""A tree of a head's likeliest tokens while it grows, depth by depth, without a draw: EAGLE-2 (arXiv 2406.16858, section 4).
+"""A tree of a head's likeliest tokens that grows depth by depth: EAGLE-2 (arXiv 2406.16858, section 4). Nothing is drawn.
 
-The likeliest nodes are expanded at each depth, and of all that were found the likeliest are drafted.
+The likeliest nodes of each depth are expanded. The likeliest of all nodes are drafted.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from cpuspec.speculation.proposer import goes_on
 
 
 class _Node(NamedTuple):
-    """A found token. confidence: its probability; likely: that of the path to it."""
+    """A token. confidence: its probability after its parent; likely: the probability of the path to it."""
 
     token: int
     parent: int  # node, -1 for the last committed token
@@ -24,7 +24,7 @@ class _Node(NamedTuple):
 
 
 class HeadTree:
-    """The nodes found for one sequence. frontier: those whose children are wanted next, -1 for the last committed token."""
+    """The nodes for one sequence. frontier: those whose children are wanted next; -1 is the last committed token."""
 
     def __init__(self, path: HeadPath) -> None:
         self.path = path
@@ -33,10 +33,11 @@ class HeadTree:
         self._depth = 0
 
     def grow(self, rows: Iterable[F32]) -> None:
-        """Find children of the frontier, whose rows of logits these are."""
+        """Add children of the frontier. rows: of logits, one for each node of the frontier."""
         first = len(self.nodes)
         for node, row in zip(self.frontier, rows, strict=True):
-            self._add_children(node, row)
+            likely = self.nodes[node].likely if node >= 0 else 1.0
+            self.nodes += [_Node(token, node, p, likely * p) for token, p in likeliest_children(row, self.path.token_ids)]
         self._depth += 1
         kept = [node for node in self._kept() if node >= first and self._goes_on(node)] if self._depth < DEPTHS else []
         self.frontier = sorted(sorted(kept, key=lambda node: -self.nodes[node].likely)[:CHILDREN])
@@ -51,16 +52,9 @@ class HeadTree:
         return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), name, (), confidence)
 
     def _kept(self) -> list[int]:
-        """As many of the likeliest nodes as the draft may have. None is likelier than its parent, so parents are among them."""
+        """As many of the likeliest nodes as the draft may have. No node is likelier than its parent, so parents are among them."""
         sure = [node for node, one in enumerate(self.nodes) if one.likely >= self.path.min_confidence]
         return sorted(sorted(sure, key=lambda node: -self.nodes[node].likely)[: self.path.limit])
-
-    def _add_children(self, parent: int, logits: F32) -> None:
-        """Find the likeliest tokens behind a node; their probabilities are those of the row's softmax."""
-        likely = self.nodes[parent].likely if parent >= 0 else 1.0
-        self.nodes += [
-            _Node(token, parent, chance, likely * chance) for token, chance in likeliest_children(logits, self.path.token_ids)
-        ]
 
     def _goes_on(self, node: int) -> bool:
         return self.path.floors is None or goes_on(self.path.floors, self._depth, self.nodes[node].likely)

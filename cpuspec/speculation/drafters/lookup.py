@@ -1,4 +1,4 @@
-"""Finds the tokens that followed the latest ones wherever these occurred before, and how likely they are to follow again.
+"""Finds the tokens that followed earlier occurrences of the latest tokens, and how likely they are to follow again.
 
 An index keeps, for each run of one, two and four tokens, the place where it occurred last, and for each place the one before. So a
 match is found, and a drafted token is removed again, in a few steps and without numpy arrays, which take longer to make.
@@ -22,15 +22,15 @@ from cpuspec.speculation.draft import Draft
 MAX_MATCH = 24  # tokens that a match looks back
 RUNS = (4, 2, 1)  # tokens of the runs that are looked up, one after the other
 MAX_OCCURRENCES = 128  # of each that are looked at: most have a few, but in tables and indentation there may be thousands
-NUM_MATCHES = 8  # in a text, where several continuations are weighed; beyond these nothing changes (benchmarks/LOG.md)
-MIN_PROB = 0.1  # worth a row of a forward, with text that is drafted well and with text that is not (benchmarks/LOG.md)
+NUM_MATCHES = 8  # of a text, if several continuations are weighed; more change nothing (benchmarks/LOG.md)
+MIN_PROB = 0.1  # of a path that is worth a row of a forward, in text that is drafted well or badly (benchmarks/LOG.md)
 STRENGTH = 4.0
-INDEXED_AT_ONCE = 4096  # tokens, in some milliseconds of a step: other requests wait for the index of a long prompt
-END = -1  # stands after each text where several follow one another
+INDEXED_AT_ONCE = 4096  # tokens, which take a few milliseconds of a step: other requests wait meanwhile
+END = -1  # separates texts that follow one another
 
 
 class Match(NamedTuple):
-    """An earlier occurrence of the latest tokens: the number of tokens that agree, and those that followed."""
+    """An earlier occurrence of the latest tokens: how many tokens agree, and the tokens that followed."""
 
     length: int
     ahead: list[int]
@@ -40,11 +40,11 @@ Evidence = tuple[list[Match], float]  # matches, the longest first, and the stre
 
 
 class _Runs:
-    """The places where each run of `size` tokens of a text ended last. A hash tells them apart, so one may be wrong."""
+    """For each run of `size` tokens the position where it ended last in a text. Runs are hashed, so a position may be wrong."""
 
     def __init__(self, size: int, tokens: list[int]) -> None:
         self.size = size
-        self.before: list[int] = []  # for each place, where the run that ends there ended before, or -1
+        self.before: list[int] = []  # for each position, where the run that ends there ended before, or -1
         self._latest: dict[int, int] = {}
         self.extend(tokens)
 
@@ -74,21 +74,21 @@ class _Runs:
 
 
 class IndexedText:
-    """Token ids that grow at the end. A long text is indexed little by little: matches come from the part that is."""
+    """Token ids that grow at the end. A long text is indexed in portions: matches come from the indexed part."""
 
     def __init__(self, before: Iterable[int] = ()) -> None:
-        """before: tokens that come first and never change; what follows of a sequence comes behind them."""
+        """before: tokens that come first and never change. A sequence's tokens follow them."""
         self.tokens: list[int] = list(before)
         self._num_before = len(self.tokens)
-        self._num_forgotten = 0  # of them, the first ones
+        self._num_forgotten = 0  # leading tokens
         self._runs = [_Runs(size, self.tokens) for size in RUNS]
-        self._num_committed = 0  # tokens of the sequence that it follows which stay as they are
+        self._num_committed = 0  # tokens of the sequence that never change
 
     def __len__(self) -> int:
         return len(self.tokens) - self._num_forgotten
 
     def follow(self, seq: Sequence) -> None:
-        """Hold exactly the sequence's tokens, behind those that come first. Looks at new ones alone."""
+        """Hold exactly the sequence's tokens, after the ones that come first. Looks only at new tokens."""
         same = min(self._num_committed, len(seq.tokens))
         same += shared_prefix(self.tokens[self._num_before + same :], seq.tokens[same:])
         length = self._num_before + same
@@ -106,7 +106,7 @@ class IndexedText:
 
     @property
     def num_unindexed(self) -> int:
-        """Tokens whose occurrences no match is found at yet."""
+        """Tokens that are not indexed yet: no match is found there."""
         return len(self.tokens) - len(self._runs[0].before)
 
     def _index(self) -> None:
@@ -114,7 +114,7 @@ class IndexedText:
             runs.extend(self.tokens)
 
     def forget(self, num_tokens: int) -> None:
-        """Forget the first `num_tokens` tokens. It is done in large portions, because it means indexing all that remain."""
+        """Forget the first `num_tokens` tokens. They are removed in large portions, because the rest is then indexed anew."""
         self._num_forgotten += num_tokens
         if 4 * self._num_forgotten > len(self.tokens):
             self.tokens, self._num_forgotten = self.tokens[self._num_forgotten :], 0
@@ -128,28 +128,27 @@ class IndexedText:
     def matches(self, latest: list[int], num_matches: int, num_ahead: int) -> list[Match]:
         """The `num_matches` longest occurrences of the end of `latest`, the longest first, then the most recent.
 
-        Each comes with `num_ahead` tokens that followed, or those before an END. One that reaches the end of the text reads on in
-        what it predicts, which carries a repetition on. Of each of the latest RUNS only the most recent `MAX_OCCURRENCES` are
-        looked at.
+        Each has the `num_ahead` tokens that followed, or those before an END. A match at the end of the text continues with its own
+        prediction, so that a repetition goes on. Of each run only the most recent `MAX_OCCURRENCES` are looked at.
         """
         self._index()
         return self._matches(latest, num_matches, num_ahead, self._runs, 0)
 
     def matches_before_a_change(self, num_matches: int, num_ahead: int) -> list[Match]:
-        """Matches of the latest tokens before the last one, which replaced the token that followed there.
+        """Matches of the latest tokens without the last one, which counts as a replacement of the token that followed there.
 
-        A quote may go on after a changed word. Only runs of the longest kind are looked up, and a longer match counts no more than
-        they do: the next change may be near.
+        A quote may go on after a changed word. Only the longest runs are looked up, and a match counts as no longer than they are:
+        the next change may be near.
         """
         found = self._matches(self.tokens[-MAX_MATCH:-1], num_matches, num_ahead, self._runs[:1], 1)
         return [Match(RUNS[0], match.ahead) for match in found]
 
     def _matches(self, latest: list[int], num_matches: int, num_ahead: int, looked_up: list[_Runs], skipped: int) -> list[Match]:
-        """skipped: tokens that followed each match and are left out."""
+        """skipped: how many tokens after each match are left out."""
         tokens, first = self.tokens, self._num_forgotten
-        last = len(tokens) - 1 - skipped  # what ends here is `latest` itself; nothing follows it, or what ends later
+        last = len(tokens) - 1 - skipped  # where `latest` itself ends
         found: dict[int, int] = {}  # lengths, by where they end
-        longest = MAX_MATCH  # that a match not found yet may be
+        longest = MAX_MATCH  # the most tokens of a match that was not found yet
         for runs in looked_up:
             end, num_seen = runs.latest(latest), 0
             num_longest = len(found)
@@ -179,9 +178,10 @@ class IndexedText:
 
 
 def text_of(seq: Sequence) -> IndexedText:
-    """A text that holds the sequence, and before it the prediction of its answer, if it has one.
+    """A text that holds the sequence, and before it the prediction of its answer, if there is one.
 
-    The prediction stands behind the end of the prompt, as the answer does, so that it is drafted from the first token on.
+    The prediction follows a copy of the prompt's end, as the answer follows the prompt, so that it is drafted from the first token
+    on.
     """
     prompt_end = seq.tokens[: seq.num_prompt_tokens][-MAX_MATCH:]
     text = IndexedText([*prompt_end, *seq.prediction, END] if seq.prediction else ())
@@ -190,7 +190,7 @@ def text_of(seq: Sequence) -> IndexedText:
 
 
 def next_probs(evidence: Iterable[Evidence], depth: int) -> dict[int, float]:
-    """For each token that followed a match `depth` tokens on: how likely it is to follow again. They sum to less than one.
+    """The probability of each token that followed a match, `depth` tokens after it. The sum is less than one.
 
     Frequencies after the longest context are smoothed by those after the next shorter one, and so on: with c occurrences of a
     context, c / (c + strength) of the probability is theirs (the Dirichlet prior of MacKay and Peto, "A hierarchical Dirichlet
@@ -214,16 +214,16 @@ def next_probs(evidence: Iterable[Evidence], depth: int) -> dict[int, float]:
 
 
 def draft_likely(evidence: list[Evidence], num_tokens: int, min_prob: float, name: str, tree: bool = False) -> Draft:
-    """The likeliest tokens ahead, at most `num_tokens`, as long as the path to a token has a probability of `min_prob`.
+    """The likeliest next tokens, at most `num_tokens`, while the path to a token has a probability of `min_prob` or more.
 
-    A chain of the best next tokens, or a tree of the likeliest paths (arXiv 2411.04975, section 3). Point masses, with confidence.
+    A chain of the best next tokens, or a tree of the likeliest paths (arXiv 2411.04975, section 3), with confidences.
     """
     nodes = (_likely_tree if tree else _likely_chain)(evidence, num_tokens, min_prob)
     if not nodes:
         return _nothing(name)
     tokens, parents, confidence = zip(*nodes, strict=True)
-    ids, hang, sure = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(confidence, np.float32)
-    return Draft(ids, hang, name, confidence=sure)
+    ids, links, sure = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(confidence, np.float32)
+    return Draft(ids, links, name, confidence=sure)
 
 
 _Node = tuple[int, int, float]  # token, parent, probability after its parent
@@ -236,10 +236,10 @@ def _likely_chain(evidence: list[Evidence], num_tokens: int, min_prob: float) ->
         probs = next_probs(evidence, depth)
         token = max(probs, key=probs.__getitem__, default=END)
         evidence = _narrowed(evidence, depth, token)
-        going_on = [(token, probs.get(token, 0.0))]
+        following = [(token, probs.get(token, 0.0))]
         if len(probs) == 1:
-            going_on += _alike(evidence, depth + 1, probs[token])
-        for token, prob in going_on[: num_tokens - depth]:
+            following += _agreed(evidence, depth + 1, probs[token])
+        for token, prob in following[: num_tokens - depth]:
             path_prob *= prob
             if not prob or path_prob < min_prob:
                 return nodes
@@ -247,10 +247,10 @@ def _likely_chain(evidence: list[Evidence], num_tokens: int, min_prob: float) ->
     return nodes
 
 
-def _alike(evidence: list[Evidence], depth: int, prob: float) -> list[tuple[int, float]]:
-    """The tokens from `depth` on in which all matches agree, with what `next_probs` has for them. prob: of the one before.
+def _agreed(evidence: list[Evidence], depth: int, prob: float) -> list[tuple[int, float]]:
+    """The tokens from `depth` on in which all matches agree, with their `next_probs`. prob: of the token before.
 
-    Each token is one context more, in which all of them went on alike.
+    Each token is one more context after which all matches agree.
     """
     left = math.prod(strength / (strength + len(matches)) for matches, strength in evidence)
     found = []
@@ -263,12 +263,12 @@ def _alike(evidence: list[Evidence], depth: int, prob: float) -> list[tuple[int,
 
 
 class _Leaf(NamedTuple):
-    """Tokens that could be drafted next, one after the other, and where they would hang.
+    """Consecutive tokens that could be drafted next, each with its probability, and the node `parent` that they follow.
 
-    going_on: each with its probability. depth: of the first. evidence: the matches that it left, which all have the others.
+    depth: of the first token. evidence: the matches that agree with all the tokens.
     """
 
-    going_on: list[tuple[int, float]]
+    tokens: list[tuple[int, float]]
     parent: int
     depth: int
     evidence: list[Evidence]
@@ -280,7 +280,7 @@ def _likely_tree(evidence: list[Evidence], num_tokens: int, min_prob: float) -> 
     order = count()
 
     def add(leaf: _Leaf, path_prob: float) -> None:
-        path_prob *= leaf.going_on[0][1]
+        path_prob *= leaf.tokens[0][1]
         if path_prob >= min_prob:
             heapq.heappush(leaves, (-path_prob, next(order), leaf))
 
@@ -289,23 +289,23 @@ def _likely_tree(evidence: list[Evidence], num_tokens: int, min_prob: float) -> 
         for token, prob in probs.items():
             if path_prob * prob >= min_prob:
                 left = _narrowed(evidence, depth, token)
-                alone = _alike(left, depth + 1, prob) if len(probs) == 1 else []
-                add(_Leaf([(token, prob), *alone], parent, depth, left), path_prob)
+                agreed = _agreed(left, depth + 1, prob) if len(probs) == 1 else []
+                add(_Leaf([(token, prob), *agreed], parent, depth, left), path_prob)
 
     branch(evidence, 0, -1, 1.0)
     while leaves and len(nodes) < num_tokens:
         negative, _, leaf = heapq.heappop(leaves)
-        (token, prob), *rest = leaf.going_on
+        (token, prob), *rest = leaf.tokens
         nodes.append((token, leaf.parent, prob))
         if rest:
-            add(leaf._replace(going_on=rest, parent=len(nodes) - 1, depth=leaf.depth + 1), -negative)
+            add(leaf._replace(tokens=rest, parent=len(nodes) - 1, depth=leaf.depth + 1), -negative)
         else:
             branch(leaf.evidence, leaf.depth + 1, len(nodes) - 1, -negative)
     return nodes
 
 
 def _narrowed(evidence: list[Evidence], depth: int, token: int) -> list[Evidence]:
-    """The matches that a token follows, `depth` tokens on."""
+    """The matches that a token follows, `depth` tokens after them."""
     return [([m for m in matches if len(m.ahead) > depth and m.ahead[depth] == token], strength) for matches, strength in evidence]
 
 

@@ -10,11 +10,11 @@ DEFAULT_NUM_TOKENS = 7
 
 
 class NgramProposer(Proposer):
-    """Drafts what followed the longest suffix of prompt and output that occurred before, where it occurred last.
+    """Drafts the tokens that followed the last occurrence of the longest suffix of prompt and output.
 
-    As a tree: what followed the longest ones, merged, the likeliest paths. Each token that agrees makes the next one likelier
-    (`next_probs`); it drafts while all on a path are accepted with a probability of `min_prob`. Chooses without a draw, so its
-    drafts are point masses.
+    A tree merges the tokens that followed the longest occurrences, and has the likeliest paths. Each token that agrees makes the
+    next one likelier (`next_probs`). The draft goes on while a path is accepted with a probability of `min_prob` or more. No token
+    is drawn.
     """
 
     name = "ngram"
@@ -26,7 +26,7 @@ class NgramProposer(Proposer):
         self._texts: dict[int, IndexedText] = {}
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Take in the prompt, and the prediction of the answer."""
+        """Index the prompt, and the prediction of the answer."""
         self._texts[seq.id] = text_of(seq)
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:

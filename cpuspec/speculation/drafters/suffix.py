@@ -7,19 +7,19 @@ from cpuspec.speculation.drafters.lookup import END, MIN_PROB, NUM_MATCHES, STRE
 from cpuspec.speculation.proposer import Proposer
 
 DEFAULT_NUM_TOKENS = 15
-PAST_STRENGTH = 2 * STRENGTH  # another request's text says less
+PAST_STRENGTH = 2 * STRENGTH  # another request's text is weaker evidence
 MAX_PAST_TOKENS = 1 << 16
-SHORT_MATCH = 2  # tokens; where the request has none longer, one before a change is looked for
+SHORT_MATCH = 2  # tokens; if the request has no longer match, a match before a changed token is looked for
 
 
 class SuffixProposer(Proposer):
-    """Drafts what most often followed the latest tokens: in the request first, in past answers where that leaves doubt.
+    """Drafts the tokens that most often followed the latest ones, in the request first, and in past answers if that leaves doubt.
 
-    Where the latest token is a change to what the request has elsewhere, it goes on behind that, as if nothing were changed.
+    If the request repeats an earlier passage with one token changed, the draft continues that passage after the changed token.
 
-    It drafts while the path is accepted with a probability of `min_prob`: the longer the matches and the more they agree, the
-    longer the draft, a chain or a tree of the likeliest paths. Chooses without a draw, so its drafts are point masses. Answers
-    are remembered when they end, `max_past_tokens` tokens of them at most, for requests of the same salt.
+    The draft, a chain or a tree of the likeliest paths, goes on while a path is accepted with a probability of `min_prob` or more:
+    the longer the matches and the more they agree, the longer it is. No token is drawn. An answer that ends is remembered for
+    requests of the same salt, `max_past_tokens` tokens in all.
     """
 
     name = "suffix"
@@ -37,10 +37,10 @@ class SuffixProposer(Proposer):
         self.tree = tree
         self.max_past_tokens = max_past_tokens
         self._texts: dict[int, IndexedText] = {}
-        self._past: dict[str, IndexedText] = {}  # by the requests' salts, the one that was used last behind
+        self._past: dict[str, IndexedText] = {}  # by the requests' salts, the most recently used one last
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Take in the prompt, and the prediction of the answer."""
+        """Index the prompt, and the prediction of the answer."""
         self._texts[seq.id] = text_of(seq)
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:

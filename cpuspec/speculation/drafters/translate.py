@@ -1,7 +1,7 @@
-"""Drafts by a model with another vocabulary: it follows the text in its own tokens, and its tokens come back in the verifier's.
+"""Drafts by a model with another vocabulary. It reads the text in its own tokens, and its drafts are translated to the verifier's.
 
-Two ways back, after arXiv 2502.05202. By tokens (its TLI): the model gives only such tokens a probability as both vocabularies
-have, so that its rows are rows over the verifier's tokens. By text (its string-level match): whatever it writes is encoded again.
+There are two ways to translate, after arXiv 2502.05202. By tokens (its TLI): the model gives a probability only to tokens that both
+vocabularies have. By text (its string-level match): the drafted text is encoded again.
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.vocab import SharedTokens
 from cpuspec.speculation.proposer import Floors, Proposer
 
-# The last 8 to 32 tokens are encoded anew for each draft. That is more text than any pre-tokenizer looks back on, and takes next to
+# The last 8 to 32 tokens are encoded again for each draft. No pre-tokenizer looks back on more text, and encoding it takes next to
 # no time.
 _MOST_UNCUT, _LEAST_UNCUT = 32, 8
 
@@ -26,20 +26,20 @@ _MOST_UNCUT, _LEAST_UNCUT = 32, 8
 class TranslatedProposer(Proposer):
     """Translates the drafts of a chain over another vocabulary into the verifier's tokens.
 
-    The chain and the levels below it run on sequences of their own, which hold the text of the verifier's tokens as the draft's
-    tokenizer splits it. A draft that was accepted is in the chain's cache already, unless its text splits otherwise.
-    by_text: tokens come back through their text, and the chain chooses them greedily, because the likeliest token matches most
-    often. Requests with a grammar, which the chain does not know, are always drafted for like that.
+    The chain and the levels below it run on sequences of their own: the text of the verifier's tokens, split by the draft's
+    tokenizer. The chain's cache has an accepted draft already, unless its text is split differently then. by_text: translate by
+    text. The chain then chooses tokens greedily, because the likeliest token matches most often. Requests with a grammar, which the
+    chain does not know, are always translated by text.
     """
 
     def __init__(self, chain: ChainProposer, shared: SharedTokens, by_text: bool) -> None:
-        """The chain's context gives other tokens than `shared.drafted` no probability, unless by_text."""
+        """Unless by_text, the chain's context gives a probability only to tokens of `shared.drafted`."""
         self.name = chain.name
         self.levels = chain.levels
         self._chain = chain
         self._shared = shared
         self._by_text = by_text
-        self._others: dict[int, _Other] = {}  # by sequence id
+        self._translations: dict[int, _Translation] = {}  # by sequence id
 
     @property
     def num_tokens(self) -> int:
@@ -58,24 +58,24 @@ class TranslatedProposer(Proposer):
 
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """The chain's drafts for the same texts, translated. Floors count the chain's tokens."""
-        others = list(map(self._follow, seqs))
-        limits = [limit if self._others[seq.id].can_draft else 0 for seq, limit in zip(seqs, limits, strict=True)]
-        drafts = self._chain.propose(others, limits, floors)
+        translated = list(map(self._follow, seqs))
+        limits = [limit if self._translations[seq.id].can_draft else 0 for seq, limit in zip(seqs, limits, strict=True)]
+        drafts = self._chain.propose(translated, limits, floors)
         by_text = [self._by_text or seq.constraint is not None for seq in seqs]
         return list(map(self._translated, drafts, limits, by_text))
 
     def end(self, seq: Sequence) -> None:
-        """Let the levels below see the whole answer, then forget it."""
-        if seq.id in self._others:
+        """Forget the sequence. The levels below see the whole answer before."""
+        if seq.id in self._translations:
             self._chain.end(self._follow(seq))
-            del self._others[seq.id]
+            del self._translations[seq.id]
 
     def _follow(self, seq: Sequence) -> Sequence:
         """The sequence in the chain's tokens."""
-        if seq.id not in self._others:
-            self._others[seq.id] = other = _Other.begin(seq, self._shared, self._by_text or seq.constraint is not None)
-            self._chain.begin(other.seq, 0)
-        return self._others[seq.id].follow(seq, self._shared)
+        if seq.id not in self._translations:
+            self._translations[seq.id] = begun = _Translation.begin(seq, self._shared, self._by_text or seq.constraint is not None)
+            self._chain.begin(begun.seq, 0)
+        return self._translations[seq.id].follow(seq, self._shared)
 
     def _translated(self, draft: Draft, limit: int, by_text: bool) -> Draft:
         """A chain's draft in the verifier's tokens, at most `limit` of them."""
@@ -88,13 +88,13 @@ class TranslatedProposer(Proposer):
         return replace(draft, tokens=tokens)
 
     def _confidence(self, draft: Draft, encoded: list[int]) -> list[float]:
-        """Of tokens that have the text of the chain's: of each the product over the chain's tokens that begin in it."""
+        """For each token of `encoded`, the draft's text, the product of the confidences of the tokens that begin in it."""
         assert draft.confidence is not None
         shared, sure = self._shared, [1.0] * len(encoded)
         ends = list(accumulate(len(shared.verifier.token_bytes(token)) for token in encoded))
         begin = 0
         for token, one in zip(draft.tokens.tolist(), draft.confidence.tolist(), strict=True):
-            if shared.draft.is_special(token):  # the text ends here, and with it what was encoded
+            if shared.draft.is_special(token):  # the text ends here
                 if encoded and encoded[-1] == shared.partner[token]:
                     sure[-1] *= one
                 break
@@ -106,9 +106,9 @@ class TranslatedProposer(Proposer):
 
 @dataclass
 class _VerifiersDraws:
-    """Draws tokens of the other vocabulary with the random numbers of their partners in the verifier's.
+    """Draws tokens of the draft's vocabulary with the random numbers of their partners in the verifier's.
 
-    ahead: how many tokens more the verifier's answer has.
+    ahead: how many tokens longer the answer is in the verifier's tokens.
     """
 
     draws: Draws
@@ -122,10 +122,10 @@ class _VerifiersDraws:
 
 
 @dataclass
-class _Other:
-    """A sequence in the tokens of another vocabulary.
+class _Translation:
+    """A sequence in the draft's tokens.
 
-    seq: the prompt, and the text of the answer up to verifier's token number `end`, which stays encoded as it is.
+    seq: the prompt, and the text of the answer up to the verifier's token number `end`, which is never encoded again.
     """
 
     seq: Sequence
@@ -133,17 +133,17 @@ class _Other:
     can_draft: bool
 
     @staticmethod
-    def begin(seq: Sequence, shared: SharedTokens, greedy: bool) -> "_Other":
+    def begin(seq: Sequence, shared: SharedTokens, greedy: bool) -> "_Translation":
         """The prompt."""
         ids = shared.prompt_for_draft(seq.tokens[: seq.num_prompt_tokens])
         bias = shared.bias_for_draft(seq.params.logit_bias)
         params = replace(seq.params, logit_bias=bias, temperature=0 if greedy else seq.params.temperature)
         # A request may forbid every token that could be drafted, and a text of control tokens alone may become no token.
         can_draft = list(bias.values()).count(-np.inf) < len(shared) and bool(ids)
-        return _Other(Sequence(seq.id, ids, len(ids), params, seq.seed, seq.draws), seq.num_prompt_tokens, can_draft)
+        return _Translation(Sequence(seq.id, ids, len(ids), params, seq.seed, seq.draws), seq.num_prompt_tokens, can_draft)
 
     def follow(self, seq: Sequence, shared: SharedTokens) -> Sequence:
-        """The text of all the sequence's tokens. Only the end of the text is encoded anew."""
+        """The text of all the sequence's tokens. Only the end of the text is encoded again."""
         if self.end > len(seq.tokens):  # the request has ended within a round's tokens
             self.end = seq.num_prompt_tokens
             del self.seq.tokens[self.seq.num_prompt_tokens :]
@@ -157,7 +157,7 @@ class _Other:
 
 
 def _cut(tokens: list[int], shared: SharedTokens) -> int:
-    """After how many of the tokens to cut their text: before a word, as every tokenizer does, else between characters."""
+    """After how many of the tokens their text is cut: before a word, as tokenizers do, or else between characters."""
     texts = [shared.verifier.token_bytes(token) for token in tokens[: len(tokens) - _LEAST_UNCUT + 1]]
     places = range(len(texts) - 1, 0, -1)
     words = (i for i in places if texts[i][:1] == b" " and not texts[i - 1][-1:].isspace())

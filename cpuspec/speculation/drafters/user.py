@@ -1,6 +1,6 @@
-"""A user's own proposer, named by where its class is: `module:Class` or `path/to/file.py:Class`.
+"""A user's own proposer, named by the place of its class: `module:Class` or `path/to/file.py:Class`.
 
-It is input like any other: a missing method, a wrong draft or an exception becomes an error that names the class.
+It is untrusted input: a missing method, a wrong draft or an exception becomes an error that names the class.
 """
 
 import inspect
@@ -80,7 +80,7 @@ class UserProposer(Proposer):
         self._hook("accept", seq, verdict, hidden)
 
     def end(self, seq: Sequence) -> None:
-        """Call the user's `end`, unless the object has failed: the aborted requests then end without it."""
+        """Call the user's `end`, unless an earlier call has failed: requests then end without it."""
         if not self._failed:
             self._hook("end", seq)
 
@@ -101,7 +101,7 @@ class UserProposer(Proposer):
 
 
 def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
-    """Whether the function can be called with that many arguments; one that does not tell can."""
+    """Whether the function can be called with that many arguments. A function without a signature counts as such."""
     try:
         inspect.signature(function).bind(*range(num_arguments))
     except TypeError:

@@ -1,6 +1,6 @@
 """The tokens that two vocabularies share, and the translation of text from one to the other.
 
-Padded vocabularies need none of this: their ids are the same (`Context.vocab_size`).
+Vocabularies that only differ in padding need none of this: their ids are the same (`Context.vocab_size`).
 """
 
 import codecs
@@ -21,7 +21,8 @@ from cpuspec.text import Tokenizer
 class SharedTokens:
     """Pairs of tokens that mean the same to a verifier and to the model that drafts for it: the same bytes, or the same role.
 
-    A token is in one pair at most, so that a distribution over the draft's half of them is one over the verifier's half.
+    A token is in one pair at most. So a distribution over the draft model's tokens in pairs is one over the verifier's.
+    verifier, draft: the tokenizers of the two models.
     """
 
     verifier: Tokenizer
@@ -29,11 +30,11 @@ class SharedTokens:
     num_rows: int  # of the verifier's logits
     verifier_ids: I64  # [n], rising
     draft_ids: I64  # [n]
-    control: Mapping[int, int]  # the verifier's control tokens to the draft's; whatever ends a text, to something that does
+    control: Mapping[int, int]  # the verifier's control tokens to the draft's; each token that ends a text maps to one that does
 
     @staticmethod
     def find(verifier: Tokenizer, num_rows: int, draft: Tokenizer, drafter: str) -> "SharedTokens":
-        """Pair the tokens. num_rows: of the verifier's logits. Raises ConfigError where no text token has a partner."""
+        """Pair the tokens. num_rows: length of the verifier's rows of logits. Raises ConfigError if no text token has a partner."""
         ours, theirs = _by_meaning(verifier, num_rows), _by_meaning(draft, draft.vocab_size)
         common = ours.keys() & theirs.keys()
         if not any(isinstance(meaning, bytes) for meaning in common):
@@ -42,7 +43,8 @@ class SharedTokens:
                 "draft with a model of that one's family, or with ngram"
             )
         pairs = {ours[meaning]: theirs[meaning] for meaning in common}
-        # Families name control tokens differently; what ends a text of the one ends a text of the other.
+        # Families name control tokens differently: a token that ends a text of one is paired with one that ends a text of the
+        # other.
         ends, their_ends = _left(verifier.eos_ids, pairs), _left(draft.eos_ids, pairs.values())
         pairs.update(zip(ends, their_ends, strict=False))
         pairs.update(zip(_left({verifier.bos_id}, pairs), _left({draft.bos_id}, pairs.values()), strict=False))
@@ -58,20 +60,20 @@ class SharedTokens:
 
     @cached_property
     def drafted(self) -> NDArray[np.bool_]:
-        """Whether each of the draft's tokens has a partner, [its rows]."""
+        """Whether each of the draft's tokens has a partner, [draft vocabulary]."""
         mask = np.zeros(self.draft.vocab_size, np.bool_)
         mask[self.draft_ids] = True
         return mask
 
     @cached_property
     def partner(self) -> I64:
-        """The verifier's token for each of the draft's, [its rows]; -1 where there is none."""
+        """For each of the draft's tokens the verifier's partner, [draft vocabulary]; -1 if there is none."""
         partner = np.full(self.draft.vocab_size, -1, np.int64)
         partner[self.draft_ids] = self.verifier_ids
         return partner
 
     def row_for_verifier(self, row: Row) -> SparseRow:
-        """A distribution over the draft's tokens [its rows], all in pairs, as one over the verifier's [num_rows]."""
+        """A distribution over the draft's tokens in pairs as one over the verifier's tokens [num_rows]."""
         if not isinstance(row, SparseRow):
             return SparseRow(self.verifier_ids, row[self.draft_ids], self.num_rows)
         ids = self.partner[row.ids]
@@ -79,28 +81,28 @@ class SharedTokens:
         return SparseRow(ids[order], row.probs[order], self.num_rows)
 
     def bias_for_draft(self, bias: Mapping[int, float]) -> dict[int, float]:
-        """A request's logit biases by the draft's ids, of the tokens that have a partner."""
+        """A request's logit biases by the draft's ids, for the tokens that have a partner."""
         partner = dict(zip(self.verifier_ids.tolist(), self.draft_ids.tolist(), strict=True)) if bias else {}
         return {partner[token]: added for token, added in bias.items() if token in partner}
 
     def prompt_for_draft(self, ids: list[int]) -> list[int]:
-        """The text of a prompt in the draft's tokens, behind what its file asks for before every text."""
+        """The text of a prompt in the draft's tokens, after the tokens that the draft's file puts before every text."""
         prefix, encoded = list(self.draft.prefix), self.text_for_draft(ids, continues=False)
         return encoded if encoded[: len(prefix)] == prefix else prefix + encoded
 
     def text_for_draft(self, ids: list[int], continues: bool = True) -> list[int]:
         """The text of the verifier's tokens in the draft's. Control tokens without a partner are left out.
 
-        continues: whether the text goes on from other text.
+        continues: whether other text comes before.
         """
         parts = self.verifier.parts(ids, continues)
         known = [self.control.get(part) if isinstance(part, int) else part for part in parts]
         return self.draft.encode_parts([part for part in known if part is not None], continues)
 
     def text_for_verifier(self, ids: list[int]) -> list[int]:
-        """The text of drafted tokens, which goes on from other text, in the verifier's.
+        """The text of drafted tokens in the verifier's tokens. Other text comes before it.
 
-        Ends with the first control token, and before a character at the end that misses bytes.
+        It ends with the first control token, and before an incomplete character at its end.
         """
         text = list(takewhile(lambda token: not self.draft.is_special(token), ids))
         data = b"".join(map(self.draft.token_bytes, text))
@@ -111,23 +113,23 @@ class SharedTokens:
 
 
 def same_tokens(verifier: Tokenizer, draft: Tokenizer) -> bool:
-    """Whether every id that both have stands for the same bytes, or for the same control token."""
+    """Whether every id that both have means the same bytes, or the same control token."""
     return verifier is draft or verifier.first_difference(draft) is None
 
 
 def _by_meaning(tokenizer: Tokenizer, num_rows: int) -> dict[bytes | str, int]:
-    """Ids by bytes, or by a control token's text. Of two that spell the same the later: single bytes come first."""
+    """Ids by bytes, or by a control token's text. Of two tokens with one text the later counts: single bytes come first."""
     meanings = map(tokenizer.meaning, range(min(tokenizer.vocab_size, num_rows)))
     return {meaning: token for token, meaning in enumerate(meanings) if meaning}
 
 
 def _left(ids: Iterable[int | None], known: Iterable[int]) -> list[int]:
-    """The ids that are not known yet, in order."""
+    """The ids that are not among the known ones, rising."""
     return sorted({token for token in ids if token is not None}.difference(known))
 
 
 def _whole_characters(data: bytes) -> bytes:
-    """The data without a last character that misses bytes."""
+    """The data without an incomplete character at its end."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     decoder.decode(data)
     return data[: len(data) - len(decoder.getstate()[0])]
