@@ -1,7 +1,7 @@
-"""How a draft spec becomes one proposer, in two phases: open what it names, then build it from the bottom up.
+"""Makes one proposer of a draft spec, in two phases: open the models that it names, then build the levels from the bottom up.
 
-Opening checks everything that can be checked before gigabytes of weights are loaded. Building loads them beside the target's.
-A new drafter is one row of LOOKUPS or of MODELS.
+Opening checks all that can be checked before gigabytes of weights are loaded. Building loads them beside the target's. A new
+drafter is one row of LOOKUPS or of MODELS.
 """
 
 import re
@@ -49,13 +49,13 @@ Weights = tuple[Checkpoint, Mapping[str, Format]]  # a model, and its matrices t
 
 @dataclass(frozen=True)
 class Target:
-    """The facts of the target that drafters may use before its weights are loaded."""
+    """The properties of the target that drafters may use before its weights are loaded."""
 
-    checkpoint: Checkpoint | None  # None where the target is a backend of the user's own
+    checkpoint: Checkpoint | None  # None if the target is a backend of the user's own
     tokenizer: Tokenizer
-    backend: str  # of drafts that name none
+    backend: str  # of drafters that name none
     vocab_size: int
-    context_length: int  # tokens that a sequence may hold
+    context_length: int  # the most tokens of a sequence
     settings: EngineConfig
 
 
@@ -69,37 +69,37 @@ def _fewer_layers(target: Checkpoint, skipped: str) -> Weights:
     return skip_layers(target, read_skipped(skipped, target)), {}
 
 
-# Drafters without a model look drafts up in text, so they stand at the bottom.
+# Drafters without a model. They look drafts up in text and verify none, so they come first in a spec.
 LOOKUPS: Mapping[str, Callable[[LevelSpec], Proposer]] = {"ngram": make_ngram, "suffix": make_suffix}
 
-# How a head drafts, where that is not a chain of its likeliest tokens: the likeliest as a tree, or a chain of tokens that it draws.
+# How a head drafts, if not a chain of its likeliest tokens: a tree of the likeliest, or a chain of tokens that it draws.
 HEAD_STYLES = ("tree", "draw")
 
-# Drafters made of the target's own weights, and of another model whose tokens come back through their text (None).
+# Drafters made of the target's own weights, and drafters of another vocabulary that are translated by text.
 OWN_WEIGHTS: Mapping[str, Callable[[Checkpoint, str], Weights]] = {"self": _cast_weights, "skip": _fewer_layers}
 BY_TEXT = "text"
 MODELS = (*OWN_WEIGHTS, BY_TEXT, *HEAD_STYLES)
 
-# The target's own layer for multi-token prediction, in its files or beside them; plain `auto` chooses it, too.
+# The target's own layer for multi-token prediction, in its files or beside them. Plain `auto` uses it, too.
 MTP = "mtp"
 
 _PLANNED = AUTO.levels[0].name
-# Where the spec of a planner names no lookup, and that for a target with recurrent layers, which verify no trees.
+# The lookup of `auto` if the spec names none; the second for targets with recurrent layers, which verify no trees.
 _PLANNED_LOOKUP, _PLANNED_CHAIN = LevelSpec("suffix:tree", 24, 0.05), LevelSpec("suffix", 24, 0.05)
 _LONGEST_CHOICE = 200  # characters of a spec that a request names
-_MOST_TOKENS_FOR_ONE = 4  # a text takes at most this factor of tokens more in another vocabulary
+_MOST_TOKENS_FOR_ONE = 4  # a text has at most this many times as many tokens in another vocabulary
 _BACKEND = re.compile(rf"(?P<backend>(?:{'|'.join(BACKENDS)})(?::{BACKEND_SETTINGS})?):(?P<drafter>.+)")
 
 
 class _Drafter(NamedTuple):
-    """A drafter of a spec, taken apart."""
+    """The parts of a drafter's name in a spec."""
 
-    name: str  # a row of LOOKUPS or MODELS, or "" for a model, or for a user's class
-    argument: str  # after the name's colon
-    backend: str  # that it runs on, with settings; "" for the target's
+    name: str  # a row of LOOKUPS or MODELS; "" for a plain model and for a user's class
+    argument: str  # after the colon
+    backend: str  # with settings; "" for the target's
     is_lookup: bool  # whether it drafts without a model
     model: str  # name or path of a model from elsewhere, or ""
-    shown: str  # in reports: of a model's path the last part
+    shown: str  # its name in reports, with the last part of a model's path
 
 
 def _read(part: LevelSpec) -> _Drafter:
@@ -116,10 +116,10 @@ def _read(part: LevelSpec) -> _Drafter:
 
 
 def model_and_spec(model: str, spec: str | SpecConfig | None) -> tuple[str, SpecConfig]:
-    """The model's name or path, and how to draft for it. The name of a chain or of a head's recipe stands for both.
+    """The model's name or path, and its spec. `model` may also name a chain or a head's recipe, which have both.
 
-    A given `spec` replaces the chain's own, or the head.
-    Raises ConfigError for a chain or a spec that cannot be read, and for a chain that names Python code: a chain is only data.
+    A given `spec` replaces that of the chain or the recipe. Raises ConfigError for a chain or a spec that cannot be read, and for a
+    chain that names Python code, because chains are only data.
     """
     chain = find_named(model)
     if isinstance(chain, Recipe) and chain.head:
@@ -139,9 +139,9 @@ def model_and_spec(model: str, spec: str | SpecConfig | None) -> tuple[str, Spec
 
 
 def check_spec(spec: SpecConfig) -> None:
-    """Raise ConfigError for what can be seen before any model is opened: names, arguments, the order of levels.
+    """Check names, arguments and the order of levels, before any model is opened. Raises ConfigError.
 
-    Raises BackendError for a level's backend that is not installed or lacks the level's settings.
+    Raises BackendError if a level's backend is not installed or does not have the level's settings.
     """
     below = ""
     for level in _levels(spec):
@@ -187,7 +187,7 @@ def draft_models(spec: SpecConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Verifier:
-    """The facts that a drafter needs of the model that it drafts for."""
+    """The properties of a verifying model that its drafter needs."""
 
     tokenizer: Tokenizer
     num_rows: int  # of its logits
@@ -198,8 +198,8 @@ class Verifier:
 class OpenedModel:
     """A draft model that fits its verifier. Its weights are not loaded yet.
 
-    translation: from its vocabulary to the verifier's; None where they are the same. draws: whether a model that drafts in one
-    pass draws its tokens.
+    translation: from its vocabulary to the verifier's; None if they are the same. draws: whether a model that drafts in one pass
+    draws its tokens.
     """
 
     name: str
@@ -216,12 +216,12 @@ class OpenedModel:
 
     @property
     def mask_id(self) -> int | None:
-        """The token whose rows it fills where it drafts in one pass; None where it drafts token by token."""
+        """The mask token of a model that drafts in one pass; None if it drafts token by token."""
         return None if self.translation else self.weights[0].mask_id
 
     @property
     def as_verifier(self) -> Verifier:
-        """The same facts of this model, for a drafter below it."""
+        """This model as the verifier of a drafter below it."""
         if self.translation is None:
             return self.verifier
         return Verifier(self.tokenizer, self.tokenizer.vocab_size, _MOST_TOKENS_FOR_ONE * self.verifier.context_length)
@@ -242,12 +242,12 @@ class OpenedHead:
     style: str
 
 
-OpenedLevel = list[Proposer | OpenedModel | OpenedHead]  # its drafters, of which each continues the tokens of those before
+OpenedLevel = list[Proposer | OpenedModel | OpenedHead]  # its drafters; each continues the tokens of those before it
 
 
 @dataclass(frozen=True)
 class OpenedSpec:
-    """The levels of a spec, opened: first those that look drafts up, then models, the cheapest first."""
+    """The levels of a spec, opened: lookups, and models, the cheapest first."""
 
     is_planned: bool
     lookups: list[OpenedLevel]
@@ -255,12 +255,12 @@ class OpenedSpec:
 
 
 def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
-    """Open everything that a spec names and check that it fits the target.
+    """Open all models that a spec names and check that they fit the target.
 
     Raises ConfigError, CheckpointError, DownloadError, TokenizerError or FormatError.
     """
     check_spec(spec)
-    # Within a limit of memory, where experts may stay on the disk, nothing is loaded that nobody named.
+    # With a limit of memory, where experts may stay on the disk, only the models that the user named are loaded.
     if spec == AUTO and target.settings.memory == "auto" and _predicts(target):
         spec = SpecConfig((*AUTO.levels, LevelSpec(MTP)))
     is_planned, levels = _is_planned(spec), _levels(spec)
@@ -289,9 +289,9 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
 
 
 def within_memory(opened: OpenedSpec, target: Checkpoint, settings: EngineConfig) -> EngineConfig:
-    """The target's settings. Its limit of memory is reduced by the weights that heads have of their own.
+    """The target's settings, with its limit of memory reduced by the heads' own weights.
 
-    Raises ConfigError where they leave nothing, and BackendError as the backend does.
+    Raises ConfigError if these leave no memory, and BackendError as the backend does.
     """
     heads = [one for level in opened.models for one in level if isinstance(one, OpenedHead) and one.settings.memory != "auto"]
     theirs = set(map(id, target.tensors.values()))
@@ -323,7 +323,7 @@ def _predicts(target: Target) -> bool:
 
 
 def _open_level(level: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) -> OpenedLevel:
-    """num_tokens: that a model drafts where the spec names no number."""
+    """num_tokens: that a model drafts if the spec names no number."""
     return [_open(part, target, verifier, num_tokens) for part in (level, *level.then)]
 
 
@@ -394,7 +394,7 @@ def _opened_head(
         raise ConfigError(f"{drafter.shown} drafts in one pass, and makes no trees; leave out tree:")
     head = of_frequent_tokens(head, settings.head_vocab, target.tokenizer)
     style, casts = drafter.name if drafter.name in HEAD_STYLES else "", casts_of_head(head, settings.head_format, target.checkpoint)
-    # A planner may ask a head for more tokens than it drafts by default, unless one pass makes so many.
+    # A planner may ask a head for more tokens than its default, unless one pass makes the draft.
     number = part.num_tokens or (max(num_tokens, head.num_tokens) if head.method in TREE_RULES else head.num_tokens)
     return OpenedHead(drafter.shown, number, part.min_confidence, head, casts, backend, settings, verifier, style)
 
@@ -405,7 +405,7 @@ def _opened_head(
 def build(opened: OpenedSpec, context: Context) -> Proposer:
     """Load the opened models beside the target, the cheapest first, and stack them. context: the target's."""
     target = context.backend
-    # A row whose bits depend on its batch may choose another token beside a draft's rows.
+    # Without row invariance a row may give another token beside a draft's rows.
     if opened.is_planned and not target.row_invariant:
         return NullProposer()
     load = partial(_load, target=target)
@@ -415,12 +415,12 @@ def build(opened: OpenedSpec, context: Context) -> Proposer:
     return _stacked([*((True, level) for level in opened.lookups), *((False, level) for level in opened.models)], load)
 
 
-def build_chosen(name: str, usual: Proposer, opened: OpenedSpec, vocab_size: int) -> Proposer:
-    """The drafters of a spec that a request names: lookups, and models that `usual` has loaded, which it shares.
+def build_chosen(name: str, default: Proposer, opened: OpenedSpec, vocab_size: int) -> Proposer:
+    """The drafters of a spec that a request names: lookups, and models of `default`, which are shared.
 
-    opened: what `usual` was built from. vocab_size: of the target. Raises ConfigError for whatever else the spec names.
+    opened: the spec of `default`. vocab_size: of the target. Raises ConfigError for a spec that names anything else.
     """
-    loaded = _loaded(usual, opened, vocab_size)
+    loaded = _loaded(default, opened, vocab_size)
     spec = SpecConfig.parse(name[:_LONGEST_CHOICE])
     seen: list[str] = []
 
@@ -446,10 +446,10 @@ def build_chosen(name: str, usual: Proposer, opened: OpenedSpec, vocab_size: int
 
 
 def _stacked(levels: Iterable[tuple[bool, list[_Part]]], make: Callable[[_Part, Proposer], Proposer]) -> Proposer:
-    """Levels, the cheapest first: those without a model are asked in turn, and each model verifies what stands before it.
+    """One proposer of levels, the cheapest first. Lookups are asked one after the other; each model verifies the level before it.
 
-    levels: whether each has no model, and its parts, of which each continues those before it. make: a part's drafter, given what
-    drafts for it.
+    levels: for each whether it is a lookup, and its parts, which continue one another. make: makes the drafter of a part, given the
+    proposer that drafts for it.
     """
     lookups: list[Proposer] = []
     proposer: Proposer | None = None
@@ -463,15 +463,15 @@ def _stacked(levels: Iterable[tuple[bool, list[_Part]]], make: Callable[[_Part, 
     return proposer or _combined(lookups, first_hit, ",")
 
 
-def _loaded(usual: Proposer, opened: OpenedSpec, vocab_size: int) -> dict[str, Context]:
-    """Models that may draft directly for the target, by name: neither they nor a model above them has another vocabulary."""
+def _loaded(default: Proposer, opened: OpenedSpec, vocab_size: int) -> dict[str, Context]:
+    """The loaded models that may draft directly for the target, by name. These, and the models above them, have its vocabulary."""
     models = [one for level in opened.models for one in level if isinstance(one, OpenedModel)]
     same = {
         one.name
         for number, one in enumerate(models)
         if all(above.translation is None for above in ([one] if opened.is_planned else models[number:]))
     }
-    chains = [level for level in usual.levels if isinstance(level, ChainProposer) and level.name in same]
+    chains = [level for level in default.levels if isinstance(level, ChainProposer) and level.name in same]
     return {one.name: one.context for one in chains if one.context.vocab_size == vocab_size}
 
 
@@ -519,7 +519,7 @@ def _is_planned(spec: SpecConfig) -> bool:
 
 
 def _levels(spec: SpecConfig) -> tuple[LevelSpec, ...]:
-    """The levels of a spec, without `auto`, which says how they are used."""
+    """The levels of a spec without `auto`, which only says how the others are used."""
     return spec.levels[1:] if _is_planned(spec) else spec.levels
 
 

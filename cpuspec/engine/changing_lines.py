@@ -1,8 +1,8 @@
 """Lines that agents put into system messages and change with each request, so that no prompt begins like the last one.
 
-Keys and values can be used again only for tokens that prompts have in common from the first one on. A server may therefore take
-these lines out before it makes a prompt of the messages, where its user has asked for that. Each rule is in RULES, with an example:
-nothing else is ever taken out, and nothing from the messages of a user, an assistant or a tool.
+Keys and values can be used again only for the tokens with which both prompts begin. So a server may remove these lines before it
+makes a prompt of the messages, if its user has asked for that. RULES has every rule with an example. Nothing else is ever removed,
+and nothing from the messages of a user, an assistant or a tool.
 """
 
 import re
@@ -13,7 +13,7 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 class Rule(NamedTuple):
-    """A line that is taken out of system messages if the whole of it matches. source: where the line is described."""
+    """A line that is removed from system messages if all of it matches. source: where the line is described."""
 
     name: str
     agent: str
@@ -41,7 +41,7 @@ RULES = (
 
 
 def without_changing_lines(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without the lines that RULES name; a system message or a part of one that is empty then is left out, too.
+    """The messages without the lines of RULES. A system message, or a part of one, that is empty then is removed, too.
 
     Content is a text, or a list of parts of which those with a `text` are texts, as OpenAI and Anthropic have it.
     """
@@ -63,7 +63,7 @@ def without_changing_lines(messages: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 
 def without_lines(text: str) -> str:
-    """A system message's text without the lines that RULES name."""
+    """A system message's text without the lines of RULES."""
     lines = text.splitlines(keepends=True)
     kept = [line for line in lines if not any(rule.line.fullmatch(line.rstrip("\r\n")) for rule in RULES)]
     return text if len(kept) == len(lines) else "".join(kept)

@@ -1,7 +1,7 @@
-"""Requests to outputs, one step at a time: admit, read prompts, speculate, end the requests that are complete.
+"""Requests to outputs, one step at a time: admit, read prompts, speculate, finish the requests that are complete.
 
-The engine never learns how drafts are made or how a backend computes. Any thread may call `check` and `prepare`; all else is for
-one thread at a time, and several threads share an engine through `cpuspec.engine.shared`.
+The engine never learns how drafts are made or how a backend computes. Any thread may call `check` and `prepare`. The rest is for
+one thread at a time; several threads share an engine through `cpuspec.engine.shared`.
 """
 
 import itertools
@@ -24,27 +24,26 @@ from cpuspec.speculation.proposer import LevelContext, Proposer
 from cpuspec.speculation.round import Round, speculate
 from cpuspec.text import Grammars, Tokenizer
 
-_WAIT_S = 0.01  # of a step that has nothing to compute; what others ask of the engine waits as long
+_WAIT_S = 0.01  # of a step that has nothing to compute; commands of other threads wait as long
 
-# Tokens behind its last one that a sequence must have memory for: to begin, and to stay. Between two times that it is put back it
-# therefore gains some hundreds.
+# A sequence must have memory for so many further tokens to begin, and to stay. So it gains some hundreds before it can be preempted
+# again.
 _TO_BEGIN, _TO_STAY = 512, 64
 
-_SHARED_TOKENS = 1024  # of a prefix by whose size in each model the models share the memory
-_KEPT_PARTS = 32  # of the memory, in which what finished sequences may keep of it is counted
+_SHARED_TOKENS = 1024  # the models divide memory by their bytes for so many tokens
+_KEPT_PARTS = 32  # the limit of prefixes changes in steps of this part of the memory
 
 
 @dataclass(slots=True)
 class Output:
     """The tokens and the text that one step added to one request. The last output of a request has a finish_reason and its stats.
 
-    text excludes the token that ended the request and everything from a stop string on; token_ids include them.
-    token_texts: what each token added to the text. Text that may begin a stop string, and half a character, come with a later
-    token. token_sources: the level that drafted each token, "" for the target's own. cycles: of each round the verifications that
-    it took, the target's last. num_read_tokens: where `Request.shows_progress`, in outputs without tokens: those of the prompt that
-    have been read, the cached ones included. stop_reason: the stop string, or the id among
-    `SamplingParams.stop_token_ids`, that ended it; None for the model's own end. error: why a request ended with "error": a fault
-    of its settings, its rows or its drafts, while others go on.
+    text excludes the token that ended the request and everything from a stop string on; token_ids include them. token_texts: the
+    text that each token added. Text that may begin a stop string, and half a character, come with a later token. token_sources: the
+    level that drafted each token, "" for the target's own. cycles: the verifications of each round, the target's last.
+    num_read_tokens: how many tokens of the prompt have been read, cached ones included, in outputs without tokens of requests with
+    `shows_progress`. stop_reason: the stop string, or the id among `SamplingParams.stop_token_ids`, that ended the request; None
+    for the model's own end. error: why a request ended with "error": a fault of its settings, its rows or its drafts.
     """
 
     request_id: int
@@ -54,7 +53,7 @@ class Output:
     finish_reason: str | None = None  # "stop", "length", "error", "aborted"
     stop_reason: str | int | None = None
     stats: RequestStats | None = None
-    num_cached_tokens: int = 0  # prompt tokens whose keys and values were there already; the same in each output of a request
+    num_cached_tokens: int = 0  # prompt tokens that were not computed again; the same in each output of a request
     token_texts: list[str] = field(default_factory=list)
     token_sources: list[str] = field(default_factory=list)
     cycles: list[tuple[Cycle, ...]] = field(default_factory=list)
@@ -62,8 +61,8 @@ class Output:
     error: CpuspecError | None = None
 
 
-def shared_bytes(contexts: abc.Sequence[LevelContext], num_bytes: float) -> list[int]:
-    """The part of so many bytes that each context has, so that all keep the same number of tokens in them."""
+def divide_memory(contexts: abc.Sequence[LevelContext], num_bytes: float) -> list[int]:
+    """The part of `num_bytes` for each context, such that all can keep the same number of tokens."""
     sizes = [context.cache.bytes_of(_SHARED_TOKENS) for context in contexts]
     return [int(num_bytes * size / max(sum(sizes), 1)) for size in sizes]
 
@@ -72,10 +71,10 @@ def shared_bytes(contexts: abc.Sequence[LevelContext], num_bytes: float) -> list
 class RequestedAnswer:
     """One answer to compute, for token ids and params that `Engine.check` has passed.
 
-    shown: special tokens whose names are part of the text, such as those that begin a tool call.
-    shows_progress: outputs without tokens tell how much of the prompt has been read (`Output.num_read_tokens`).
-    prediction: token ids that the answer may repeat, as those of a file that it edits. The drafters `ngram` and `suffix` copy from
-    them; no answer depends on them. adapters: of the model, which the target applies; None for those of the LLM's settings.
+    shown: special tokens whose names are part of the text, such as those that begin a tool call. shows_progress: whether outputs
+    without tokens say how much of the prompt has been read (`Output.num_read_tokens`). prediction: token ids that the answer may
+    repeat, such as those of a file that it edits. The drafters `ngram` and `suffix` copy from them; no answer depends on them.
+    adapters: LoRA adapters that the target applies; None for those of the LLM's settings.
     """
 
     prompt: abc.Sequence[int]
@@ -88,26 +87,26 @@ class RequestedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt with everything that the engine needs to run it, made by `Engine.prepare`."""
+    """A prompt with all that the engine needs to run it, made by `Engine.prepare`."""
 
     seq: Sequence
     text: StopText
     meter: RequestMeter
     end_ids: frozenset[int]
-    max_length: int  # tokens that it may have, prompt included
+    max_length: int  # the most tokens of prompt and answer
     max_draft_tokens: int
-    shows_progress: bool  # a step that reads on in the prompt returns an output
+    shows_progress: bool  # whether a step that reads a part of the prompt returns an output
 
 
 class Engine:
     """Runs requests over one target context with one proposer.
 
-    A prompt is read in chunks beside the requests that generate (`Scheduler`), so none of these waits for it.
+    A prompt is read in chunks beside the requests that generate (`Scheduler`), so that none of these waits for it.
 
-    Requests run together while their keys, values and states fit into `max_bytes`, those of draft models included; None: any do.
-    Prefixes of finished requests make room for them. Where running requests grow beyond it, the ones that began last are put back:
-    they wait, before all others, and what they had is read again. So the oldest one always goes on. most_tokens: prompt and answer
-    may have so many together that a request fits alone.
+    Requests run together while their keys, values and states, those of draft models included, fit into `max_bytes`; None for no
+    limit. Prefixes of finished requests are dropped for them. If running requests grow beyond the limit, the latest ones are
+    preempted: they wait before all others, and their tokens are read again. So the oldest one always goes on.
+    most_tokens: of prompt and answer together, so that a single request fits.
     """
 
     def __init__(self, context: Context, proposer: Proposer, tokenizer: Tokenizer, max_bytes: int | None = None) -> None:
@@ -124,11 +123,13 @@ class Engine:
         self._grammars = Grammars(tokenizer)
         self._scheduler = Scheduler(context.prompt_rows, context.backend.max_rows)
         self._requests: dict[int, Request] = {}
-        self._ready: list[Output] = []  # outputs that a failed step leaves for the next one to return
+        self._ready: list[Output] = []  # outputs that a failed step leaves to the next one
         self._ids = itertools.count()
-        self._num_only_read = 0  # rows of the running forward, where it only reads prompts
-        self._hastens = False  # whether the last step's forward was ended for a request that waits
-        self._may_stop = True  # whether the last forward that only read prompts ran to its end
+        # A forward that only reads prompts may be stopped by `hasten` for a shorter prompt. The next step then reads only prompts
+        # that it can finish, and the next forward that only reads prompts runs to its end.
+        self._num_stoppable_rows = 0  # rows of the running forward, if it may be stopped
+        self._finishes_prompts = False  # whether the last step's forward was stopped
+        self._may_stop = True  # whether the next forward may be stopped
 
     @property
     def has_work(self) -> bool:
@@ -136,18 +137,18 @@ class Engine:
         return bool(self._requests or self._ready)
 
     def bytes_of(self, length: int) -> int:
-        """Bytes of a sequence of so many tokens, of all models."""
+        """Bytes of a sequence of `length` tokens, in all models."""
         return sum(context.cache.bytes_of(length) for context in self._contexts)
 
     def add_request(self, prompt: abc.Sequence[int], params: SamplingParams) -> int:
-        """Queue a prompt of token ids; returns the request's id. Raises ConfigError as `check` does."""
+        """Queue a prompt of token ids; returns the request's id. Raises ConfigError like `check`."""
         self.check(prompt, params)
         request = self.prepare(RequestedAnswer(prompt, params))
         self.add(request)
         return request.seq.id
 
     def prepare(self, wanted: RequestedAnswer) -> Request:
-        """Make a request of an answer that `check` has passed, without touching the engine: any thread may call it at any time."""
+        """Make the request of an answer that `check` has passed. Any thread may call this at any time: it changes nothing."""
         prompt, params = wanted.prompt, wanted.params
         of_drafts, of_answer = (self._grammars.constraint(params, prompt) for _ in range(2))
         seq = Sequence.new(next(self._ids), prompt, params, of_drafts, wanted.prediction, of_answer, wanted.adapters or ())
@@ -163,9 +164,9 @@ class Engine:
         return Request(seq, text, meter, end_ids, max_length, max_drafted, wanted.shows_progress)
 
     def check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
-        """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context.
+        """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that fills the context.
 
-        And for a grammar that cannot be compiled; one that was not seen lately takes up to some seconds of the calling thread.
+        Also for a grammar that cannot be compiled. Compiling a grammar that was not used lately may take seconds.
         """
         vocab_size = self._context.backend.config.vocab_size
         if not len(prompt):
@@ -193,7 +194,7 @@ class Engine:
         self._grammars.constraint(params, prompt)
 
     def has_compiled(self, params: SamplingParams) -> bool:
-        """Whether the grammar of params is compiled. Any thread may call this at any time."""
+        """Whether the grammar of params is compiled already. Any thread may call this at any time."""
         return self._grammars.has_compiled(params)
 
     def add(self, request: Request) -> None:
@@ -202,30 +203,30 @@ class Engine:
         self._scheduler.add(request.seq)
 
     def hasten(self, request: Request) -> None:
-        """End a forward that only reads longer prompts, so that a request which waits to be added begins now.
+        """Stop a forward that only reads longer prompts, so that a request which waits to be added begins now.
 
-        The rows of that forward are read again, and the next one that only reads runs to its end. Any thread may call this.
+        The rows of that forward are read again, and the next such forward is not stopped. Any thread may call this.
         """
-        if len(request.seq.tokens) < self._num_only_read:
+        if len(request.seq.tokens) < self._num_stoppable_rows:
             stop_forward(self._context.backend)
 
     def abort(self, request_id: int) -> Output | None:
-        """End a request and free its slot; returns its last output, or None if it is unknown or has finished.
+        """Abort a request and free its slot; returns its last output, or None if it is unknown or has finished.
 
-        The last output of a request that a failed step aborted is returned here, and no longer by the next step.
+        If a failed step has aborted the request, its last output is returned here instead of by the next step.
         """
         request = self._requests.get(request_id)
         if request is None:
             waiting = [one for one in self._ready if one.request_id == request_id and one.finish_reason == "aborted"]
             self._ready = [one for one in self._ready if one not in waiting]
             return waiting[0] if waiting else None
-        return self._end(request, Output(request_id, "", [], []), "aborted")
+        return self._finish(request, Output(request_id, "", [], []), "aborted")
 
     def step(self) -> list[Output]:
-        """Run one round for every request whose prompt has been read, and read on in other prompts; returns the requests' outputs.
+        """Run one round for every request whose prompt has been read, and read parts of other prompts; returns outputs of requests.
 
         A step that only reads prompts returns none, unless a request shows its progress. An exception, an interrupt included,
-        aborts every request: a half-done step cannot be taken up again. The engine stays usable, and the next step returns the
+        aborts every request, because a half-done step cannot be continued. The engine stays usable, and the next step returns the
         last outputs of those requests.
         """
         try:
@@ -240,15 +241,15 @@ class Engine:
         return outputs
 
     def abort_all(self) -> None:
-        """End every request; the next step returns their last outputs."""
+        """Abort every request; the next step returns their last outputs."""
         self._ready += [output for request_id in list(self._requests) if (output := self.abort(request_id))]
 
     def _step(self) -> None:
         if self._max_bytes is not None:
-            self._put_back(self._max_bytes)
+            self._preempt(self._max_bytes)
         self._admit()
         context = self._context
-        seqs, chunks = self._scheduler.schedule(context.num_unfed, self._hastens)
+        seqs, chunks = self._scheduler.schedule(context.num_unfed, self._finishes_prompts)
         if not seqs and not chunks:
             if self._scheduler.waiting:
                 context.wait_for_prefix(_WAIT_S)
@@ -257,13 +258,13 @@ class Engine:
             one.num_running = len(self._scheduler.running)
         requests, num_stopped = [self._requests[seq.id] for seq in seqs], context.num_stopped
         if not seqs and self._may_stop:
-            self._num_only_read = sum(chunk.num_tokens for chunk in chunks)
+            self._num_stoppable_rows = sum(chunk.num_tokens for chunk in chunks)
         try:
             rounds = speculate(context, self._proposer, seqs, list(map(self._limit, requests)), chunks, is_answer=True)
         finally:
-            self._num_only_read = 0
-        self._hastens = context.num_stopped > num_stopped
-        self._may_stop = not self._hastens if not seqs else self._may_stop
+            self._num_stoppable_rows = 0
+        self._finishes_prompts = context.num_stopped > num_stopped
+        self._may_stop = not self._finishes_prompts if not seqs else self._may_stop
         reads = self.reads()
         for request, done in zip(requests, rounds, strict=True):
             self._ready.append(self._commit(request, done, reads))
@@ -274,10 +275,9 @@ class Engine:
                 self._ready.append(Output(seq.id, "", [], [], num_cached_tokens=num_cached, num_read_tokens=num_read))
 
     def _admit(self) -> None:
-        """Begin waiting requests in their order while there are free slots, and memory.
+        """Begin waiting requests in their order while there are free slots and memory.
 
-        One whose prefix is being computed or read from the disk right now waits for that and keeps a free slot: those behind it do
-        not take its turn, and have not its memory.
+        A request whose prefix is being computed or read from the disk waits for that. A free slot and memory stay reserved for it.
         """
         context, taken = self._context, self._taken(_TO_BEGIN)
         for seq in list(itertools.islice(self._scheduler.waiting.values(), context.num_free_slots)):
@@ -300,43 +300,43 @@ class Engine:
                 self._kept_part = part
 
     def _bytes_ahead(self, seq: Sequence, ahead: int) -> int:
-        """Bytes of a sequence with so many more tokens, or those that it may have."""
+        """Bytes of a sequence with `ahead` further tokens, or with as many as it may have."""
         return 0 if self._max_bytes is None else self.bytes_of(min(len(seq.tokens) + ahead, self._requests[seq.id].max_length))
 
     def _taken(self, ahead: int) -> int:
-        """The same, of all that run."""
+        """Bytes of all running sequences with `ahead` further tokens each."""
         return sum(self._bytes_ahead(seq, ahead) for seq in self._scheduler.running)
 
-    def _put_back(self, max_bytes: int) -> None:
-        """Have those that began last wait until what runs fits."""
+    def _preempt(self, max_bytes: int) -> None:
+        """Let the sequences that began last wait until the running ones fit."""
         while len(self._scheduler.running) > 1 and self._taken(_TO_STAY) > max_bytes:
             seq = self._scheduler.running[-1]
-            self._scheduler.put_back(seq)
+            self._scheduler.preempt(seq)
             try:
                 self._proposer.end(seq)
             finally:
                 self._context.release(seq)
 
     def _keep_within(self, num_bytes: float) -> None:
-        """Let the prefixes of finished sequences have so much memory, and no more than they were allowed."""
-        for context, share in zip(self._contexts, shared_bytes(self._contexts, num_bytes), strict=True):
+        """Limit the prefixes of finished sequences to `num_bytes` in all, or to their settings if these are less."""
+        for context, share in zip(self._contexts, divide_memory(self._contexts, num_bytes), strict=True):
             context.prefixes.limit(share)
 
     def _limit(self, request: Request) -> int:
-        """How many tokens may be drafted: with the round's own token they must not exceed the tokens that the request may have."""
+        """How many tokens may be drafted: with the round's own token they must not exceed `max_length`."""
         if len(self._contexts) > 1 and not request.seq.num_output_tokens:
-            return 0  # draft models would read the prompt while the first token waits
+            return 0  # the first token comes sooner if draft models read the prompt after it
         return min(request.max_length - len(request.seq.tokens) - 1, request.max_draft_tokens)
 
     def reads(self) -> Reads:
-        """The forwards of each model so far, the target's first, and the bytes of weights that they read."""
+        """For each model, the target first: its forwards so far, and the bytes of weights that they read."""
         return [(context.num_forwards, context.weight_bytes) for context in self._contexts]
 
     def _commit(self, request: Request, done: Round, reads: Reads) -> Output:
-        """Take a round's tokens one by one, as plain decoding would, up to the one that ends the request."""
+        """Commit a round's tokens one by one, as plain decoding would, up to the one that ends the request."""
         seq, new, num_taken, reason, error = request.seq, done.verdict.tokens, 0, None, request.seq.error or done.error
         if error:
-            return self._end(request, Output(seq.id, request.text.finish(), [], []), "error", error)
+            return self._finish(request, Output(seq.id, request.text.finish(), [], []), "error", error)
         texts = [""] * len(new)
         before = len(seq.tokens) - len(new)
         for num_taken, token in enumerate(new, 1):
@@ -372,9 +372,9 @@ class Engine:
         if reason == "stop" and output.stop_reason is None and (last := new[num_taken - 1]) in seq.params.stop_token_ids:
             output.stop_reason = last if seq.params.ignore_eos or last not in self._tokenizer.eos_ids else None
         seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
-        return self._end(request, output, reason, error)
+        return self._finish(request, output, reason, error)
 
-    def _end(self, request: Request, output: Output, reason: str, error: CpuspecError | None = None) -> Output:
+    def _finish(self, request: Request, output: Output, reason: str, error: CpuspecError | None = None) -> Output:
         """Forget a request and free its slot; returns its last output, completed."""
         request.seq.finish_reason = reason
         self._scheduler.remove(request.seq)

@@ -1,4 +1,4 @@
-"""Heads that are to draft for a target: whether they fit it, and in what formats their matrices are loaded."""
+"""Checks that a head fits its target, and chooses the formats of its matrices."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,16 +17,16 @@ from cpuspec.text import Tokenizer, make_tokenizer
 # `EngineConfig.head_format`: what matrices of 16 bits or more are cast to.
 _FORMATS = {"int8": "q8_0", "int4": "int4_g32"}
 _MOST_BITS = 16
-# `EngineConfig.head_vocab` by default, for vocabularies of twice as many tokens. FR-Spec (arXiv 2502.14856) drafts as many.
+# `EngineConfig.head_vocab` by default, for vocabularies of at least twice as many tokens. FR-Spec (arXiv 2502.14856) has as many.
 _FREQUENT = 1 << 15
 
 
 def open_head(
     reader: HeadReader, files: HeadFiles, target: Checkpoint | None, tokenizer: Tokenizer, made_for: HeadOf | None = None
 ) -> Head:
-    """Read a head for its target. tokenizer: the target's. made_for: what its recipe says of the model that it was trained for.
+    """Read a head for its target. tokenizer: the target's. made_for: the model that it was trained for, by its recipe.
 
-    Raises ConfigError where the target is no checkpoint, CheckpointError for a head that is damaged or does not fit.
+    Raises ConfigError if the target is no checkpoint, and CheckpointError for a head that is damaged or does not fit.
     """
     if target is None:
         raise ConfigError(f"{files.path} shares weights with the model that it was trained for, and this target is no checkpoint")
@@ -47,15 +47,15 @@ def open_head(
 
 
 def of_frequent_tokens(head: Head, number: int | None, tokenizer: Tokenizer) -> Head:
-    """The head with an output matrix for some tokens alone, as `EngineConfig.head_vocab` says. tokenizer: the target's.
+    """The head with an output matrix for only the `number` first tokens, as in `EngineConfig.head_vocab`. tokenizer: the target's.
 
-    A head that has a list of tokens, or biases or matrices of its own for all of them, stays as it is.
+    A head with a list of tokens, or with biases or matrices of its own for all tokens, stays as it is.
     """
     output, vocab_size = head.model.tensors.get("output"), head.model.config.vocab_size
     if head.stages or head.token_ids is not None or (head.block and head.block.markov) or output is None:
         return head
     if number is None:
-        of_mixture, others = head.model.config.experts, 0.0  # bytes that a row reads besides the output matrix
+        of_mixture, others = head.model.config.experts, 0.0  # bytes that a row reads without the output matrix
         for name, tensor in head.model.tensors.items():
             if name not in ("embed", "output") and len(tensor.shape) > 1:
                 share = of_mixture.used / of_mixture.count if of_mixture and ".expert_" in name else 1
@@ -74,7 +74,7 @@ def of_frequent_tokens(head: Head, number: int | None, tokenizer: Tokenizer) -> 
 
 
 def casts_of_head(head: Head, format_name: str, target: Checkpoint | None) -> Mapping[str, Format]:
-    """The format of each matrix that is cast at load, by name: the head's own ones of 16 bits or more, where the format fits."""
+    """The formats of the matrices that are cast at load, by name: the head's own ones of 16 bits or more that fit the format."""
     if format_name not in _FORMATS:
         return {}
     format, theirs = get_format(_FORMATS[format_name]), set(map(id, target.tensors.values())) if target else set()

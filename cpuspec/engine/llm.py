@@ -23,7 +23,7 @@ from cpuspec.config import ModelConfig
 from cpuspec.engine.account import round_parts
 from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec, within_memory
 from cpuspec.engine.embedding import EmbeddingJob
-from cpuspec.engine.engine import Engine, Output, RequestedAnswer, shared_bytes
+from cpuspec.engine.engine import Engine, Output, RequestedAnswer, divide_memory
 from cpuspec.engine.lora import LoadedAdapters, Lora, check_adapts
 from cpuspec.engine.ranking import RankingJob, ranking_weight
 from cpuspec.engine.scoring import ScoringJob
@@ -62,14 +62,13 @@ _Settings = TypeVar("_Settings", EngineConfig, SamplingParams)
 class Completion:
     """The answer to one prompt. Its names are those of vLLM's RequestOutput, and of the CompletionOutput in `outputs`.
 
-    text: all that the model wrote, its reasoning and tool calls included; the server's protocols split these (`server/parsing`).
-    token_ids include the token that ended it, text does not.
+    text: all that the model wrote, with reasoning and tool calls; the server's protocols split these (`server/parsing`).
+    token_ids: the token that ended the answer included, which text leaves out.
     finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end), or "error": then `error` says
-    why this answer ended, while others went on. stop_reason: as `Output.stop_reason`.
-    logprobs: one for each token if asked for, else empty. index: its number among the `n` answers to the prompt, which the first
-    one has as `outputs`, itself included.
-    prompt: its text; None where it was given as token ids. prompt_logprobs: one for each token of the prompt if asked for, else
-    None; the first is None, as nothing stands before it.
+    why. stop_reason: as `Output.stop_reason`. logprobs: one for each token if asked for, else empty. index: the number of this
+    answer among the `n` answers to the prompt. `outputs` of the first one has all of them.
+    prompt: its text; None for a prompt of token ids. prompt_logprobs: one for each token of the prompt if asked for, else None. The
+    first one is None, as no token stands before it.
     """
 
     text: str
@@ -97,7 +96,7 @@ class Completion:
 
 
 class Job(Protocol):
-    """Work with the model beside answers, a forward a step."""
+    """Other work than answers, done by steps of one forward each."""
 
     @property
     def is_done(self) -> bool:
@@ -110,9 +109,9 @@ class Job(Protocol):
 class LLM:
     """A loaded model that answers. Several threads may call it at once: their requests run together, in one batch.
 
-    A thread's answers are the same as if it were alone. An interrupt in a step, or a forward that fails, ends the requests of all
-    threads: their streams end as "aborted", and `generate` and `chat` raise CpuspecError. A forked child has the model, too, and
-    none of the parent's requests; with another backend than numba, any use of it there raises BackendError.
+    Other threads change no answer. An interrupt in a step, or a forward that fails, ends the requests of all threads: their streams
+    end as "aborted", and `generate` and `chat` raise CpuspecError. A forked child has the model, too, and none of the parent's
+    requests. With another backend than numba, any use of it in the child raises BackendError.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class LLM:
         settings, changes: an EngineConfig, and fields that replace its own, as in `LLM(model, context_length=4096)`;
             speculative_config is vLLM's name of spec.
 
-        Raises CpuspecError for settings, models and drafts that cannot be; where possible before weights are loaded.
+        Raises CpuspecError for wrong settings, models and drafts; where possible before weights are loaded.
         """
         if threads is not None:
             changes["threads"] = threads
@@ -148,7 +147,7 @@ class LLM:
             model, spec = model_and_spec(str(model), None if spec is None else _read_spec(spec))
         else:
             raise ConfigError(f"model is a name, a path or an opened Checkpoint; got {type(model).__name__}")
-        # A bad setting fails before gigabytes are loaded, and so does a draft that does not fit.
+        # A wrong setting, or a draft that does not fit, fails before gigabytes are loaded.
         check_spec(spec)
         check_backend(backend, settings)
         get_kv_format(settings.kv_format)
@@ -221,7 +220,7 @@ class LLM:
         self._drafts = proposer.levels
         self._planner = proposer if isinstance(proposer, Planner) else None
         self._context = context
-        self._choose = partial(build_chosen, usual=proposer, opened=opened, vocab_size=self._context.vocab_size)
+        self._choose = partial(build_chosen, default=proposer, opened=opened, vocab_size=self._context.vocab_size)
         chosen = ChosenDrafts(proposer, self._choose)
         self._guard = GuardedProposer(chosen, self._context, settings.plain_on_draft_error)
         contexts = [*(draft.context for draft in self._drafts), self._context]
@@ -232,14 +231,14 @@ class LLM:
         self._prefix_queue = _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
         backends = [*(draft.context.backend for draft in self._drafts), backend]
         self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))
-        # Dropped without `close`, or still running as the process exits: no step may outlive what it computes with.
+        # If it is dropped without `close`, or the process exits, no step may outlive the memory that it uses.
         weakref.finalize(self, self._shared.close)
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """The sampling that the model's files, or else its recipe, recommend; greedy where they say nothing.
+        """The sampling that the model's files, or else its recipe, recommend; greedy if they recommend none.
 
-        It is never applied by itself: `generate`, `chat` and `stream` without params are greedy. To change a field of it:
+        It is never applied by itself: `generate`, `chat` and `stream` without params are greedy. To change a field:
         `dataclasses.replace(llm.default_sampling_params, max_tokens=100)`.
         """
         return self.sampling_defaults.under({})
@@ -247,15 +246,15 @@ class LLM:
     def load_adapter(self, path: str | Path, name: str = "", scale: float = 0.0, replaces: bool = False) -> None:
         """Read a LoRA adapter, a directory of PEFT or a GGUF file of llama.cpp, for requests that name it in `lora_request`.
 
-        name: by default that of its file. scale: with which requests that name none use it, too. replaces: whether one of that
-        name makes room for it.
-        Raises ConfigError, CheckpointError for one that is not this model's, and BackendError where the backend applies none.
+        name: by default that of its file. scale: for requests that name no adapter; 0 leaves it out of these. replaces: whether it
+        replaces an adapter of the same name.
+        Raises ConfigError, CheckpointError for an adapter of another model, and BackendError if the backend applies none.
         """
         check_adapts(self._backend)
         self.adapters.load(Path(path), name, scale, replaces)
 
     def adapter_set(self, lora: Lora = None) -> AdapterSet:
-        """The adapters of a request that says `lora`; what this LLM applies by itself where that is None."""
+        """The adapters of a request that names `lora`; for None those that this LLM applies by itself."""
         if lora is not None:
             check_adapts(self._backend)
         found = self.adapters.chosen(lora)
@@ -266,10 +265,10 @@ class LLM:
     ) -> list[Completion]:
         """Continue raw prompts, texts or token ids; always a list, one for each prompt, with its `n` answers as `outputs`.
 
-        params: for all prompts, or one each; None is greedy. settings: fields of `SamplingParams` that replace those of params,
-        as in `generate("a", max_tokens=8)`. lora_request: adapters, for all prompts or one each (`cpuspec.engine.lora.Lora`): a
-        name, {name: scale}, {} for none, or vLLM's LoRARequest; by default those of the LLM's `lora`.
-        Raises ConfigError for prompts that cannot be run, before running any.
+        params: for all prompts, or one for each; None is greedy. settings: fields of `SamplingParams` that replace those of params,
+        as in `generate("a", max_tokens=8)`. lora_request: adapters, for all prompts or for each (`cpuspec.engine.lora.Lora`): a
+        name, {name: scale}, {} for none, or vLLM's LoRARequest; by default those of the LLM's `lora`. Raises ConfigError for
+        prompts that cannot run, before any runs.
         """
         listed = _listed(prompts)
         each = _read_params(params, settings, len(listed))
@@ -318,11 +317,10 @@ class LLM:
     ) -> Completion | list[Completion]:
         """Answer a conversation (a list of messages, each with role and content) through the model's chat template.
 
-        A text is the message of a user; a content may be a list of parts with texts. Returns a Completion, or a list of them for a
-        list of conversations. params, settings: as in `generate`. tools: functions in OpenAI's form, given to
-        the template; a call is part of the answer's text, as the model writes it. chat_template_kwargs: variables of the template,
-        as {"enable_thinking": False}. continue_final_message: the answer goes on with the last message's text.
-        lora_request: as in `generate`.
+        A text is a user's message. A content may be a list of parts with texts. Returns a Completion, or a list of them for a list
+        of conversations. params, settings, lora_request: as in `generate`. tools: functions in OpenAI's form, for the template; a
+        call is part of the answer's text, as the model writes it. chat_template_kwargs: variables of the template, such as
+        {"enable_thinking": False}. continue_final_message: whether the answer continues the last message's text.
         """
         variables = dict(chat_template_kwargs or {}) | ({"tools": list(tools)} if tools else {})
         how = {"add_generation_prompt": add_generation_prompt, "continues": continue_final_message}
@@ -350,12 +348,12 @@ class LLM:
         lora_request: Lora = None,
         **settings: Any,
     ) -> Generator[Output]:
-        """Yield one output a step; the last one carries finish_reason and stats.
+        """Yield one output a step; the last one has finish_reason and stats.
 
-        Prompt and params are checked at once; the request starts with the first `next`. Closing the generator, or leaving its
-        loop, frees its slot; its figures are then in `aborted_stats`. A stream is for one thread at a time, and gives one answer.
-        params, settings: as in `generate`. shown: special tokens whose names are part of the text. chat_template_kwargs: as in
-        `chat`. Raises CpuspecError behind the last output of a request whose grammar leads nowhere.
+        Prompt and params are checked at once; the request starts with the first `next`. If the generator is closed, or its loop is
+        left, the request is aborted; its figures are then in `aborted_stats`. A stream is for one thread at a time, and for one
+        answer. params, settings: as in `generate`. shown: special tokens whose names are part of the text. chat_template_kwargs: as
+        in `chat`. Raises CpuspecError after the last output of a request that ended with an error.
         """
         (one,) = _read_params(params, settings, 1)
         if one.n != 1:
@@ -376,9 +374,9 @@ class LLM:
         return job.embeddings()
 
     def score(self, prompts: Prompt | Seq[Prompt], num_top: int = 0, lora_request: Lora = None) -> list[list[TokenLogprobs]]:
-        """For each text or token ids the log-probabilities of its tokens but the first; with each the `num_top` likeliest instead.
+        """For each text or token ids the log-probabilities of its tokens without the first; with each the `num_top` likeliest.
 
-        Raises ConfigError for prompts that cannot be run.
+        Raises ConfigError for prompts that cannot run.
         """
         job = self.scoring_job(prompts, num_top, self.adapter_set(lora_request))
         self._run(job)
@@ -407,9 +405,9 @@ class LLM:
     ) -> EmbeddingJob:
         """The work of `embed`, for a program whose own thread runs its steps between those of `step`.
 
-        pooling: "last", "mean" or "cls"; None as the model's files say. dimensions: how many of a state's numbers, the first ones.
-        Raises ConfigError for prompts that cannot be run, and where neither the model nor the caller names a pooling.
-        `job_step` does a part of it.
+        `job_step` runs a step. pooling: "last", "mean" or "cls"; None for that of the model's files. dimensions: how many leading
+        numbers of an embedding are kept. Raises ConfigError for prompts that cannot run, and if neither the model nor the caller
+        names a pooling.
         """
         if self._final_norm is None:
             raise ConfigError("this LLM was made of a backend alone, and embeddings need its checkpoint; give it to from_backend")
@@ -427,9 +425,9 @@ class LLM:
     ) -> RankingJob:
         """The work of `rank` for pairs of a query and a document, as `embedding_job` is that of `embed`.
 
-        A model that ranks, as Qwen3-Reranker, gives the probability that the document answers the query; one that makes
-        embeddings, the cosine of the two (pooling: as in `embedding_job`). Raises ConfigError for other models, and for pairs
-        that cannot be run.
+        A model that ranks, such as Qwen3-Reranker, gives the probability that the document answers the query. A model that makes
+        embeddings gives the cosine of the two (pooling: as in `embedding_job`). Raises ConfigError for other models, and for pairs
+        that cannot run.
         """
         if self.ranker is None:
             texts = {text: number for number, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
@@ -446,7 +444,7 @@ class LLM:
     ) -> ScoringJob:
         """The work of `score`, as `embedding_job` is that of `embed`.
 
-        cache_salt: of requests whose prefixes the texts become, so that answers to them read no text again; None for no request's.
+        cache_salt: of later requests that may use the texts as cached prefixes; None for no such requests.
         """
         used = self.adapters.default if adapters is None else adapters
         keep = None if cache_salt is None else partial(self._context.insert_rows, salt=salt_of(cache_salt, used))
@@ -463,30 +461,30 @@ class LLM:
         job.step(self._context.prompt_rows if self._engine.has_work else None)
 
     def submit(self, wanted: RequestedAnswer, receiver: Receiver) -> int:
-        """Queue an answer for a program that has an event loop, and one thread that calls `step`; returns the request's id.
+        """Queue an answer for a program with an event loop, whose own thread calls `step`; returns the request's id.
 
-        `check` must have passed the prompt and the params. receiver: is called with each output by the thread that runs the step;
-        it must neither wait nor raise. Raises ConfigError for a closed LLM.
+        `check` must have passed the prompt and the params. receiver: called with each output by the thread that runs the step. It
+        must neither wait nor raise. Raises ConfigError for a closed LLM.
         """
         if wanted.adapters is None:
             wanted = replace(wanted, adapters=self.adapters.default)
         return self._shared.submit(wanted, receiver)
 
     def abort(self, request_id: int) -> None:
-        """End a request of `submit`, before the next step if it runs. Its receiver is called no more."""
+        """Abort a request of `submit`, before the next step. Its receiver is not called any more."""
         self._shared.abort(request_id)
 
     def step(self) -> bool:
         """Run one step for all requests; returns whether there is more to do.
 
-        An exception ends every running request: their receivers get a last output, "aborted", in the next step.
+        An exception aborts every running request: their receivers get a last output, "aborted", in the next step.
         """
         return self._shared.step()
 
     def check(self, prompt: Seq[int], params: SamplingParams) -> None:
         """Raise ConfigError for a prompt or params that this model cannot run, and for a closed LLM.
 
-        A grammar that was not seen lately is compiled, which may take seconds. Any thread may call this at any time.
+        A grammar that was not used lately is compiled, which may take seconds. Any thread may call this at any time.
         """
         self._shared.check_open()
         if params.draft is not None:
@@ -494,7 +492,7 @@ class LLM:
         self._engine.check(prompt, params)
 
     def has_compiled(self, params: SamplingParams) -> bool:
-        """Whether `check` need not compile the grammar of params. Any thread may call this at any time."""
+        """Whether the grammar of params is compiled already. Any thread may call this at any time."""
         return self._engine.has_compiled(params)
 
     @property
@@ -509,11 +507,11 @@ class LLM:
 
     @property
     def aborted_stats(self) -> RequestStats | None:
-        """The figures of the request that was aborted last, its stream closed or interrupted."""
+        """The figures of the request that was aborted last, because its stream was closed or interrupted."""
         return self._shared.aborted_stats
 
     def memory(self) -> list[LevelMemory]:
-        """The memory of each model: draft models first, the cheapest foremost, then the target."""
+        """The memory of each model: draft models first, beginning with the cheapest, then the target."""
         return [
             LevelMemory(name, context.backend.weight_bytes, context.backend.shared_bytes, context.prefixes.kv_bytes)
             for name, context in self._named_contexts()
@@ -530,21 +528,20 @@ class LLM:
         return [*((draft.name, draft.context) for draft in self._drafts), ("target", self._context)]
 
     def prefix_stats(self) -> list[PrefixStats]:
-        """The figures of each model's prefix cache: draft models first, the cheapest foremost, then the target."""
+        """The figures of each model's prefix cache, in the order of `memory`."""
         with self._shared.exclusive():
             return [context.prefixes.stats(name) for name, context in self._named_contexts()]
 
     def save_prefix(self, prompt: Prompt | Seq[Message], path: str | Path, cache_salt: str = "") -> int:
-        """Save the target's keys and values of a prompt to a file, as far as the prefix cache holds them; returns how many tokens.
+        """Save the cached part of a prompt, the target's keys and values, to a file; returns its number of tokens.
 
-        cache_salt: that of the requests that computed them.
-
-        Raises CacheError if it holds none of them, the file cannot be written, or the backend's cache cannot be saved.
+        cache_salt: of the requests that computed it. Raises CacheError if no part is cached, the file cannot be written, or the
+        backend's cache cannot be saved.
         """
         return self.saving_prefix(prompt, path, cache_salt)()
 
     def saving_prefix(self, prompt: Prompt | Seq[Message], path: str | Path, cache_salt: str = "") -> Callable[[], int]:
-        """The part of `save_prefix` that writes, and may run beside steps; this one waits for the running step only."""
+        """A call that does what `save_prefix` does, and may run beside steps. Making it waits for the running step."""
         tokens = self._prompt_ids(prompt)
         self._check_unadapted()
         with self._shared.exclusive():
@@ -559,16 +556,15 @@ class LLM:
         return written
 
     def restore_prefix(self, path: str | Path, cache_salt: str = "") -> int:
-        """Take what `save_prefix` wrote into the prefix cache; returns how many tokens. Prompts that begin with them use it.
+        """Put a file of `save_prefix` into the prefix cache, for prompts that begin with its tokens; returns how many these are.
 
-        cache_salt: that of the requests which may use it.
-
-        Raises CacheError for a file that is damaged, or of another model, KV format, processor or version.
+        cache_salt: of the requests that may use it. Raises CacheError for a file that is damaged, or of another model, KV format,
+        processor or version.
         """
         return self.hold_prefix(self.read_prefix(path), cache_salt)
 
     def read_prefix(self, path: str | Path) -> PrefixPart:
-        """The part of `restore_prefix` that reads, and may run beside steps; `hold_prefix` does the rest between two steps."""
+        """The first part of `restore_prefix`, which reads the file and may run beside steps. `hold_prefix` is the second part."""
         self._shared.check_open()
         return self._context.read_prefix(Path(path))
 
@@ -583,7 +579,7 @@ class LLM:
             raise CacheError("a file of a prefix does not say which adapters computed it; use prefix_cache_dir, whose files do")
 
     def forget_prefixes(self, waits: bool = True) -> None:
-        """Empty the prefix cache of every model, on the disk, too. waits: until the files are gone, 30 seconds at most."""
+        """Empty the prefix cache of every model, on the disk, too. waits: whether to wait for the disk, 30 seconds at most."""
         self._shared.check_open()
         with self._shared.exclusive():
             for _, context in self._named_contexts():
@@ -592,21 +588,21 @@ class LLM:
             self._prefix_queue.flush()
 
     def explain(self) -> list[PlannedDrafter]:
-        """The figures that "auto" decides from and its drafts so far, one entry for each drafter; empty for other specs."""
+        """For each drafter the figures from which "auto" decides, and its drafts so far; empty for other specs."""
         if not self._planner:
             return []
         with self._shared.exclusive():
             return self._planner.explain()
 
     def round_parts(self) -> list[RoundPart]:
-        """What the time of all steps so far went to, of all requests: reading prompts, drafting, verifying, and what is between."""
+        """The parts of the time of all steps so far: reading prompts, drafting, verifying, and the rest."""
         with self._shared.exclusive():
             return round_parts(self._context, self._drafts, self._planner)
 
     def close(self) -> None:
-        """Release the models as soon as no step runs. Calling it again does nothing; any other use then raises ConfigError.
+        """Release the models as soon as no step runs. Further calls do nothing; any other use then raises ConfigError.
 
-        With a `prefix_cache_dir`, what finished requests have left in memory is written there first, within half a minute.
+        With a `prefix_cache_dir`, the prefixes in memory are written there first, within half a minute.
         """
         try:
             if not self._shared.closed:
@@ -645,7 +641,7 @@ class LLM:
         sets: list[AdapterSet],
         texts: Seq[str | None] | None = None,
     ) -> list[Completion]:
-        """texts: of the prompts; None to make them of the ids, as for conversations."""
+        """texts: of the prompts; None to make them of the ids."""
         request_ids: list[int] = []
         for prompt, one in zip(prompts, params, strict=True):
             self.check(prompt, one)
@@ -713,20 +709,20 @@ class LLM:
 
 
 def _listed(prompts: Prompt | Seq[Prompt]) -> list[Any]:
-    """One prompt or several as a list of them. Raises ConfigError."""
+    """A list of prompts, of one prompt or several. Raises ConfigError."""
     if not isinstance(prompts, str | list | tuple | np.ndarray | Mapping):
         raise ConfigError(f"prompts are texts or lists of token ids, one or a list of them; got {type(prompts).__name__}")
     return [prompts] if isinstance(prompts, str | Mapping) or _is_ids(prompts) else list(prompts)
 
 
 def _text_of(prompt: Any) -> str | None:
-    """The text of a prompt as it was given, if it was one."""
+    """The text of a prompt, or None if it is no text."""
     given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return given if isinstance(given, str) else None
 
 
 def _as_text(message: Message) -> dict[str, Any]:
-    """A message whose content is one text: of a list of parts, as OpenAI's protocol has it, their texts on lines of their own."""
+    """A message with one text as its content. The texts of a list of parts, as in OpenAI's protocol, become lines of it."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return dict(message)
@@ -738,7 +734,7 @@ def _as_text(message: Message) -> dict[str, Any]:
 
 
 def _read_params(params: Params, settings: dict[str, Any], num_prompts: int) -> list[SamplingParams]:
-    """One for each prompt. Raises ConfigError for anything but SamplingParams, or a field that they do not have."""
+    """Params for each prompt. Raises ConfigError for other types than SamplingParams, and for unknown fields."""
     if params is None:
         params = SamplingParams()
     each = list(params) if isinstance(params, list | tuple) else [cast(SamplingParams, params)] * num_prompts
@@ -753,7 +749,7 @@ def _read_params(params: Params, settings: dict[str, Any], num_prompts: int) -> 
 
 
 def _changed(settings: _Settings, changes: dict[str, Any], kind: str) -> _Settings:
-    """The settings with other values in some fields. Raises ConfigError for a field that they do not have."""
+    """The settings with other values in some fields. Raises ConfigError for unknown fields."""
     known = [field.name for field in fields(settings)]
     if unknown := next((name for name in changes if name not in settings.__dataclass_fields__), None):
         raise ConfigError(f"there is no {kind} {unknown!r}; wanted one of {', '.join(known)}")
@@ -761,7 +757,7 @@ def _changed(settings: _Settings, changes: dict[str, Any], kind: str) -> _Settin
 
 
 def answer_params(params: SamplingParams) -> list[SamplingParams]:
-    """Params of each of the `n` answers; each has a seed of its own, counted from the one that was given."""
+    """Params for each of the `n` answers. Their seeds count up from the given one."""
     if params.n == 1:
         return [params]
     return [replace(params, n=1, seed=None if params.seed is None else params.seed + index) for index in range(params.n)]
@@ -786,7 +782,7 @@ def _completion(parts: list[Output], index: int) -> Completion:
 
 
 def _sampling(checkpoint: Checkpoint | None) -> SamplingDefaults:
-    """Sampling defaults of a checkpoint: its own, then its recipe's."""
+    """Sampling defaults of a checkpoint: its own before its recipe's."""
     if checkpoint is None:
         return NO_DEFAULTS
     recipe = recipe_of(checkpoint.path)
@@ -802,7 +798,7 @@ def _read_spec(spec: Spec) -> SpecConfig:
 
 
 def _capacity(config: ModelConfig, settings: EngineConfig) -> int:
-    """Tokens that a sequence may hold."""
+    """The most tokens of a sequence."""
     wanted = settings.context_length or config.context_length
     if wanted < 2:
         raise ConfigError(f"context_length must be at least 2, for a token of the prompt and one of the answer; got {wanted}")
@@ -811,24 +807,24 @@ def _capacity(config: ModelConfig, settings: EngineConfig) -> int:
     return wanted
 
 
-_OWN_BYTES = 250 * 10**6  # that Python, its libraries and compiled kernels take, about
+_OWN_BYTES = 250 * 10**6  # about what Python, its libraries and compiled kernels take
 
 
 def _weight_bytes(contexts: list[LevelContext]) -> int:
-    """Bytes of all models' weights, shared ones once."""
+    """Bytes of all models' weights; shared ones count once."""
     return sum(context.backend.weight_bytes - context.backend.shared_bytes for context in contexts)
 
 
 def _bytes_left(contexts: list[LevelContext], settings: EngineConfig) -> int | None:
-    """Bytes that sequences may take; None where the memory is unknown, or the weights are read from the disk again and again."""
+    """Bytes that sequences may take. None if the memory is unknown, or if weights exceed it and are read again and again."""
     usable, weights, limit = SYSTEM.memory().usable, _weight_bytes(contexts), memory_limit(settings.memory)
-    spare = sum(context.cache.bytes_per_slot for context in contexts)  # a forward of many rows writes states to other memory
+    spare = sum(context.cache.bytes_per_slot for context in contexts)  # a forward of many rows also writes states elsewhere
     left = 0 if usable is None else usable - spare - (weights if limit is None else min(weights, limit))
     return max(left - _OWN_BYTES, left // 2) if left > 0 else None
 
 
 def _tell_of_long_contexts(engine: Engine, length: int, contexts: list[LevelContext]) -> None:
-    """Warn that answers end before the context does, as one request that fills it would take more memory than there is."""
+    """Warn that answers end before the context does, because a request that fills it needs more memory than there is."""
     _log.warning(
         "%d tokens, this model's context, take %.2f GB besides %.2f GB of weights, and this process may use %.2f GB: "
         "a prompt and its answer end at %d tokens, as --context-length %d would have it",
@@ -838,14 +834,14 @@ def _tell_of_long_contexts(engine: Engine, length: int, contexts: list[LevelCont
 
 
 def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> PrefixQueue | None:
-    """Share the memory of the prefix cache among the models, so that each keeps the same number of tokens; returns their disk."""
+    """Divide the memory of the prefix cache among the models; returns the queue of its directory, if there is one."""
     queue = None
     if settings.prefix_cache_dir is not None:
         queue = PrefixQueue(PrefixDirectory(Path(settings.prefix_cache_dir), int(settings.prefix_disk_gb * 1e9)))
     weights = _weight_bytes(contexts) if settings.memory == "auto" else 0  # else experts stay on the disk
     gb = settings.prefix_cache_gb
     num_bytes = default_prefix_cache_bytes(weights) if gb is None else gb * 1e9
-    for context, share in zip(contexts, shared_bytes(contexts, num_bytes), strict=True):
+    for context, share in zip(contexts, divide_memory(contexts, num_bytes), strict=True):
         is_kept = gb is not None or context.backend.row_invariant
         context.prefixes.keep(share if is_kept else 0, queue)
     return queue

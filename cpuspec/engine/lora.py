@@ -20,7 +20,7 @@ _MOST = 256  # adapters at once: a client that loads them must not fill the memo
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """vLLM's name of an adapter for a request. lora_path: where it is, if it has not been loaded yet."""
+    """The adapter of a request, in vLLM's spelling. lora_path: where it is, if it is not loaded yet."""
 
     lora_name: str
     lora_int_id: int = 0
@@ -42,7 +42,7 @@ Lora = str | Mapping[str, float] | _Named | None  # a name, scales by name, {} f
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """id: its number in the order of loading, which no other gets. scale: for requests that name no adapters; 0 leaves it out."""
+    """id: a number that no other adapter gets. scale: for requests that name no adapters; 0 leaves it out."""
 
     id: int
     name: str
@@ -51,7 +51,7 @@ class LoadedAdapter:
 
 
 class AdaptedBackend:
-    """A backend that applies adapters to batches that name none, for `bench` and `eval`. Requests bring theirs by `Context`."""
+    """A backend that applies adapters to batches without any, for `bench` and `eval`. `Context` gives those of requests."""
 
     def __init__(self, backend: Backend, adapters: AdapterSet) -> None:
         self._backend, self._adapters = backend, adapters
@@ -66,7 +66,7 @@ class AdaptedBackend:
 
 
 def with_adapters(backend: HeadBackend, checkpoint: Checkpoint, settings: EngineConfig) -> HeadBackend:
-    """A checkpoint's backend that applies the adapters of the settings. Raises as `LoadedAdapters` and `check_adapts` do."""
+    """A checkpoint's backend, with the adapters of the settings. Raises as `LoadedAdapters` and `check_adapts` do."""
     loaded = LoadedAdapters(checkpoint.config, checkpoint.name, settings.lora, beside=checkpoint.adapters)
     if not loaded.names:
         return backend
@@ -83,7 +83,7 @@ def check_adapts(backend: Backend) -> None:
 
 
 class LoadedAdapters:
-    """Adapters of a model. Any thread may call it at any time: a request keeps those that it began with."""
+    """The adapters of a model. Any thread may call it at any time. A request keeps the adapters that it began with."""
 
     def __init__(
         self,
@@ -93,11 +93,10 @@ class LoadedAdapters:
         named: Iterable[str] = (),
         beside: Iterable[Path] = (),
     ) -> None:
-        """applied: FILE[=SCALE] of each that is used by requests that name no adapter. named: NAME=FILE of others.
+        """applied: FILE[=SCALE] of adapters for requests that name none. named: NAME=FILE of adapters that requests name.
 
-        beside: those that belong to the model, which requests use as `applied`; they are called adapter1 and so on.
-
-        Raises ConfigError, or CheckpointError for an adapter that is not this model's.
+        beside: adapters that belong to the model, for requests that name none; they are called adapter1 and so on.
+        Raises ConfigError, or CheckpointError for an adapter of another model.
         """
         self._config, self._model, self._lock = config, model, Lock()
         self._loaded: dict[str, LoadedAdapter] = {}
@@ -120,7 +119,7 @@ class LoadedAdapters:
 
     @property
     def names(self) -> list[str]:
-        """In the order of loading."""
+        """The names of the adapters, in the order of loading."""
         return list(self._loaded)
 
     @property
@@ -131,7 +130,7 @@ class LoadedAdapters:
     def load(self, path: Path, name: str = "", scale: float = 0.0, replaces: bool = False) -> LoadedAdapter:
         """Read an adapter. name: by default that of its file. scale: for requests that name no adapters.
 
-        replaces: whether one of that name makes room for it, else that raises ConfigError.
+        replaces: whether it replaces an adapter of the same name, which otherwise raises ConfigError.
         """
         name = name or (path.stem if path.is_file() else path.resolve().name)
         self._check_new(name, replaces)
@@ -151,24 +150,24 @@ class LoadedAdapters:
             raise ConfigError(f"{_MOST} adapters are loaded, and no more are taken; unload one")
 
     def unload(self, name: str) -> None:
-        """Forget an adapter; requests that use it go on. Raises ConfigError for an unknown one."""
+        """Forget an adapter. Requests that use it go on. Raises ConfigError for an unknown one."""
         with self._lock:
             self._named(name)
             self._loaded = {key: one for key, one in self._loaded.items() if key != name}
 
     def rescale(self, scales: Mapping[int, float]) -> None:
-        """Set what requests use that name no adapters: by id; 0 for an adapter that is left out. Raises ConfigError."""
+        """Set the scales, by id, for requests that name no adapters. An adapter that is left out gets 0. Raises ConfigError."""
         with self._lock:
             self._check_ids(scales)
             self._loaded = {name: replace(one, scale=checked_scale(scales.get(one.id, 0.0))) for name, one in self._loaded.items()}
 
     def of_ids(self, scales: Mapping[int, float]) -> AdapterSet:
-        """The set of these scales by id. Raises ConfigError."""
+        """The adapters with these scales, by id. Raises ConfigError."""
         self._check_ids(scales)
         return tuple((one.adapter, checked_scale(scales[one.id])) for one in self if scales.get(one.id))
 
     def chosen(self, wanted: Lora) -> AdapterSet | None:
-        """The set that a request names; None where it names nothing. A LoRARequest's adapter is loaded, if need be.
+        """The adapters that a request names; None if it names none. The adapter of a LoRARequest is loaded if need be.
 
         Raises ConfigError, and CheckpointError as `load` does.
         """

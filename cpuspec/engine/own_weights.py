@@ -1,6 +1,6 @@
 """A draft model made of some of the target's layers (Draft & Verify, arXiv:2309.08168; LayerSkip, arXiv:2404.16710).
 
-The draft holds the target's own tensor objects, so a backend that loads it beside the target loads no weights again.
+The draft has the target's own tensor objects, so a backend that loads it beside the target loads no weights twice.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from cpuspec.errors import ConfigError
 
 
 def read_skipped(text: str, checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The layers that `text` leaves out: how many ("4"), or which ("3/7/11"), counted from 0.
+    """The layers to skip: `text` says how many ("4"), or which ("3/7/11"), counted from 0.
 
     "4" stands for the four layers that the model's recipe lists as least important, or for four spread evenly.
     Raises ConfigError for anything else, and unless at least one layer remains.
@@ -31,7 +31,7 @@ def read_skipped(text: str, checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def spread(count: int, num_layers: int) -> tuple[int, ...]:
-    """`count` layers, spread evenly away from both ends: a model misses its first and last layers most."""
+    """`count` layers, spread evenly between the first and the last ones, which a model needs most."""
     return tuple((i + 1) * num_layers // (count + 1) for i in range(count))
 
 

@@ -1,4 +1,4 @@
-"""Decides which sequences run in the next step, and how many rows of prompts it reads. Never touches arrays."""
+"""Decides which sequences run in the next step, and how many rows of prompts it reads. It never touches arrays."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -8,16 +8,16 @@ from cpuspec.speculation.context import PromptChunk, shortest_first
 
 
 class Scheduler:
-    """Continuous batching under a row budget: sequences start first come, first served, and the shortest prompt is read first.
+    """Continuous batching under a row budget. Sequences begin first come, first served, and the shortest prompt is read first.
 
-    Every sequence whose prompt has been read gains tokens in each step. Prompts are read beside them in chunks of at most
-    `prompt_rows` rows a step, and of `max_rows`, a whole forward, while no sequence generates and none is about to.
+    Every sequence whose prompt has been read gains tokens in each step. Beside them a step reads at most `prompt_rows` rows of
+    prompts, or `max_rows`, a whole forward, if all sequences are reading.
     """
 
     def __init__(self, prompt_rows: int, max_rows: int) -> None:
         self.waiting: dict[int, Sequence] = {}  # by id, in the order of their arrival
         self.running: list[Sequence] = []  # in the order of their admission
-        self._put_back: set[int] = set()  # ids of those whose answers are read again
+        self._preempted: set[int] = set()  # ids of sequences whose tokens are read again
         self._prompt_rows = prompt_rows
         self._max_rows = max_rows
 
@@ -29,37 +29,39 @@ class Scheduler:
         """Move a waiting sequence to the running ones."""
         self.running.append(self.waiting.pop(seq.id))
 
-    def put_back(self, seq: Sequence) -> None:
-        """Have a running sequence wait again, before all others; its answer so far will be read as its prompt is."""
+    def preempt(self, seq: Sequence) -> None:
+        """Move a running sequence before all waiting ones. Its answer so far will be read again, as a prompt is."""
         self.remove(seq)
         self.waiting = {seq.id: seq, **self.waiting}
-        self._put_back.add(seq.id)
+        self._preempted.add(seq.id)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, waiting or running."""
-        self._put_back.discard(seq.id)
+        self._preempted.discard(seq.id)
         if self.waiting.pop(seq.id, None) is None:
             self.running = [other for other in self.running if other is not seq]
 
-    def schedule(self, num_unfed: Callable[[Sequence], int], hastens: bool = False) -> tuple[list[Sequence], list[PromptChunk]]:
+    def schedule(
+        self, num_unfed: Callable[[Sequence], int], finishes_prompts: bool = False
+    ) -> tuple[list[Sequence], list[PromptChunk]]:
         """The sequences that gain tokens in the next step, and the parts of prompts that are read beside them.
 
-        num_unfed: how many tokens before its last one a sequence still has to be fed.
-        hastens: whether prompts that end in this step are read without others beside them.
+        num_unfed: how many tokens before its last one a sequence still has to be fed. finishes_prompts: whether the step reads only
+        the prompts that it can finish, if there are such.
         """
-        reading = [seq for seq in self.running if not seq.num_output_tokens or seq.id in self._put_back]
+        reading = [seq for seq in self.running if not seq.num_output_tokens or seq.id in self._preempted]
         if not reading:
             return self.running.copy(), []
         wanted = [num_unfed(seq) + 1 for seq in reading]  # the last token's row gives the first logits
         most = self._prompt_rows if len(reading) < len(self.running) else self._max_rows
         ending = [number for number in accumulate(sorted(wanted)) if number <= most]
-        if hastens and ending:
+        if finishes_prompts and ending:
             longest = sorted(wanted)[len(ending) - 1]
             granted = shortest_first([number if number <= longest else 0 for number in wanted], ending[-1])
         else:
-            # Where prompts end in this step, many rows of others would delay their first tokens.
+            # If prompts end in this step, many rows of others would delay their first tokens.
             granted = shortest_first(wanted, min(ending[-1] + self._prompt_rows // 4, most) if ending else most)
         unread = [PromptChunk(seq, rows) for seq, number, rows in zip(reading, wanted, granted, strict=True) if rows < number]
         later = {chunk.seq.id for chunk in unread}
-        self._put_back -= {seq.id for seq in reading} - later
+        self._preempted -= {seq.id for seq in reading} - later
         return [seq for seq in self.running if seq.id not in later], [chunk for chunk in unread if chunk.num_tokens]

@@ -113,12 +113,9 @@ class Context:
         self._fits = self.vocab_size == backend.config.vocab_size and possible is None
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
         self._salts = [""] * num_slots  # of the sequences that they were computed for
-        self._latest: list[tuple[int, list[F32]]] = [
-            (0, [])
-        ] * num_slots  # of each slot's last forward the first row, and hidden states
-        self._untaken: list[list[int]] = [
-            [] for _ in range(num_slots)
-        ]  # lengths at which free slots need snapshots if they go to the store
+        self._latest: list[tuple[int, list[F32]]] = [(0, [])] * num_slots  # of each slot's last forward: first row, hidden states
+        # Lengths at which snapshots of free slots are taken if their tokens go to the store.
+        self._untaken: list[list[int]] = [[] for _ in range(num_slots)]
         self._assignments: dict[int, _Assignment] = {}  # by sequence id
 
     @property

@@ -39,9 +39,9 @@ class Watched:
         self.engine = Engine(self.context, proposer or NullProposer(), ToyTokenizer(VOCAB), max_bytes)  # type: ignore[arg-type]
         for context in self.engine._contexts:
             context.prefixes.keep(kept_bytes)
-        self.most_bytes = self.most_running = self.num_put_back = 0
-        put_back = self.engine._scheduler.put_back
-        self.engine._scheduler.put_back = lambda seq: (put_back(seq), setattr(self, "num_put_back", self.num_put_back + 1))
+        self.most_bytes = self.most_running = self.num_preempted = 0
+        preempt = self.engine._scheduler.preempt
+        self.engine._scheduler.preempt = lambda seq: (preempt(seq), setattr(self, "num_preempted", self.num_preempted + 1))
 
     def run(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
         """The answers, and the requests in the order in which they began."""
@@ -77,19 +77,19 @@ def test_what_runs_and_what_is_kept_fits_the_memory_and_answers_stay(model: Any,
     assert watched.most_bytes <= limit < free.most_bytes
     assert began == sorted(began)
     assert 1 < watched.most_running <= free.most_running == 6 or num_full == 1
-    assert watched.num_put_back
-    assert not free.num_put_back
+    assert watched.num_preempted
+    assert not free.num_preempted
 
 
 @every_proposer
-def test_a_sequence_that_is_put_back_goes_on_as_in_plain_decoding(proposer: str) -> None:
+def test_a_sequence_that_is_preempted_goes_on_as_in_plain_decoding(proposer: str) -> None:
     model = ToyBackend(4, VOCAB, memory=0.3)
     drafts = PROPOSER_FACTORIES[proposer]()
     probe = Engine(Context(model, 6, 64), drafts, ToyTokenizer(VOCAB))  # type: ignore[arg-type]
     watched = Watched(model, int(1.8 * probe.bytes_of(64)), PROPOSER_FACTORIES[proposer]())
     answers, _ = watched.run(PROMPTS)
     assert answers == [plain_greedy(model, ToyTokenizer(VOCAB), prompt, PARAMS)["token_ids"] for prompt in PROMPTS]
-    assert watched.num_put_back
+    assert watched.num_preempted
 
 
 def test_a_prompt_that_never_fits_is_refused_and_an_answer_ends_where_the_memory_does() -> None:
