@@ -116,6 +116,8 @@ class Engine:
         self._proposer = proposer
         self._contexts = [context, *(level.context for level in proposer.levels)]
         self._max_bytes, self._kept_part = max_bytes, _KEPT_PARTS
+        self._hidden_bytes = 4 * len(proposer.hidden_layers) * context.backend.config.hidden_size  # of a token that a head reads
+        self._most_hidden = context.capacity if proposer.most_hidden is None else proposer.most_hidden
         self.most_tokens = context.capacity
         if max_bytes is not None:
             self.most_tokens = bisect_right(range(context.capacity + 1), max_bytes, key=self.bytes_of) - 1
@@ -136,9 +138,10 @@ class Engine:
         """Whether a step has anything to do."""
         return bool(self._requests or self._ready)
 
-    def bytes_of(self, length: int) -> int:
-        """Bytes of a sequence of `length` tokens, in all models."""
-        return sum(context.cache.bytes_of(length) for context in self._contexts)
+    def bytes_of(self, length: int, is_read: bool = False) -> int:
+        """Bytes of a sequence of `length` tokens in all models; before it `is_read` also of hidden states that wait for a head."""
+        waiting = 0 if is_read else min(length, self._most_hidden) * self._hidden_bytes
+        return waiting + sum(context.cache.bytes_of(length) for context in self._contexts)
 
     def add_request(self, prompt: abc.Sequence[int], params: SamplingParams) -> int:
         """Queue a prompt of token ids; returns the request's id. Raises ConfigError like `check`."""
@@ -301,11 +304,15 @@ class Engine:
 
     def _bytes_ahead(self, seq: Sequence, ahead: int) -> int:
         """Bytes of a sequence with `ahead` further tokens, or with as many as it may have."""
-        return 0 if self._max_bytes is None else self.bytes_of(min(len(seq.tokens) + ahead, self._requests[seq.id].max_length))
+        if self._max_bytes is None:
+            return 0
+        length = min(len(seq.tokens) + ahead, self._requests[seq.id].max_length)
+        return self.bytes_of(length, is_read=not self._scheduler.is_reading(seq))
 
     def _taken(self, ahead: int) -> int:
         """Bytes of all running sequences with `ahead` further tokens each."""
-        return sum(self._bytes_ahead(seq, ahead) for seq in self._scheduler.running)
+        waiting = sum(context.waiting_bytes for context in self._contexts)
+        return waiting + sum(self._bytes_ahead(seq, ahead) for seq in self._scheduler.running)
 
     def _preempt(self, max_bytes: int) -> None:
         """Let the sequences that began last wait until the running ones fit."""

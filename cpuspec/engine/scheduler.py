@@ -41,6 +41,10 @@ class Scheduler:
         if self.waiting.pop(seq.id, None) is None:
             self.running = [other for other in self.running if other is not seq]
 
+    def is_reading(self, seq: Sequence) -> bool:
+        """Whether tokens of a sequence are still to be read, as a prompt is."""
+        return not seq.num_output_tokens or seq.id in self._preempted
+
     def schedule(
         self, num_unfed: Callable[[Sequence], int], finishes_prompts: bool = False
     ) -> tuple[list[Sequence], list[PromptChunk]]:
@@ -49,7 +53,7 @@ class Scheduler:
         num_unfed: how many tokens before its last one a sequence still has to be fed. finishes_prompts: whether the step reads only
         the prompts that it can finish, if there are such.
         """
-        reading = [seq for seq in self.running if not seq.num_output_tokens or seq.id in self._preempted]
+        reading = [seq for seq in self.running if self.is_reading(seq)]
         if not reading:
             return self.running.copy(), []
         wanted = [num_unfed(seq) + 1 for seq in reading]  # the last token's row gives the first logits

@@ -87,6 +87,8 @@ class Context:
     one score feeds beside sequences that generate (`EngineConfig.prompt_rows`).
     """
 
+    waiting_bytes = 0
+
     def __init__(
         self,
         backend: Backend,

@@ -147,9 +147,9 @@ class HeadContext:
         return max(self.num_running, len(self._slots) - len(self.prefixes.free)) <= 1
 
     @property
-    def num_waiting(self) -> int:
-        """How many of the verifier's hidden states are in memory for drafts to come."""
-        return sum(followed.end - followed.first for followed in self._followed.values())
+    def waiting_bytes(self) -> int:
+        """Bytes of the verifier's hidden states that are in memory for drafts to come."""
+        return sum(rows.nbytes for followed in self._followed.values() for rows in (followed.known, *followed.raw))
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Follow a sequence. num_cached: as in `Proposer.begin`."""

@@ -17,6 +17,7 @@ class LevelContext(Protocol):
 
     num_running: sequences that the engine runs, told before each round: beside others, prompts are read in small parts.
     spent: the time of its forwards, and of a verifier's rounds. weight_bytes: of weights that its forwards read.
+    waiting_bytes: of hidden states that it keeps for drafts to come.
     """
 
     cache: KVCache
@@ -25,6 +26,9 @@ class LevelContext(Protocol):
     num_forwards: int
     weight_bytes: int
     spent: Spent
+
+    @property
+    def waiting_bytes(self) -> int: ...
 
     @property
     def backend(self) -> Backend:

@@ -86,7 +86,7 @@ def test_a_sequence_that_is_preempted_goes_on_as_in_plain_decoding(proposer: str
     model = ToyBackend(4, VOCAB, memory=0.3)
     drafts = PROPOSER_FACTORIES[proposer]()
     probe = Engine(Context(model, 6, 64), drafts, ToyTokenizer(VOCAB))  # type: ignore[arg-type]
-    watched = Watched(model, int(1.8 * probe.bytes_of(64)), PROPOSER_FACTORIES[proposer]())
+    watched = Watched(model, int(1.8 * probe.bytes_of(64, is_read=True)), PROPOSER_FACTORIES[proposer]())
     answers, _ = watched.run(PROMPTS)
     assert answers == [plain_greedy(model, ToyTokenizer(VOCAB), prompt, PARAMS)["token_ids"] for prompt in PROMPTS]
     assert watched.num_preempted
@@ -105,6 +105,22 @@ def test_a_prompt_that_never_fits_is_refused_and_an_answer_ends_where_the_memory
         ended |= {one.request_id: (one.finish_reason, one.stats) for one in engine.step() if one.finish_reason}
     assert [(reason, stats.num_new_tokens) for reason, stats in ended.values() if stats] == [("length", 1), ("length", 10)]
     assert Watched(model, None).engine.most_tokens == 64
+
+
+@pytest.mark.parametrize("most_hidden", [None, 10])
+def test_hidden_states_that_wait_for_a_head_count_until_their_prompt_is_read(most_hidden: int | None) -> None:
+    model, head = ToyBackend(3, VOCAB, memory=0.3), NullProposer()
+    head.hidden_layers, head.most_hidden = (0,), most_hidden
+    hidden_bytes = 4 * model.config.hidden_size
+    assert Watched(model, 40 * model.bytes_per_token + (most_hidden or 40) * hidden_bytes, head).engine.most_tokens == 40
+    engine = Watched(model, 80 * model.bytes_per_token + (most_hidden or 40) * hidden_bytes, head).engine
+    for _ in range(2):
+        engine.add_request([4] * 30, PARAMS)
+    running = []
+    while engine.has_work:
+        engine.step()
+        running.append(len(engine._scheduler.running))
+    assert (running[0], max(running)) == (1, 2)
 
 
 def test_prefixes_leave_the_memory_to_what_runs_and_may_have_it_again() -> None:

@@ -277,7 +277,7 @@ def test_auto_weighs_the_layer_of_the_file(tmp_path: Path, kind: str) -> None:
         assert level.num_accepted_tokens == level.num_draft_tokens > 30
 
 
-def test_a_head_drafts_behind_the_hidden_states_that_may_wait(tmp_path: Path) -> None:
+def test_a_head_drafts_after_the_hidden_states_that_may_wait(tmp_path: Path) -> None:
     """A planner's head may be asked late, and so many rows of a long text do not wait for it."""
     with LLM(oracle_of(tmp_path, "gguf"), "mtp@3", settings=SETTINGS) as llm:
         (level,) = llm._drafts
@@ -286,7 +286,7 @@ def test_a_head_drafts_behind_the_hidden_states_that_may_wait(tmp_path: Path) ->
 
         def noted(seq: Sequence, layers: tuple[np.ndarray, ...]) -> None:
             learn(seq, layers)
-            waiting.append(level.context.num_waiting)
+            waiting.append(level.context.waiting_bytes // (4 * level.context.backend.config.hidden_size))
 
         level.context.learn = noted  # type: ignore[method-assign]
         llm.generate(PROMPTS[1], PARAMS)
