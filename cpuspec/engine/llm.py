@@ -220,17 +220,20 @@ class LLM:
         self._drafts = proposer.levels
         self._planner = proposer if isinstance(proposer, Planner) else None
         self._context = context
+        self._contexts: list[tuple[str, LevelContext]] = [
+            *((draft.name, draft.context) for draft in self._drafts),
+            ("target", context),
+        ]
         self._choose = partial(build_chosen, default=proposer, opened=opened, vocab_size=self._context.vocab_size)
         chosen = ChosenDrafts(proposer, self._choose)
         self._guard = GuardedProposer(chosen, self._context, settings.plain_on_draft_error)
-        contexts = [*(draft.context for draft in self._drafts), self._context]
+        contexts = [one for _, one in self._contexts]
         max_bytes = _bytes_left(contexts, settings) if device_of(backend) == "cpu" else None  # else keys and values lie elsewhere
         self._engine = Engine(self._context, self._guard, tokenizer, max_bytes)
         if self._engine.most_tokens < self.context_length:
-            _tell_of_long_contexts(self._engine, self.context_length, contexts)
-        self._prefix_queue = _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
-        backends = [*(draft.context.backend for draft in self._drafts), backend]
-        self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))
+            _warn_of_long_contexts(self._engine, self.context_length, contexts)
+        self._prefix_queue = _keep_prefixes(contexts, settings)
+        self._shared = SharedEngine(self._engine, all(one.backend.survives_fork for one in contexts))
         # If it is dropped without `close`, or the process exits, no step may outlive the memory that it uses.
         weakref.finalize(self, self._shared.close)
 
@@ -514,23 +517,20 @@ class LLM:
         """The memory of each model: draft models first, beginning with the cheapest, then the target."""
         return [
             LevelMemory(name, context.backend.weight_bytes, context.backend.shared_bytes, context.prefixes.kv_bytes)
-            for name, context in self._named_contexts()
+            for name, context in self._contexts
         ]
 
     def reads(self) -> list[LevelReads]:
         """The forwards of each model so far and the weights that they read, in the order of `memory`."""
         return [
             LevelReads(name, context.num_forwards, context.weight_bytes, disk_reads(context.backend))
-            for name, context in self._named_contexts()
+            for name, context in self._contexts
         ]
-
-    def _named_contexts(self) -> list[tuple[str, LevelContext]]:
-        return [*((draft.name, draft.context) for draft in self._drafts), ("target", self._context)]
 
     def prefix_stats(self) -> list[PrefixStats]:
         """The figures of each model's prefix cache, in the order of `memory`."""
         with self._shared.exclusive():
-            return [context.prefixes.stats(name) for name, context in self._named_contexts()]
+            return [context.prefixes.stats(name) for name, context in self._contexts]
 
     def save_prefix(self, prompt: Prompt | Seq[Message], path: str | Path, cache_salt: str = "") -> int:
         """Save the cached part of a prompt, the target's keys and values, to a file; returns its number of tokens.
@@ -582,7 +582,7 @@ class LLM:
         """Empty the prefix cache of every model, on the disk, too. waits: whether to wait for the disk, 30 seconds at most."""
         self._shared.check_open()
         with self._shared.exclusive():
-            for _, context in self._named_contexts():
+            for _, context in self._contexts:
                 context.prefixes.forget()
         if self._prefix_queue and waits:
             self._prefix_queue.flush()
@@ -607,14 +607,13 @@ class LLM:
         try:
             if not self._shared.closed:
                 self._shared.close()
-                for _, context in self._named_contexts():
+                for _, context in self._contexts:
                     context.prefixes.spill()
                 if self._prefix_queue:
                     self._prefix_queue.close()
         finally:
-            for draft in self._drafts:
-                draft.context.backend.close()
-            self._backend.close()
+            for _, context in self._contexts:
+                context.backend.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -823,7 +822,7 @@ def _bytes_left(contexts: list[LevelContext], settings: EngineConfig) -> int | N
     return max(left - _OWN_BYTES, left // 2) if left > 0 else None
 
 
-def _tell_of_long_contexts(engine: Engine, length: int, contexts: list[LevelContext]) -> None:
+def _warn_of_long_contexts(engine: Engine, length: int, contexts: list[LevelContext]) -> None:
     """Warn that answers end before the context does, because a request that fills it needs more memory than there is."""
     _log.warning(
         "%d tokens, this model's context, take %.2f GB besides %.2f GB of weights, and this process may use %.2f GB: "
