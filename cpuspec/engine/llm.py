@@ -220,10 +220,8 @@ class LLM:
         self._drafts = proposer.levels
         self._planner = proposer if isinstance(proposer, Planner) else None
         self._context = context
-        self._contexts: list[tuple[str, LevelContext]] = [
-            *((draft.name, draft.context) for draft in self._drafts),
-            ("target", context),
-        ]
+        self._contexts: list[tuple[str, LevelContext]] = [(draft.name, draft.context) for draft in self._drafts]
+        self._contexts.append(("target", context))
         self._choose = partial(build_chosen, default=proposer, opened=opened, vocab_size=self._context.vocab_size)
         chosen = ChosenDrafts(proposer, self._choose)
         self._guard = GuardedProposer(chosen, self._context, settings.plain_on_draft_error)
