@@ -6,12 +6,12 @@ from cpuspec.metrics import RoundPart, Spent
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.planner.costs import MEASURED_ROWS, Costs
 from cpuspec.speculation.planner.planner import Planner
-from cpuspec.speculation.proposer import Level
+from cpuspec.speculation.proposer import DraftModel
 
 _MOST_ROWS = MEASURED_ROWS[-1] + 1  # of a draft with the row before it; a forward over more rows read prompts
 
 
-def round_parts(target: Context, levels: Sequence[Level], planner: Planner | None) -> list[RoundPart]:
+def round_parts(target: Context, levels: Sequence[DraftModel], planner: Planner | None) -> list[RoundPart]:
     """The parts of the time of all steps so far, model by model. Their seconds add up to those of the steps."""
     spent, parts, drafters = target.spent, list[RoundPart](), {}
     if planner:

@@ -1,18 +1,6 @@
 """Tokens to text that may be shown: without parts of stop strings, and without half characters."""
 
-from typing import Protocol
-
-
-class Decoder(Protocol):
-    """Turns token ids into text piece by piece."""
-
-    def push(self, id: int) -> str:
-        """Text that is complete after this token."""
-        ...
-
-    def finish(self) -> str:
-        """Text of the bytes that were left incomplete."""
-        ...
+from cpuspec.text import StreamDecoder
 
 
 class StopText:
@@ -22,7 +10,7 @@ class StopText:
     it.
     """
 
-    def __init__(self, decoder: Decoder, stop: tuple[str, ...], min_tokens: int = 0, shows_stop: bool = False) -> None:
+    def __init__(self, decoder: StreamDecoder, stop: tuple[str, ...], min_tokens: int = 0, shows_stop: bool = False) -> None:
         self.found: str | None = None  # the stop string that ended the text
         self._shows_stop = shows_stop
         self._num_free = min_tokens

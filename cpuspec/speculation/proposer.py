@@ -36,20 +36,6 @@ class LevelContext(Protocol):
         ...
 
 
-class Level(Protocol):
-    """A model that drafts, with weights and a cache of its own, for reports and for `LLM.close`."""
-
-    @property
-    def name(self) -> str:
-        """Its name in reports."""
-        ...
-
-    @property
-    def context(self) -> LevelContext:
-        """The model with its cache."""
-        ...
-
-
 class Proposer(Protocol):
     """Drafts continuations. Verifier and engine never learn how. No draft changes the answer.
 
@@ -66,7 +52,7 @@ class Proposer(Protocol):
     hidden_layers: tuple[int, ...] = ()  # layers of the verifying model whose outputs `accept` gets
     most_hidden: int | None = None  # how many of a prompt's last rows of these it needs; None for all
     # The models that draft in it, the cheapest first. A proposer with weights of its own is among its levels.
-    levels: "tuple[Level, ...]" = ()
+    levels: "tuple[DraftModel, ...]" = ()
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Prepare for a sequence that has its prompt, and generated tokens if a level above began to draft later.
@@ -98,22 +84,17 @@ Floors = list[float]
 
 
 class DraftModel(Proposer, Protocol):
-    """A drafter with a model. A planner asks it for drafts that end where a further token does not pay."""
+    """A drafter with a model. A planner asks it for drafts that end where a further token does not pay.
+
+    num_tokens: the most tokens of a draft. in_one_pass: whether a longer draft takes no more forwards. context: the model with its
+    cache.
+    """
+
+    num_tokens: int
+    in_one_pass: bool
 
     @property
-    def num_tokens(self) -> int:
-        """The most tokens of a draft."""
-        ...
-
-    @property
-    def in_one_pass(self) -> bool:
-        """Whether a longer draft takes no more forwards."""
-        ...
-
-    @property
-    def context(self) -> LevelContext:
-        """The model with its cache."""
-        ...
+    def context(self) -> LevelContext: ...
 
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """With floors a draft has confidences. It goes on after n tokens while the product of theirs is at least `floors[i][n]`.

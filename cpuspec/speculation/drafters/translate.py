@@ -13,7 +13,6 @@ import numpy as np
 from cpuspec.sampling import Draws, Row
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.chain import ChainProposer
-from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.vocab import SharedTokens
 from cpuspec.speculation.proposer import Floors, Proposer
@@ -34,27 +33,12 @@ class TranslatedProposer(Proposer):
 
     def __init__(self, chain: ChainProposer, shared: SharedTokens, by_text: bool) -> None:
         """Unless by_text, the chain's context gives a probability only to tokens of `shared.drafted`."""
-        self.name = chain.name
-        self.levels = chain.levels
+        self.name, self.levels, self.context = chain.name, chain.levels, chain.context
+        self.num_tokens, self.in_one_pass = chain.num_tokens, chain.in_one_pass
         self._chain = chain
         self._shared = shared
         self._by_text = by_text
         self._translations: dict[int, _Translation] = {}  # by sequence id
-
-    @property
-    def num_tokens(self) -> int:
-        """The most tokens that the chain drafts."""
-        return self._chain.num_tokens
-
-    @property
-    def in_one_pass(self) -> bool:
-        """Whether a longer draft takes no more forwards."""
-        return self._chain.in_one_pass
-
-    @property
-    def context(self) -> Context:
-        """The model that drafts."""
-        return self._chain.context
 
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """The chain's drafts for the same texts, translated. Floors count the chain's tokens."""
