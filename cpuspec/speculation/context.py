@@ -142,34 +142,26 @@ class Context:
         slot, or the least recently used one, whose tokens go to the store. The longest prefix in any slot or in the store's memory
         is copied into it. Blocks on the disk count if `poll_prefix` has read them. Raises CacheError when no slot is free.
         """
-        free = self.prefixes.free
-        if not free:
+        if not self.prefixes.free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
         assert seq.id not in self._assignments, "a sequence acquires one slot"
-        used = self.prefixes.tick()
-        shared, stored, branch = self._shared(seq), self._loadable(seq), self._num_known(seq) if self.cache.states else 0
-        slot, source = max(free, key=shared.__getitem__), max(range(len(shared)), key=shared.__getitem__)
-        longest, useful = max(shared[source], stored), self._useful(seq)
-        if shared[slot] < max(longest, useful) or self._num_lost(slot, shared[slot]) >= self.prefixes.many:
-            slot = next((slot for slot in free if not self._held[slot]), free[0])
-            if self._num_lost(slot, shared[slot]) >= self.prefixes.many:
-                self._save(slot, self.prefixes.used[slot])
-        if self._salts[slot] != seq.salt:
-            self._held[slot], self._salts[slot] = [], seq.salt
-        # Before the slot leaves the free list: an interrupt between the two loses no slot.
-        self._assignments[seq.id] = _Assignment(seq, slot, min(shared[slot], seq.num_committed))
-        free.remove(slot)
+        store, used, reusable, useful = self.prefixes.store, self.prefixes.tick(), self._reusable(seq), self._useful(seq)
+        shared, stored = self._shared(seq), store.loadable(reusable, seq.salt, seq.id) if store else 0
+        branch = self._num_known(seq) if self.cache.states else 0
+        source = max(range(len(shared)), key=shared.__getitem__)
+        longest = max(shared[source], stored)
+        slot = self._assign(seq, shared, max(longest, useful))
         if longest > shared[slot] and longest >= useful:
             self._held[slot] = []
             if shared[source] == longest:
                 length = self.cache.copy(source, slot, longest)
             else:
-                assert self.prefixes.store, "only a store supplies more than the slots"
+                assert store, "only a store supplies more than the slots"
                 self.cache.truncate(slot, 0)
-                length = self.prefixes.store.load(slot, self._reusable(seq), used, seq.salt, seq.id)
+                length = store.load(slot, reusable, used, seq.salt, seq.id)
             self._held[slot] = seq.tokens[:length]
-        if self.prefixes.store:
-            self.prefixes.store.forget(seq.id)
+        if store:
+            store.forget(seq.id)
         num_cached = len(self._align(seq))
         if self.hidden_layers and num_cached:
             num_cached = self._begin_hidden(seq, num_cached)
@@ -179,6 +171,24 @@ class Context:
         self.prefixes.num_prompt_tokens += len(seq.tokens)
         self.prefixes.num_cached_tokens += num_cached
         return num_cached
+
+    def _assign(self, seq: Sequence, shared: list[int], wanted: float) -> int:
+        """Choose a free slot for the sequence, save the tokens that the slot loses, and return it.
+
+        shared: of `_shared`. The slot with the longest prefix is chosen if that has `wanted` tokens and little else is lost.
+        """
+        free, many = self.prefixes.free, self.prefixes.many
+        slot = max(free, key=shared.__getitem__)
+        if shared[slot] < wanted or len(self._held[slot]) - shared[slot] >= many:
+            slot = next((slot for slot in free if not self._held[slot]), free[0])
+            if len(self._held[slot]) - shared[slot] >= many:
+                self._save(slot, self.prefixes.used[slot])
+        if self._salts[slot] != seq.salt:
+            self._held[slot], self._salts[slot] = [], seq.salt
+        # Before the slot leaves the free list: an interrupt between the two loses no slot.
+        self._assignments[seq.id] = _Assignment(seq, slot, min(shared[slot], seq.num_committed))
+        free.remove(slot)
+        return slot
 
     def num_hidden_kept(self, seq: Sequence) -> int:
         """1 if the next score also returns the hidden state of the last token that `acquire` supplied, else 0."""
@@ -195,7 +205,10 @@ class Context:
                 if self.cache.states:
                     shared = max((length for length in one.snapshots if length <= shared), default=0)
                 coming = max(coming, shared)
-        return coming >= self.prefixes.many and coming - max(*self._shared(seq), self._stored(seq)) >= self.prefixes.many
+        if coming < self.prefixes.many:
+            return False
+        stored = self.prefixes.store.length(wanted, seq.salt) if self.prefixes.store else 0
+        return coming - max(*self._shared(seq), stored) >= self.prefixes.many
 
     def poll_prefix(self, seq: Sequence) -> bool:
         """Begin or continue to read a useful prefix from the disk for a sequence without a slot; returns whether it comes."""
@@ -231,9 +244,9 @@ class Context:
         salt: of the sequences that computed it. The call may run beside steps. It raises OSError, and CacheError if there is no
         prefix. Raises CacheError if the backend's cache cannot be saved.
         """
-        store, held = self._wanted_store(), zip(self._all_kept(), self._salts, strict=True)
+        store = self._wanted_store()
         tokens = tokens[:-1] if self.cache.states else tokens  # the last token is always fed, so states after it are of no use
-        shared = [shared_prefix(one, tokens) if its == salt else 0 for one, its in held]
+        shared = self._alike(tokens, salt)
         slot = max(range(len(shared)), key=shared.__getitem__)
         if shared[slot] > store.length(tokens, salt):
             self._save(slot, self.prefixes.tick(), shared[slot])
@@ -269,7 +282,7 @@ class Context:
 
     def save_slot(self, slot: int) -> None:
         """As `SlotOwner`."""
-        if self._num_lost(slot, 0) >= self.prefixes.many:
+        if len(self._held[slot]) >= self.prefixes.many:
             self._save(slot, self.prefixes.used[slot])
 
     def clear_slot(self, slot: int) -> None:
@@ -332,23 +345,18 @@ class Context:
 
     def _shared(self, seq: Sequence) -> list[int]:
         """For each slot how many of the sequence's leading tokens it holds, and the sequence may use."""
-        wanted, held = self._kept(seq, seq.tokens), zip(self._all_kept(), self._salts, strict=True)
-        shared = [shared_prefix(one, wanted) if self.prefixes.shares and salt == seq.salt else 0 for one, salt in held]
+        shared = self._alike(self._kept(seq, seq.tokens), seq.salt) if self.prefixes.shares else [0] * self.cache.num_slots
         return list(map(self.cache.reachable, range(len(shared)), shared))
+
+    def _alike(self, tokens: list[int], salt: str) -> list[int]:
+        """For each slot how many leading `tokens` it holds for sequences of a salt, with or without states after them."""
+        held = zip(self._all_kept(), self._salts, strict=True)
+        return [shared_prefix(one, tokens) if its == salt else 0 for one, its in held]
 
     def _num_known(self, seq: Sequence) -> int:
         """How many of the sequence's leading tokens are in a slot or the store, with or without states after them."""
-        wanted, held = self._reusable(seq), zip(self._all_kept(), self._salts, strict=True)
-        known = max(shared_prefix(one, wanted) if salt == seq.salt else 0 for one, salt in held)
-        return max(known, self.prefixes.store.num_known(wanted, seq.salt) if self.prefixes.store else 0)
-
-    def _stored(self, seq: Sequence) -> int:
-        """How many of the sequence's leading tokens the store holds, in memory or on the disk; the last token does not count."""
-        return self.prefixes.store.length(self._reusable(seq), seq.salt) if self.prefixes.store else 0
-
-    def _loadable(self, seq: Sequence) -> int:
-        """How many of the sequence's leading tokens the store holds in memory or has read; the last token does not count."""
-        return self.prefixes.store.loadable(self._reusable(seq), seq.salt, seq.id) if self.prefixes.store else 0
+        wanted, store = self._reusable(seq), self.prefixes.store
+        return max(*self._alike(wanted, seq.salt), store.num_known(wanted, seq.salt) if store else 0)
 
     def _reusable(self, seq: Sequence) -> list[int]:
         """The sequence's leading tokens that another sequence may supply; the last token is always fed."""
@@ -376,10 +384,6 @@ class Context:
     def _useful(self, seq: Sequence) -> float:
         """How many tokens a prefix must supply to be worth a copy."""
         return max(min(MIN_SHARED_PREFIX * len(seq.tokens), self.prefixes.many), 1)
-
-    def _num_lost(self, slot: int, length: int) -> int:
-        """How many tokens a slot loses if it keeps the first `length`."""
-        return len(self._held[slot]) - length
 
     def _save(self, slot: int, used: int, length: int | None = None) -> None:
         """Copy a slot's tokens, or its first `length`, to the store. They are lost if there is no memory for the copy."""

@@ -52,6 +52,25 @@ def check_company(target: Checkpoint, spec: str) -> None:
     assert all(compared)
 
 
+class StandIn:
+    """What tests that give a head's rows themselves need of its context besides `score`: every sequence can be drafted for."""
+
+    capacity = prompt_rows = 1 << 20
+    is_alone, num_running = True, 1
+
+    def begin(self, seq: Sequence, num_cached: int) -> None: ...
+
+    def learn(self, seq: Sequence, hidden: object) -> None: ...
+
+    def end(self, seq: Sequence) -> None: ...
+
+    def can_draft(self, seq: Sequence) -> bool:
+        return True
+
+    def num_unfed(self, seq: Sequence) -> int:
+        return 0
+
+
 class Recorded:
     """A head's proposer that notes its drafts, and the tokens that they followed."""
 

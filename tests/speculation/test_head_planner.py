@@ -15,6 +15,7 @@ from cpuspec.speculation.head_context import DraftedRows, HeadRows
 from cpuspec.speculation.planner.costs import Costs
 from cpuspec.speculation.planner.planner import Planner
 from cpuspec.speculation.verify import verify_tokens
+from tests.speculation.head_runs import StandIn
 
 ROWS = [1, 2, 3, 4, 6, 8, 9, 12, 16, 24]
 TARGET = Costs(ROWS, [1 + 0.05 * (rows - 1) for rows in ROWS])
@@ -32,11 +33,8 @@ def clock() -> Clock:
     return Clock()
 
 
-class HeadOfFewWords:
+class HeadOfFewWords(StandIn):
     """Stands for a head with its context: in every row tokens 0, 1, 2 and so on are as likely as it says. A forward takes time."""
-
-    capacity = prompt_rows = 1 << 20
-    is_alone, num_running = True, 1
 
     def __init__(self, clock: Clock, forward_s: float, sure: tuple[float, ...]) -> None:
         others = (1 - sum(sure)) / (VOCAB - len(sure))
@@ -45,18 +43,6 @@ class HeadOfFewWords:
         self.backend = SimpleNamespace(max_rows=64)
         self.costs = Costs(ROWS, [forward_s * (1 + 0.02 * (rows - 1)) for rows in ROWS])
         self._clock = clock
-
-    def begin(self, seq: Sequence, num_cached: int) -> None: ...
-
-    def learn(self, seq: Sequence, hidden: object) -> None: ...
-
-    def end(self, seq: Sequence) -> None: ...
-
-    def can_draft(self, seq: Sequence) -> bool:
-        return True
-
-    def num_unfed(self, seq: Sequence) -> int:
-        return 0
 
     def score(self, seqs: list[Sequence], drafted: list[DraftedRows | None], chunks: object = None) -> list[HeadRows]:
         numbers = [len(rows.tokens) + (rows.parents is not None) if rows else 1 for rows in drafted]

@@ -56,6 +56,7 @@ from tests.speculation.head_runs import (
     PROMPTS,
     SETTINGS,
     SMALL,
+    StandIn,
     check_answers,
     check_company,
     llm_over,
@@ -626,29 +627,14 @@ def test_an_oracle_is_always_accepted(target: Checkpoint, tmp_path: Path, spec: 
 # ----------------------------------------------------------------------------------------------------- the distribution, enumerated
 
 
-class ExactHeadContext:
+class ExactHeadContext(StandIn):
     """A head whose rows are fractions: those of a chain depend on what was drafted, those of one pass on how far ahead they are."""
-
-    capacity = prompt_rows = 99
-    is_alone = True
 
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
         self.head = SimpleNamespace(token_ids=None, layers=(), mask_id=0, mask_features=np.zeros((1, 1)))
         self.backend = SimpleNamespace(max_rows=99)
         self._drafted: list[int] = []
-
-    def begin(self, seq: Sequence, num_cached: int) -> None: ...
-
-    def learn(self, seq: Sequence, hidden: object) -> None: ...
-
-    def end(self, seq: Sequence) -> None: ...
-
-    def can_draft(self, seq: Sequence) -> bool:
-        return True
-
-    def num_unfed(self, seq: Sequence) -> int:
-        return 0
 
     def encoded(self, features: np.ndarray) -> np.ndarray:
         return features

@@ -17,7 +17,7 @@ from cpuspec.speculation.prefix_files import PrefixDirectory, PrefixFiles, Prefi
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.oracles import ToyBackend, ToyTokenizer
-from tests.speculation.test_prefixes import Requests, counting
+from tests.speculation.test_prefixes import Requests, counting, spill, written
 
 A, B, C = counting(0, 20), counting(3, 20), counting(5, 20)
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -54,9 +54,7 @@ def disk(tmp_path: Path) -> Slow:
     context = keeping(PrefixQueue(PrefixDirectory(tmp_path, 10**6)))
     for tokens in (A, B):
         Requests(context).run(*tokens)
-    assert context.prefixes.store is not None
-    assert context.prefixes.store.queue is not None
-    assert context.prefixes.store.queue.flush()
+    written(context)
     return Slow(tmp_path)
 
 
@@ -175,10 +173,7 @@ def test_closing_writes_what_is_in_memory_the_latest_first_and_only_for_a_time(
     assert (len(list(tmp_path.iterdir())), queue.num_dropped) == (15, 0)
     again = keeping(PrefixQueue(PrefixDirectory(tmp_path, 3000)), 100)
     Requests(again).run(*counting(6, 20))
-    again.prefixes.spill()
-    assert again.prefixes.store is not None
-    assert again.prefixes.store.queue is not None
-    assert again.prefixes.store.queue.flush()
+    spill(again)
     fresh = Requests(keeping(PrefixQueue(PrefixDirectory(tmp_path, 10**6)), 100))
     assert fresh.run(*counting(6, 20), 1) == 1
     assert fresh.run(*C, 1) < 21
