@@ -26,11 +26,11 @@ from cpuspec.text import Grammars, Tokenizer
 
 _WAIT_S = 0.01  # of a step that has nothing to compute; commands of other threads wait as long
 
-# A sequence must have memory for so many further tokens to begin, and to stay. So it gains some hundreds before it can be preempted
-# again.
+# The further tokens that a sequence must have memory for to begin, and to stay. So it gains some hundreds before it can be
+# preempted again.
 _TO_BEGIN, _TO_STAY = 512, 64
 
-_SHARED_TOKENS = 1024  # the models divide memory by their bytes for so many tokens
+_SHARED_TOKENS = 1024  # the models divide memory by their bytes of this many tokens
 _KEPT_PARTS = 32  # the limit of prefixes changes in steps of this part of the memory
 
 

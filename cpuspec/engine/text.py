@@ -6,7 +6,7 @@ from cpuspec.text import StreamDecoder
 class StopText:
     """The text of one request. Holds back text that may begin a stop string, and cuts before a whole one.
 
-    min_tokens: a stop string in the first so many tokens does not count. shows_stop: the text includes the stop string that ends
+    min_tokens: how many first tokens may not end the text by a stop string. shows_stop: the text includes the stop string that ends
     it.
     """
 

@@ -70,7 +70,7 @@ class PrefixStore:
         assert cache.blocks, "asked of caches that have blocks only"
         self.num_evictions = 0  # blocks that left the memory to make room
         self.queue = queue
-        self._reads: dict[int, _Reading] = {}  # by sequence
+        self._readings: dict[int, _Reading] = {}  # by sequence
         self._unwritten: deque[_Block] = deque()  # blocks whose files could not be written
         self._cache, self._size = cache, cache.blocks.size
         self._files = PrefixFiles(cache, vocab_size, hidden_layers, hidden_size)
@@ -133,7 +133,7 @@ class PrefixStore:
         """
         if self.queue is None:
             return False
-        reading = self._reads.get(reader, _Reading())
+        reading = self._readings.get(reader, _Reading())
         if reading.read:
             if self.queue.poll(reading.read):
                 return True
@@ -141,7 +141,7 @@ class PrefixStore:
             reading.found |= zip([block.key for block in reading.absent], read.found, strict=False)
             if read.is_missing and len(reading.absent) > len(read.found):
                 self._remove(reading.absent[len(read.found)])
-        elif reader in self._reads:
+        elif reader in self._readings:
             return False
         found = self._match(tokens, salt)
         if sum(number for _, number in found) <= more_than:
@@ -153,12 +153,12 @@ class PrefixStore:
         if not reading.absent:
             return False
         reading.read = self.queue.read(self._files, [block.key for block in reading.absent])
-        self._reads[reader] = reading
+        self._readings[reader] = reading
         return reading.read is not None
 
     def forget(self, reader: int) -> None:
         """End a sequence's read, and forget the blocks that were read for it."""
-        if (reading := self._reads.pop(reader, None)) and reading.read:
+        if (reading := self._readings.pop(reader, None)) and reading.read:
             reading.read.is_done = True
 
     def copy_from_slot(self, slot: int, tokens: list[int], used: int, salt: str = "") -> None:
@@ -332,7 +332,7 @@ class PrefixStore:
 
     def _loaded(self, tokens: list[int], salt: str, reader: int) -> list[tuple[_Block, int, U8]]:
         """The blocks of `_match` that are in memory, or were read for the sequence `reader`, with their data."""
-        found = self._reads[reader].found if reader in self._reads else {}
+        found = self._readings[reader].found if reader in self._readings else {}
 
         def data(block: _Block) -> U8 | None:
             return next((one for one in (block.data, block.waiting, found.get(block.key)) if one is not None), None)

@@ -111,7 +111,7 @@ def test_a_request_that_is_aborted_while_its_prefix_is_read_leaves_nothing(disk:
     disk.answers.set()
     assert not engine.has_work
     assert context.prefixes.store is not None
-    assert not context.prefixes.store._reads
+    assert not context.prefixes.store._readings
     assert run(engine, [[*A, 1], C]) == expected([[*A, 1], C])
 
 

@@ -11,8 +11,8 @@ from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.head_path import HeadPath
 from cpuspec.speculation.head_context import DraftedRows, HeadContext, HeadRows
 
-# The Markov head corrects so many tokens of a row, those that are likeliest without it. The others are not drafted: for a whole
-# vocabulary the correction costs as much as a second output matrix.
+# The Markov head corrects only these tokens of a row: the ones that are likeliest without it. The others are not drafted: for a
+# whole vocabulary the correction costs as much as a second output matrix.
 _CANDIDATES = 64
 
 # If the spec gives no confidence, a draft ends before a token whose path has a smaller chance: one more row of a forward costs

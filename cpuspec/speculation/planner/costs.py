@@ -23,7 +23,7 @@ MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24)  # numbers of rows that are me
 LEARNING = 0.1  # weight of the latest draft in the seconds of drafting
 _DEPTH = 32  # tokens of context under the measured forwards
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
-_LOOKS, _UNDERCUT = 3, 0.5  # at a start so many forwards are timed; below this share of the kept seconds, costs are measured again
+_LOOKS, _UNDERCUT = 3, 0.5  # forwards timed at a start; the share of the kept seconds below which costs are measured again
 _SETTLED = 0.03  # a round that finds nothing quicker by more than this share ends the measurement
 
 # The deviation of a round is the logarithm of its seconds over the expected ones. A slow round mostly means a slow machine, which

@@ -178,7 +178,7 @@ class Planner(Proposer):
             best[i] = max(best[i], option, key=lambda option: option.tokens_per_s)
 
     def _begin_timing(self, num_seqs: int, num_verified: int) -> None:
-        """Time a forward that verifies so many rows, and one of `_TIMED_PLAIN` forwards without drafts."""
+        """Time the next forward, which verifies `num_verified` rows; of those without drafts only one of `_TIMED_PLAIN`."""
         self._num_plain_forwards += num_verified == num_seqs
         is_timed = num_verified > num_seqs or self._num_plain_forwards % _TIMED_PLAIN == 0
         self._timing = None
@@ -215,7 +215,7 @@ class Planner(Proposer):
         self.costs.keep()
         for model in self.models:
             model.end(seq)
-        with ExitStack() as calls:  # every drafter is told, also where one raises
+        with ExitStack() as calls:  # every drafter is told, also if one raises
             for drafter in reversed(self._drafters if self._is_outermost else ()):
                 calls.callback(drafter.proposer.end, seq)
 
