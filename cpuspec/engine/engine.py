@@ -307,11 +307,11 @@ class Engine:
         if self._max_bytes is None:
             return 0
         length = min(len(seq.tokens) + ahead, self._requests[seq.id].max_length)
-        return self.bytes_of(length, is_read=not self._scheduler.is_reading(seq))
+        return self.bytes_of(length, is_read=not self._hidden_bytes or not self._scheduler.is_reading(seq))
 
     def _taken(self, ahead: int) -> int:
         """Bytes of all running sequences with `ahead` further tokens each."""
-        waiting = sum(context.waiting_bytes for context in self._contexts)
+        waiting = sum(context.waiting_bytes for context in self._contexts) if self._hidden_bytes else 0
         return waiting + sum(self._bytes_ahead(seq, ahead) for seq in self._scheduler.running)
 
     def _preempt(self, max_bytes: int) -> None:
