@@ -4,6 +4,7 @@ A family of known operations is one entry. `hf_defaults` and `gguf_defaults` are
 out; they come from transformers' configuration classes and llama.cpp's loaders.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -37,6 +38,7 @@ _LAYER_NAMES = {
     "up_bias": ("ffn_up.bias", "mlp.up_proj.bias"),
     "down_bias": ("ffn_down.bias", "mlp.down_proj.bias"),
 }
+_NORM_BETWEEN = {"mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight")}  # another name in GGUF files
 _EACH = ("gate", "up", "down")
 
 
@@ -135,7 +137,10 @@ _LFM2_DEFAULTS: dict[str, object] = {
     **{"norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True, "num_key_value_heads": 8, "num_attention_heads": 32},
     "max_position_embeddings": 128000,
 }
-_LFM2_GLOBALS = {"norm": ("token_embd_norm.weight", "model.embedding_norm.weight")}
+_LFM2: dict[str, Any] = {
+    **{"flags": {"qk_norm": True}, "layer_names": _LFM2_NAMES, "recurrent": "short_conv"},
+    "global_names": {"norm": ("token_embd_norm.weight", "model.embedding_norm.weight")},
+}
 _GRANITE_MOE_NAMES = {
     **_renamed(
         {part: theirs for part, theirs in _EXPERT_NAMES.items() if part not in ("router_shift", "shared_weight")},
@@ -158,27 +163,29 @@ _GRANITE_HYBRID_NAMES = {
     "gate+up": ("", "shared_mlp.input_linear.weight"),
 }
 # transformers' GraniteMoeHybridConfig.
-_GRANITE_HYBRID_DEFAULTS: dict[str, object] = {
-    **{"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4},
-    **{"mamba_expand": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
+_GRANITE_HYBRID: dict[str, Any] = {
+    "hf_types": ("granitemoehybrid", ""),
+    "hf_defaults": {
+        **{"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4},
+        **{"mamba_expand": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
+    },
+    **{"pairs_neighbours": True, "has_scales": True, "recurrent": "mamba2", "tells_ropes": True},
 }
 _NEMOTRON_H_NAMES = {
     "attn_norm": ("attn_norm.weight", "norm.weight"),
-    **{part: (f"attn_{part}.weight", f"mixer.{part}_proj.weight") for part in ("q", "k", "v")},
-    "o": ("attn_output.weight", "mixer.o_proj.weight"),
+    **{
+        part: (gguf_name, re.sub(r"self_attn|mlp", "mixer", hf_name, count=1))
+        for part, (gguf_name, hf_name) in _SHARED_NAMES.items()
+        if re.fullmatch(r"q|k|v|o|router|router_shift|((expert|shared)_)?(up|down)", part)
+    },
     **_mamba_names("mixer"),
-    "up": ("ffn_up.weight", "mixer.up_proj.weight"),
-    "down": ("ffn_down.weight", "mixer.down_proj.weight"),
-    "router": ("ffn_gate_inp.weight", "mixer.gate.weight"),
-    "router_shift": ("exp_probs_b.bias", "mixer.gate.e_score_correction_bias"),
-    "expert_up": ("ffn_up_exps.weight", "mixer.experts.*.up_proj.weight"),
-    "expert_down": ("ffn_down_exps.weight", "mixer.experts.*.down_proj.weight"),
-    "shared_up": ("ffn_up_shexp.weight", "mixer.shared_experts.up_proj.weight"),
-    "shared_down": ("ffn_down_shexp.weight", "mixer.shared_experts.down_proj.weight"),
 }
-_BACKBONE = {
-    "embed": ("token_embd.weight", "backbone.embeddings.weight"),
-    "norm": ("output_norm.weight", "backbone.norm_f.weight"),
+_MAMBA2: dict[str, Any] = {  # also of the layers of Nemotron-H
+    **{"single": True, "unrotated_every": 1, "recurrent": "mamba2", "hf_root": "backbone"},
+    "global_names": {
+        "embed": ("token_embd.weight", "backbone.embeddings.weight"),
+        "norm": ("output_norm.weight", "backbone.norm_f.weight"),
+    },
 }
 # transformers' NemotronHConfig.
 _NEMOTRON_H_DEFAULTS: dict[str, object] = {
@@ -186,7 +193,10 @@ _NEMOTRON_H_DEFAULTS: dict[str, object] = {
     **{"ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "expand": 2},
     **{"time_step_min": 0.001, "max_position_embeddings": 4096, "mlp_hidden_act": "relu2", "intermediate_size": 21504},
 }
-_NEMOTRON_H_FLAGS = {"gated": False, "activation": "relu2"}
+_NEMOTRON_H: dict[str, Any] = {
+    **_MAMBA2,
+    **{"flags": {"gated": False, "activation": "relu2"}, "layer_names": _NEMOTRON_H_NAMES, "steps_at_least": True},
+}
 # gate and up are one tensor in files of both kinds.
 _JOINED_GATE = {
     **{part: names for part, names in _LAYER_NAMES.items() if part not in ("gate", "up", "gate_bias", "up_bias")},
@@ -197,12 +207,7 @@ _POST_NAMES = {
     "attn_post_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
     "mlp_post_norm": ("post_ffw_norm.weight", "post_feedforward_layernorm.weight"),
 }
-_GEMMA_NAMES = {
-    **_LAYER_NAMES,
-    "attn_post_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
-    "mlp_norm": ("ffn_norm.weight", "pre_feedforward_layernorm.weight"),
-    "mlp_post_norm": ("post_ffw_norm.weight", "post_feedforward_layernorm.weight"),
-}
+_GEMMA_NAMES = _renamed(_POST_NAMES, mlp_norm="pre_feedforward_layernorm.weight")
 _GEMMA4_NAMES = {
     **_GEMMA_NAMES,
     "output_scale": ("layer_output_scale.weight", "layer_scalar"),
@@ -228,7 +233,7 @@ _GEMMA4_MOE_NAMES = {
 _GATED_NAMES = {
     **{part: theirs for part, theirs in _EXPERT_NAMES.items() if part not in ("q", "q_bias", "k_bias", "v_bias")},
     "q+q_gate": ("attn_q.weight", "self_attn.q_proj.weight"),
-    "mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
+    **_NORM_BETWEEN,
     "delta_conv": ("ssm_conv1d.weight", "linear_attn.conv1d.weight"),
     "delta_dt": ("ssm_dt.bias", "linear_attn.dt_bias"),
     "delta_decay": ("ssm_a", "linear_attn.A_log"),
@@ -266,89 +271,61 @@ _BIASED_NORM = {"norm_bias": ("output_norm.bias", "model.norm.bias")}
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture.
-
-    hf_class: the class in config.json; hf_wrapper: one around it whose `text_config` describes this family, "" for none;
-    hf_types: their names as `model_type`, where they are not the architecture's; text_alike: the family that computes the same in
-    files of texts alone, "" for this one; hf_alike:
-    classes that compute the same, or have layers for multi-token prediction behind those of the model.
-    flags: arguments of ModelConfig that all models of the family share.
-    layer_names: as GLOBAL_NAMES, for the parts of a layer; "" where a kind of file has none. "*" stands for the number of an
-    expert, whose matrices are stacked; parts joined by "+" are one tensor of such files, one part after another along the rows.
-    other_names: further names that files of any kind may have, of parts or of joined ones: by "+", or by "&" where
-    their rows take turns; "^T" behind them says that the file has their inputs first. global_names: as GLOBAL_NAMES, where
-    they are others.
-    pairs_neighbours: GGUF files hold the rows of q and k so that rotation pairs neighbours, not the halves of a head;
-    hf_pairs_neighbours: and so do Hugging Face files.
-    experts: arguments of `Experts` that all models of the family share; None for a family without. gates_shared: whether the part
-    beside the experts, where there is one, is weighed.
-    hf_shift_is_row: `router_shift` of Hugging Face files is a matrix of one row.
-    hf_groups_heads: the joined q, k and v of Hugging Face files go key head by key head: its queries, itself, its value.
-    qkv_bias: Hugging Face models have biases of queries, keys and values, unless their configuration says otherwise.
-    has_scales: configurations have Granite's four factors: of embeddings, branches, scores and, inverse, logits.
-    has_logit_scale: configurations have a factor of logits. has_sections: and multimodal sections of rotary positions, which are
-    one for texts. has_local_rope: layers with a window turn by another base, or without the scaling.
-    grows: files may have a temperature of queries that grows with the position. turns_in_windows: in a model with windows, only
-    layers that have one have rotary positions.
-    norm_offset: what a model adds to norm weights of Hugging Face files; GGUF files hold the sum.
-    delta_layers: whether layers without attention are gated delta nets. tiles_values: GGUF files have value heads of these in the
-    order of `DeltaNet.tiled`, which ours is then; Hugging Face files have neighbours share a key head.
-    scales_embeddings: by the root of the hidden size. unrotated_every: each n-th layer has no rotary positions, 0 for none, 1 for
-    all.
-    recurrent: what layers have that do not attend, "short_conv" or "mamba2", or "both" where each layer has Mamba-2 beside its
-    attention; "" for other families. single: a layer is one branch. steps_at_least: Hugging Face configurations have a least step
-    of Mamba-2, which GGUF files do not know. hf_root: the name under which Hugging Face files have the layers.
-    folds_multipliers: Hugging Face configurations have factors of matrices that GGUF files have in the matrices.
-    latent: keys and values are made of one vector (`config.Latent`).
-    by_window: heads of layers with a window have another size, and layers may share keys (`checkpoints.gemma`).
-    """
+    """One architecture: the names of its tensors and settings in files, and how these differ from Llama's."""
 
     architecture: str
-    hf_class: str
-    gguf_architecture: str = ""
-    hf_wrapper: str = ""
-    hf_types: tuple[str, str] = ("", "")
-    text_alike: str = ""
+    hf_class: str  # in config.json
+    gguf_architecture: str = ""  # where GGUF files have another name than ours
+    hf_wrapper: str = ""  # a class around it whose `text_config` describes this family
+    hf_types: tuple[str, str] = ("", "")  # `model_type` of both classes; "" where it is the architecture
+    text_alike: str = ""  # the family that computes the same in a file of texts only
+    # Classes that compute the same, or have further layers for multi-token prediction.
     hf_alike: tuple[str, ...] = ()
-    flags: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, Any] = field(default_factory=dict)  # arguments of ModelConfig that all models of the family share
     hf_defaults: Mapping[str, object] = field(default_factory=dict)
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)
+    # As GLOBAL_NAMES, for the parts of a layer; "" where a kind of file has none. "*" is the number of an expert, whose matrices
+    # are stacked. Parts joined by "+" are one tensor, one part after another along the rows; "|": head by head.
     layer_names: Mapping[str, tuple[str, str]] = field(default_factory=lambda: _LAYER_NAMES)
+    # Further names of parts or joined parts in files of any kind. "&": their rows alternate. "^T": the file has the inputs first.
     other_names: Mapping[str, str] = field(default_factory=dict)
-    global_names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    pairs_neighbours: bool = False
+    global_names: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # what differs from GLOBAL_NAMES
+    # Files hold the rows of q and k so that rotation pairs neighbours, not the halves of a head.
+    pairs_neighbours: bool = False  # GGUF files
     hf_pairs_neighbours: bool = False
-    experts: Mapping[str, Any] | None = None
-    gates_shared: bool = False
-    hf_shift_is_row: bool = False
-    qkv_bias: bool = False
-    hf_groups_heads: bool = False
-    has_scales: bool = False
+    experts: Mapping[str, Any] | None = None  # arguments of Experts that all models share; None for a family without
+    gates_shared: bool = False  # the part beside the experts, where there is one, has a weight of its own
+    hf_shift_is_row: bool = False  # `router_shift` is a matrix of one row
+    qkv_bias: bool = False  # the default of Hugging Face configurations
+    hf_groups_heads: bool = False  # joined q, k and v go key head by key head: its queries, its key, its value
+    has_scales: bool = False  # Granite's four factors: of embeddings, branches, scores and, inverse, logits
     has_logit_scale: bool = False
-    has_sections: bool = False
-    has_local_rope: bool = False
-    grows: bool = False
-    turns_in_windows: bool = False
-    norm_offset: float = 0.0
-    scales_embeddings: bool = False
-    unrotated_every: int = 0
-    delta_layers: bool = False
+    has_sections: bool = False  # sections of rotary positions for images, which are one for texts
+    has_local_rope: bool = False  # layers with a window rotate with another base, or without the scaling
+    grows: bool = False  # queries may have a temperature that grows with the position
+    turns_in_windows: bool = False  # in a model with windows, only layers that have one have rotary positions
+    norm_offset: float = 0.0  # what is added to norm weights of Hugging Face files; GGUF files hold the sum
+    delta_layers: bool = False  # layers without attention are gated delta nets
+    # GGUF files order value heads as `DeltaNet.tiled` says, and so do we; in Hugging Face files neighbours share a key head.
     tiles_values: bool = False
+    scales_embeddings: bool = False  # by the root of the hidden size
+    unrotated_every: int = 0  # each n-th layer has no rotary positions; 0: all have them, 1: none
+    # What layers without attention have: "short_conv" or "mamba2"; "both": each layer has Mamba-2 beside its attention.
     recurrent: str = ""
-    single: bool = False
-    steps_at_least: bool = False
-    hf_root: str = "model"
-    folds_multipliers: bool = False
-    latent: bool = False
-    by_window: bool = False
-    tells_ropes: bool = False  # whether GGUF files say by `rope.scaling.finetuned` that no layer rotates
+    single: bool = False  # a layer is one branch
+    steps_at_least: bool = False  # Hugging Face configurations have a least step of Mamba-2, which GGUF files do not know
+    hf_root: str = "model"  # the prefix of layers in Hugging Face files
+    folds_multipliers: bool = False  # Hugging Face configurations have factors that GGUF files have multiplied into the matrices
+    latent: bool = False  # keys and values are made of one vector (`config.Latent`)
+    by_window: bool = False  # heads of layers with a window have another size, and layers may share keys (`checkpoints.gemma`)
+    tells_ropes: bool = False  # GGUF files say by `rope.scaling.finetuned` that no layer rotates
     gguf_plain: str = ""  # the family that GGUF files of its models without recurrent layers belong to
-    gguf_mark: str = ""  # a GGUF key that tells this family apart: others of the same `gguf_architecture` lack it, or have 0
+    gguf_mark: str = ""  # a GGUF key that others of the same `gguf_architecture` lack, or have as 0
     gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
 
 
-# That llama.cpp divides weights of experts by, the least normal number in f16 (`build_moe_ffn`); transformers adds 1e-20 to the sum
-# in GLM-4.5, 1e-6 in LFM2, and takes at least 1e-12 in ERNIE 4.5. Sums of the chosen scores are nowhere near any of them.
+# llama.cpp divides the weights of experts by at least this, the least normal number in f16 (`build_moe_ffn`). transformers adds
+# 1e-20 to the sum in GLM-4.5, 1e-6 in LFM2, and takes at least 1e-12 in ERNIE 4.5. Sums of chosen scores are far above all of them.
 LEAST_SUM = 6.103515625e-5
 
 # transformers' Qwen3MoeConfig.
@@ -363,7 +340,7 @@ _QWEN_MOE_DEFAULTS: dict[str, object] = {
 _GPT_OSS_NAMES = {
     **_renamed(_EXPERT_NAMES, router="mlp.router.weight", **{f"expert_{part}": "" for part in _EACH}),
     "sinks": ("attn_sinks.weight", "self_attn.sinks"),
-    "mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
+    **_NORM_BETWEEN,
     "router_bias": ("ffn_gate_inp.bias", "mlp.router.bias"),
     **{f"expert_{part}_bias": (f"ffn_{part}_exps.bias", "") for part in _EACH},
 }
@@ -383,6 +360,7 @@ _GLM_DEFAULTS: dict[str, object] = {
     **{"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5},
     **{"attention_bias": True, "attention_out_bias": False},
 }
+_MISTRAL3_WRAPPER: dict[str, Any] = {"hf_wrapper": "Mistral3ForConditionalGeneration", "hf_types": ("", "mistral3")}
 # transformers' Ministral3Config.
 _MINISTRAL_ROPE: dict[str, object] = {
     **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384},
@@ -415,10 +393,13 @@ _MISTRAL4_DEFAULTS: dict[str, object] = {
         **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
     },
 }
+_NEIGHBOURS: dict[str, Any] = {"pairs_neighbours": True, "hf_pairs_neighbours": True}
 _LATENT: dict[str, Any] = {
     **{"latent": True, "layer_names": _LATENT_NAMES, "other_names": _LATENT_OTHERS},
-    **{"pairs_neighbours": True, "hf_pairs_neighbours": True, "gguf_defaults": {"expert_weights_norm": False}},
+    **{**_NEIGHBOURS, "gguf_defaults": {"expert_weights_norm": False}},
 }
+_DELTA: dict[str, Any] = {"flags": {"qk_norm": True, "gated_attention": True}, "norm_offset": 1.0, "delta_layers": True}
+_GEMMA: dict[str, Any] = {"norm_offset": 1.0, "scales_embeddings": True}
 _GEMMA_FLAGS = {"norms": "both", "activation": "gelu_tanh"}
 # transformers' Gemma2Config and Gemma3TextConfig: files of large models name only what differs from these.
 _GEMMA_DEFAULTS: dict[str, object] = {
@@ -445,6 +426,9 @@ _GEMMA4_DEFAULTS: dict[str, object] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
     **{"partial_rotary_factor": 1.0, "use_bidirectional_attention": None},
+}
+_GEMMA4_HF: dict[str, Any] = {
+    **{"hf_wrapper": "Gemma4ForConditionalGeneration", "hf_types": ("gemma4_text", "gemma4"), "hf_defaults": _GEMMA4_DEFAULTS}
 }
 _GEMMA4: dict[str, Any] = {
     "flags": {**_GEMMA_FLAGS, "qk_norm": True, "value_norm": True, "scales_layers": True},
@@ -514,13 +498,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "Qwen3_5ForCausalLM",
                 hf_wrapper="Qwen3_5ForConditionalGeneration",
                 hf_types=("qwen3_5_text", "qwen3_5"),
-                flags={"qk_norm": True, "gated_attention": True},
+                **_DELTA,
                 hf_defaults=_DELTA_DEFAULTS,
                 gguf_defaults={"full_attention_interval": 4},
                 layer_names=_QWEN35_NAMES,
                 has_sections=True,
-                norm_offset=1.0,
-                delta_layers=True,
                 tiles_values=True,
             ),
             Family(
@@ -528,7 +510,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "Qwen3_5MoeForCausalLM",
                 hf_wrapper="Qwen3_5MoeForConditionalGeneration",
                 hf_types=("qwen3_5_moe_text", "qwen3_5_moe"),
-                flags={"qk_norm": True, "gated_attention": True},
+                **_DELTA,
                 experts={},
                 gates_shared=True,
                 hf_defaults={
@@ -539,15 +521,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 gguf_defaults={"full_attention_interval": 4, "feed_forward_length": 512},
                 layer_names=_QWEN35_NAMES,
                 has_sections=True,
-                norm_offset=1.0,
-                delta_layers=True,
                 tiles_values=True,
             ),
             Family(
                 "qwen3next",
                 "Qwen3NextForCausalLM",
                 hf_types=("qwen3_next", ""),
-                flags={"qk_norm": True, "gated_attention": True},
+                **_DELTA,
                 experts={},
                 gates_shared=True,
                 hf_defaults={
@@ -558,8 +538,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 gguf_defaults={"full_attention_interval": 4, "feed_forward_length": 512},
                 layer_names=_QWEN3_NEXT_NAMES,
                 other_names={"ssm_in.weight": "delta_qkv+delta_gate"},
-                norm_offset=1.0,
-                delta_layers=True,
             ),
             Family(
                 "olmoe",
@@ -630,8 +608,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 layer_names=_renamed(_SHARED_NAMES, router_shift="mlp.moe_statics.e_score_correction_bias"),
                 other_names={"mlp.gate.moe_statics.e_score_correction_bias": "router_shift"},
                 hf_shift_is_row=True,
-                pairs_neighbours=True,
-                hf_pairs_neighbours=True,
+                **_NEIGHBOURS,
             ),
             Family(
                 "glm4moe",
@@ -644,7 +621,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     **{"first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "attention_out_bias": False},
                 },
                 gguf_defaults={"expert_gating_func": 2, "expert_weights_norm": False},
-                layer_names={**_SHARED_NAMES, "mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight")},
+                layer_names={**_SHARED_NAMES, **_NORM_BETWEEN},
             ),
             # First the one that stands for all in GGUF files.
             Family(
@@ -660,8 +637,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 "mistral4",
                 "Mistral4ForCausalLM",
-                hf_wrapper="Mistral3ForConditionalGeneration",
-                hf_types=("", "mistral3"),
+                **_MISTRAL3_WRAPPER,
                 experts={},
                 hf_defaults=_MISTRAL4_DEFAULTS,
                 grows=True,
@@ -730,9 +706,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "exaone4",
                 "Exaone4ForCausalLM",
                 flags={"norms": "after", "qk_norm": True},
-                hf_defaults={
-                    **{"rms_norm_eps": 1e-5, "use_sliding_window": True, "sliding_window": 4096, "sliding_window_pattern": 4}
-                },
+                hf_defaults={"rms_norm_eps": 1e-5, "use_sliding_window": True, "sliding_window": 4096, "sliding_window_pattern": 4},
                 gguf_defaults={"attention.sliding_window_pattern": 4},
                 layer_names=_POST_NAMES,
                 turns_in_windows=True,
@@ -757,8 +731,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "attn_post_norm": ("post_attention_norm.weight", "post_self_attn_layernorm.weight"),
                     "mlp_post_norm": ("post_ffw_norm.weight", "post_mlp_layernorm.weight"),
                 },
-                pairs_neighbours=True,
-                hf_pairs_neighbours=True,
+                **_NEIGHBOURS,
             ),
             Family(
                 "glm",
@@ -766,8 +739,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "chatglm",
                 hf_defaults=_GLM_DEFAULTS,
                 layer_names=_JOINED_GATE,
-                pairs_neighbours=True,
-                hf_pairs_neighbours=True,
+                **_NEIGHBOURS,
             ),
             Family(
                 "starcoder2",
@@ -800,8 +772,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "command-r",
                 flags={"norm_kind": "layer", "parallel": True},
                 hf_defaults={"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True},
-                pairs_neighbours=True,
-                hf_pairs_neighbours=True,
+                **_NEIGHBOURS,
                 has_logit_scale=True,
             ),
             Family(
@@ -813,8 +784,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     **{"sliding_window": 4096, "sliding_window_pattern": 4},
                 },
                 gguf_defaults={"attention.sliding_window_pattern": 4},
-                pairs_neighbours=True,
-                hf_pairs_neighbours=True,
+                **_NEIGHBOURS,
                 has_logit_scale=True,
                 turns_in_windows=True,
             ),
@@ -856,22 +826,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "SeedOssForCausalLM",
                 qkv_bias=True,
                 hf_defaults={"attention_bias": True, "attention_out_bias": False, "head_dim": 128},
-                layer_names={**_LAYER_NAMES, "mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight")},
+                layer_names={**_LAYER_NAMES, **_NORM_BETWEEN},
             ),
             Family(
                 "ernie4_5",
                 "Ernie4_5ForCausalLM",
                 "ernie4_5",
                 hf_defaults={"head_dim": 128, "tie_word_embeddings": True, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
-                pairs_neighbours=True,
-                hf_pairs_neighbours=True,
+                **_NEIGHBOURS,
             ),
             Family(
                 "mistral",
                 "MistralForCausalLM",
                 "mistral3",  # older files say llama
-                hf_wrapper="Mistral3ForConditionalGeneration",
-                hf_types=("", "mistral3"),
+                **_MISTRAL3_WRAPPER,
                 hf_defaults={"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0},
                 pairs_neighbours=True,
             ),
@@ -879,8 +847,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "ministral3",
                 "Ministral3ForCausalLM",
                 "mistral3",
-                hf_wrapper="Mistral3ForConditionalGeneration",
-                hf_types=("", "mistral3"),
+                **_MISTRAL3_WRAPPER,
                 hf_defaults={
                     **{"rms_norm_eps": 1e-5, "head_dim": 128, "rope_parameters": _MINISTRAL_ROPE},
                     **{"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},
@@ -899,94 +866,62 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 "lfm2",
                 "Lfm2ForCausalLM",
-                flags={"qk_norm": True},
                 hf_defaults=_LFM2_DEFAULTS,
-                layer_names=_LFM2_NAMES,
-                global_names=_LFM2_GLOBALS,
-                recurrent="short_conv",
+                **_LFM2,
             ),
             Family(
                 "lfm2moe",
                 "Lfm2MoeForCausalLM",
                 hf_types=("lfm2_moe", ""),
-                flags={"qk_norm": True},
                 experts={"score": "sigmoid"},
                 hf_defaults={
                     **_LFM2_DEFAULTS,
                     **{"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2},
                     **{"use_expert_bias": True, "intermediate_size": 7168},
                 },
-                layer_names=_LFM2_NAMES,
                 other_names={  # of models that transformers 5 has read and written
                     "feed_forward.experts.gate_up_proj": "expert_gate+expert_up",
                     "feed_forward.experts.down_proj": "expert_down",
                 },
-                global_names=_LFM2_GLOBALS,
-                recurrent="short_conv",
+                **_LFM2,
             ),
             Family(
                 "granitehybrid",
                 "GraniteMoeHybridForCausalLM",
-                hf_types=("granitemoehybrid", ""),
-                hf_defaults=_GRANITE_HYBRID_DEFAULTS,
                 layer_names=_GRANITE_HYBRID_NAMES,
-                pairs_neighbours=True,
-                has_scales=True,
-                recurrent="mamba2",
-                tells_ropes=True,
+                **_GRANITE_HYBRID,
                 gguf_plain="granite",
             ),
             Family(
                 "granitehybrid-moe",
                 "GraniteMoeHybridForCausalLM",
                 "granitehybrid",
-                hf_types=("granitemoehybrid", ""),
                 experts={"normalised": True},
-                hf_defaults=_GRANITE_HYBRID_DEFAULTS,
-                layer_names={
-                    **_GRANITE_MOE_NAMES,
-                    **_mamba_names("mamba"),
-                },
+                layer_names={**_GRANITE_MOE_NAMES, **_mamba_names("mamba")},
                 other_names=_GRANITE_MOE_OTHERS,
-                pairs_neighbours=True,
-                has_scales=True,
-                recurrent="mamba2",
-                tells_ropes=True,
+                **_GRANITE_HYBRID,
                 gguf_plain="granitemoe",
             ),
             Family(
                 "mamba2",
                 "Mamba2ForCausalLM",
-                single=True,
                 hf_defaults={
                     **{"layer_norm_epsilon": 1e-5, "num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8},
                     **{"conv_kernel": 4, "expand": 2, "max_position_embeddings": 1 << 20},
                 },
                 layer_names={"attn_norm": ("attn_norm.weight", "norm.weight"), **_mamba_names("mixer")},
-                global_names=_BACKBONE,
-                unrotated_every=1,
-                recurrent="mamba2",
-                hf_root="backbone",
+                **_MAMBA2,
             ),
             Family(
                 "nemotron_h",
                 "NemotronHForCausalLM",
-                flags=_NEMOTRON_H_FLAGS,
-                single=True,
                 hf_defaults=_NEMOTRON_H_DEFAULTS,
-                layer_names=_NEMOTRON_H_NAMES,
-                global_names=_BACKBONE,
-                unrotated_every=1,
-                recurrent="mamba2",
-                steps_at_least=True,
-                hf_root="backbone",
+                **_NEMOTRON_H,
             ),
             Family(
                 "nemotron_h_moe",
                 "NemotronHForCausalLM",
                 hf_types=("nemotron_h", ""),
-                flags=_NEMOTRON_H_FLAGS,
-                single=True,
                 experts={"score": "sigmoid", "shifted": True},
                 hf_defaults={
                     **_NEMOTRON_H_DEFAULTS,
@@ -994,13 +929,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     **{"moe_shared_expert_intermediate_size": 7688},
                 },
                 gguf_defaults={"expert_weights_norm": False},
-                layer_names=_NEMOTRON_H_NAMES,
                 other_names={"mixer.experts.up_proj": "expert_up", "mixer.experts.down_proj": "expert_down"},
-                global_names=_BACKBONE,
-                unrotated_every=1,
-                recurrent="mamba2",
-                steps_at_least=True,
-                hf_root="backbone",
+                **_NEMOTRON_H,
             ),
             Family(
                 "falcon-h1",
@@ -1026,8 +956,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "GemmaForCausalLM",
                 flags={"activation": "gelu_tanh"},
                 hf_defaults={"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
-                norm_offset=1.0,
-                scales_embeddings=True,
+                **_GEMMA,
             ),
             Family(
                 "gemma2",
@@ -1048,8 +977,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "final_logit_softcapping": 30.0,
                 },
                 layer_names=_GEMMA_NAMES,
-                norm_offset=1.0,
-                scales_embeddings=True,
+                **_GEMMA,
                 gguf_wide_layers=46,
             ),
             Family(
@@ -1068,29 +996,24 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 },
                 gguf_defaults={"attention.sliding_window_pattern": 6, "rope.freq_base_swa": 1e4},
                 layer_names=_GEMMA_NAMES,
-                norm_offset=1.0,
-                scales_embeddings=True,
+                **_GEMMA,
                 gguf_wide_layers=62,
                 has_local_rope=True,
             ),
             Family(
                 "gemma4",
                 "Gemma4ForCausalLM",
-                hf_wrapper="Gemma4ForConditionalGeneration",
-                hf_types=("gemma4_text", "gemma4"),
-                hf_defaults=_GEMMA4_DEFAULTS,
                 layer_names=_GEMMA4_NAMES,
+                **_GEMMA4_HF,
                 **_GEMMA4,
             ),
             Family(
                 "gemma4-moe",
                 "Gemma4ForCausalLM",
                 "gemma4",
-                hf_wrapper="Gemma4ForConditionalGeneration",
-                hf_types=("gemma4_text", "gemma4"),
                 experts={"normalised": True, "weighed": True, "normed_apart": True},
-                hf_defaults=_GEMMA4_DEFAULTS,
                 layer_names=_GEMMA4_MOE_NAMES,
+                **_GEMMA4_HF,
                 **_GEMMA4,
             ),
             Family(
