@@ -95,7 +95,7 @@ def families_table() -> str:
     for name, row in ROWS.items():
         family = FAMILIES[name]
         classes = ", ".join(f"`{one}`" for one in (family.hf_class, family.hf_wrapper, *family.hf_alike) if one)
-        lines.append(f"| {row.models} | `{family.gguf_architecture or name}` | {classes} | {row.beside} | {row.since} |")
+        lines.append(f"| {row.models} | `{family.gguf_name}` | {classes} | {row.beside} | {row.since} |")
     return "\n".join(lines)
 
 

@@ -854,7 +854,7 @@ def _gguf_parts(config: ModelConfig, names: list[str]) -> dict[str, tuple[str, .
 
 
 def _gguf_architecture(config: ModelConfig) -> str:
-    return FAMILIES[config.architecture].gguf_architecture or config.architecture
+    return FAMILIES[config.architecture].gguf_name
 
 
 def _gguf_name(name: str, config: ModelConfig) -> str:

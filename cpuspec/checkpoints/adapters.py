@@ -30,7 +30,6 @@ from cpuspec.formats.tensor import F32
 MAX_RANK = 1024  # of adapters that answers use
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT
 
-_MAX_CONFIG_BYTES = 1 << 20
 _OF_PEFT = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
 _OF_GGUF = re.compile(r"(.+\.weight)\.lora_([ab])")
 # Settings of PEFT at which an adapter is the product alone.
@@ -145,7 +144,7 @@ class AdapterFacts(NamedTuple):
 def adapter_facts(path: Path) -> AdapterFacts | None:
     """Read the facts of an adapter; None if `path` is no adapter. Raises CheckpointError for a damaged one."""
     if (path / CONFIG).is_file():
-        base = read_json_object(path / CONFIG, _MAX_CONFIG_BYTES).get("base_model_name_or_path")
+        base = read_json_object(path / CONFIG).get("base_model_name_or_path")
         _, stored, scale = _read_peft(path)
     elif path.suffix == ".gguf" and path.is_file() and (metadata := read_gguf(path).metadata).get("general.type") == "adapter":
         base = metadata.get("general.base_model.0.name") or metadata.get("general.architecture")
@@ -182,7 +181,7 @@ def _read_gguf(path: Path) -> tuple[int, _Pairs, _Scale]:
 def _read_peft(directory: Path) -> tuple[int, _Pairs, _Scale]:
     if not (directory / CONFIG).exists():
         raise CheckpointError(f"{directory} has no {CONFIG}; wanted a directory of PEFT, or a GGUF file")
-    fields = Fields(str(directory / CONFIG), read_json_object(directory / CONFIG, _MAX_CONFIG_BYTES))
+    fields = Fields.of_file(directory / CONFIG)
     if fields.text("peft_type", "") != "LORA":
         fields.fail("peft_type", "LORA")
     for key, plain in _PLAIN.items():

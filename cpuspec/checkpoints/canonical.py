@@ -40,7 +40,8 @@ class Names:
     def ours(self, name: str) -> str:
         """The canonical name of a tensor of the file; "" for an unknown one.
 
-        A tensor of several parts has their names joined as in `Family.other_names`; that of one expert ends with "@" and a number.
+        A tensor of several parts has their names joined: "a+b" for one after the other along the rows, "a&b" for alternating rows,
+        "a|b" for head by head. "a^T" has the inputs first. "a@3" is the matrix of expert 3.
         """
         layer = self._layer.fullmatch(name)
         if layer is None:
@@ -131,8 +132,8 @@ def arranged(
 ) -> dict[str, QuantTensor]:
     """Canonical tensors of a file's, which are named by `Names.ours`. wanted: the shapes of the canonical tensors.
 
-    Layers that read the keys and values of others may have matrices for some in files, which nothing reads: they are left out.
-    Raises CheckpointError where what is joined in a file does not have the sizes of its parts.
+    Layers that borrow the keys and values of others may have matrices for their own in the file. Nothing reads them, so they are
+    left out. Raises CheckpointError where a joined tensor does not have the sizes of its parts, or rows cannot be reordered.
     """
     tensors: dict[str, QuantTensor] = {}
     experts: dict[str, dict[int, QuantTensor]] = {}
@@ -146,8 +147,8 @@ def arranged(
             raise CheckpointError(f"{what}: tensor {min(twice)} is there twice, alone and as a part of another; wanted it once")
         tensors.update(parts)
 
-    readers = [f"layers.{i}" for i, owner in enumerate(config.layer_owners) if owner != i]
-    unread = {f"{layer}.{part}" for layer in readers for part in ("k", "v", "k_norm")}
+    borrowing = [i for i, owner in enumerate(config.layer_owners) if owner != i]
+    unread = {f"layers.{i}.{part}" for i in borrowing for part in ("k", "v", "k_norm")}
     for name, tensor in named.items():
         if name in unread:
             continue
@@ -165,7 +166,10 @@ def arranged(
             add(name, QuantTensor.stack([of_each[i] for i in range(len(of_each))]))
         except FormatError as error:
             raise CheckpointError(f"{what}: {name}: {error}") from error
-    return {name: _arranged(config, family, kind, name, tensor, wanted.get(name, ())) for name, tensor in tensors.items()}
+    try:
+        return {name: _arranged(config, family, kind, name, tensor, wanted.get(name, ())) for name, tensor in tensors.items()}
+    except FormatError as error:
+        raise CheckpointError(f"{what}: {error}") from error
 
 
 def _arranged(config: ModelConfig, family: Family, kind: int, name: str, tensor: QuantTensor, shape: Shape) -> QuantTensor:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.grids import (
-    Grid,
+    GroupedCodes,
     Method,
     Parts,
     assembled,
@@ -125,7 +125,7 @@ def _packed(what: str, parts: Parts, known_bits: set[int]) -> QuantTensor:
     def rows(some: slice) -> U8:
         return _dense(np.ascontiguousarray(words[some]), bits, inputs, count_words)[:, : -(-inputs * bits // 8)]
 
-    grid = Grid((outputs, inputs), bits, inputs // count, rows, scales, np.ascontiguousarray(zeros, np.int32), order)
+    grid = GroupedCodes((outputs, inputs), bits, inputs // count, rows, scales, np.ascontiguousarray(zeros, np.int32), order)
     return grid.tensor()
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from cpuspec.checkpoints.fields import MOST_LAYERS
+
 # Tensors outside of the layers: canonical name -> name in GGUF files, name in Hugging Face files.
 GLOBAL_NAMES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -322,6 +324,11 @@ class Family:
     gguf_plain: str = ""  # the family that GGUF files of its models without recurrent layers belong to
     gguf_mark: str = ""  # a GGUF key that others of the same `gguf_architecture` lack, or have as 0
     gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
+
+    @property
+    def gguf_name(self) -> str:
+        """`general.architecture` of its GGUF files."""
+        return self.gguf_architecture or self.architecture
 
 
 # llama.cpp divides the weights of experts by at least this, the least normal number in f16 (`build_moe_ffn`). transformers adds
@@ -1058,8 +1065,8 @@ NOT_COMPUTED: Mapping[str, str] = MappingProxyType(
 
 
 def each_layer(num_layers: int, rule: Callable[[int], bool]) -> tuple[bool, ...]:
-    """`rule(i)` for each layer. The tuple is bounded: ModelConfig refuses a larger number of layers later."""
-    return tuple(rule(i) for i in range(min(num_layers, 1 << 13)))
+    """`rule(i)` for each layer."""
+    return tuple(rule(i) for i in range(min(num_layers, MOST_LAYERS)))
 
 
 def layer_flags(window: int, slides: Sequence[bool], rotated: Sequence[bool], has_local_rope: bool) -> dict[str, Any]:

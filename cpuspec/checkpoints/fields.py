@@ -1,4 +1,4 @@
-"""JSON objects of strangers, and the fields of such an object or of GGUF metadata, read by type: errors name the wrong field."""
+"""JSON objects from untrusted files, and their fields or those of GGUF metadata, read by type. Errors name the wrong field."""
 
 import json
 import math
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from cpuspec.errors import CheckpointError
 from cpuspec.files import read_file
 
 _MOST_SHOWN = 80
+MOST_LAYERS = 1 << 13  # that lists are made for: ModelConfig refuses a larger number of layers later
+
+_T = TypeVar("_T")
 
 
 def parse_json_object(text: bytes, what: str) -> dict[str, object]:
@@ -41,15 +44,15 @@ def parse_json_object(text: bytes, what: str) -> dict[str, object]:
     return value
 
 
-def read_json_object(path: Path, max_bytes: int) -> dict[str, object]:
+def read_json_object(path: Path, max_bytes: int = 1 << 20) -> dict[str, object]:
     """The object in a file of at most `max_bytes`. Raises CheckpointError if it is missing, too large or not sound."""
     return parse_json_object(read_file(path, max_bytes, CheckpointError), str(path))
 
 
 class Fields:
-    """Fields of `what`, under the names that begin with `prefix`. A field that is null counts as absent.
+    """Fields of `what`, under the names that begin with `prefix`. Readers treat a field that is null as absent.
 
-    defaults: values of fields that are not there; a null is there. A reader without a default wants the field to be there.
+    defaults: values of fields that the file does not name; a null names one. Without a default, a reader demands the field.
     Raises CheckpointError naming file and field, got and wanted.
     """
 
@@ -66,6 +69,11 @@ class Fields:
         self._prefix = prefix
         self._defaults = defaults
         self._read = set() if read is None else read  # names that a reader has asked for
+
+    @staticmethod
+    def of_file(path: Path) -> "Fields":
+        """The fields of a JSON file of at most 1 MB. Raises CheckpointError if it is missing, too large or not sound."""
+        return Fields(str(path), read_json_object(path))
 
     def fail(self, key: str, wanted: str) -> NoReturn:
         """Raise CheckpointError with the value of `key` and `wanted`."""
@@ -84,12 +92,7 @@ class Fields:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """An integer."""
-        value = self.value(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int:
-            self.fail(key, "an integer")
-        return value
+        return self._typed(key, default, int, "an integer")
 
     def per_layer(self, key: str, count: int, default: int | None = None) -> list[int]:
         """An integer for each of `count` layers: an array of them, or one for all."""
@@ -100,7 +103,7 @@ class Fields:
             return value
         if isinstance(value, np.ndarray):
             return self.numbers(key, np.integer, count)
-        return [self.integer(key, default)] * max(1, min(count, 1 << 13))
+        return [self.integer(key, default)] * max(1, min(count, MOST_LAYERS))
 
     def of_layers(self, key: str, count: int, default: int | None = None, some: bool = False) -> int:
         """An integer that every layer has: one, or an array of `count` equal ones. some: layers that have 0 are passed over."""
@@ -131,37 +134,20 @@ class Fields:
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         """True or false."""
-        value = self.value(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not bool:
-            self.fail(key, "true or false")
-        return value
+        return self._typed(key, default, bool, "true or false")
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string."""
-        value = self.value(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not str:
-            self.fail(key, "text")
-        return value
+        return self._typed(key, default, str, "text")
 
-    def items(self, key: str) -> list[object]:
+    def items(self, key: str, wanted: str = "an array") -> list[Any]:
         """An array; absent is empty."""
-        value = self.value(key)
-        if value is None:
-            return []
-        if type(value) is not list:
-            self.fail(key, "an array")
-        return value
+        return self._typed(key, [], list, wanted)
 
     def strings(self, key: str) -> list[str]:
         """An array of strings; absent is empty."""
-        value = self.value(key)
-        if value is None:
-            return []
-        if type(value) is not list or not all(type(item) is str for item in value):
+        value = self.items(key, "an array of strings")
+        if not all(type(item) is str for item in value):
             self.fail(key, "an array of strings")
         return value
 
@@ -179,7 +165,7 @@ class Fields:
         return Fields(self.what, self._values, self._prefix, defaults, self._read)
 
     def without(self, key: str) -> "Fields":
-        """The same fields, but for one."""
+        """The same fields except one."""
         others = {name: value for name, value in self._values.items() if name != self._prefix + key}
         return Fields(self.what, others, self._prefix, self._defaults, self._read)
 
@@ -189,15 +175,20 @@ class Fields:
         return [key.removeprefix(self._prefix) for key in names if key.startswith(self._prefix)]
 
     def under(self, prefix: str) -> "Fields":
-        """Those whose names begin with `prefix`, by what follows."""
+        """The fields whose names begin with `prefix`, by the rest of their names."""
         return Fields(self.what, self._values, prefix)
 
     def object(self, key: str) -> "Fields":
         """A nested object; absent is empty."""
+        return Fields(f"{self.what}: {key}", self._typed(key, {}, dict, "an object"))
+
+    def _typed(self, key: str, default: _T | None, kind: type[_T], wanted: str) -> _T:
         value = self.value(key)
-        if value is not None and type(value) is not dict:
-            self.fail(key, "an object")
-        return Fields(f"{self.what}: {key}", value or {})
+        if value is None and default is not None:
+            return default
+        if type(value) is not kind:
+            self.fail(key, wanted)
+        return cast(_T, value)
 
     def names(self) -> list[str]:
         """Names of the fields that are not absent."""

@@ -13,10 +13,10 @@ from cpuspec.checkpoints import gemma
 from cpuspec.checkpoints.canonical import GGUF, Names, arranged
 from cpuspec.checkpoints.checkpoint import RANKING_PROMPT, Checkpoint, GgufVocabulary, Ranker, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, LEAST_SUM, NOT_COMPUTED, Family, each_layer, layer_flags
-from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.fields import MOST_LAYERS, Fields
 from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.checkpoints.latent import read_gguf as read_latent
-from cpuspec.checkpoints.recurrent import read_gguf
+from cpuspec.checkpoints.recurrent import read_gguf as read_mixers
 from cpuspec.config import DeltaNet, Experts, ModelConfig, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
@@ -76,7 +76,7 @@ _HARMLESS = frozenset(
         "vocab_size",
     }
 )
-_SENSES = ("vision.", "audio.", "mm.", "projector.", "image_token_index", "spatial_merge_size")
+_VISION_AUDIO = ("vision.", "audio.", "mm.", "projector.", "image_token_index", "spatial_merge_size")
 
 
 def checkpoint_of(file: GgufFile) -> Checkpoint:
@@ -103,8 +103,8 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
     # A name is for people: one that would scribble over a terminal, or fill it, is not used.
     name = name if name.isprintable() and 0 < len(name) <= 200 else path.stem
     remarks = (*file.remarks, *_unknown_keys(settings))
-    if file.senses:
-        of = f"{len(file.senses)} tensors, as {file.senses[0]!r}, are of a part that sees or hears"
+    if file.vision_audio:
+        of = f"{len(file.vision_audio)} tensors, as {file.vision_audio[0]!r}, are of a part that sees or hears"
         remarks += (f"{path}: {of}; only text is read",)
     sampling = _read_sampling(file)
     return Checkpoint(
@@ -114,9 +114,9 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
 
 def _family_of(path: object, metadata: Mapping[str, object], architecture: str) -> Family:
     """The family of a file: several share a name, as Mixtral that of Llama."""
-    known = [family for family in FAMILIES.values() if (family.gguf_architecture or family.architecture) == architecture]
+    known = [family for family in FAMILIES.values() if family.gguf_name == architecture]
     if not known:
-        names = dict.fromkeys(family.gguf_architecture or family.architecture for family in FAMILIES.values())
+        names = dict.fromkeys(family.gguf_name for family in FAMILIES.values())
         needs = f", with {NOT_COMPUTED[architecture]}, which this version does not compute" if architecture in NOT_COMPUTED else ""
         raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}{needs}; supported are {', '.join(names)}")
     fields = Fields(str(path), metadata, f"{architecture}.")
@@ -157,7 +157,7 @@ def _unknown_keys(fields: Fields) -> tuple[str, ...]:
     odd = []
     for key in fields.unread():
         value = fields.value(key)
-        if key in _HARMLESS or key.startswith(_SENSES) or (isinstance(value, int | float | str) and not value):
+        if key in _HARMLESS or key.startswith(_VISION_AUDIO) or (isinstance(value, int | float | str) and not value):
             continue
         if key.startswith(("rope.", "attention.")):
             fields.fail(key, "it absent; this version does not know it, and it may change what attention computes")
@@ -172,8 +172,8 @@ def config_of(
 
     Raises CheckpointError or ConfigError.
     """
-    family = _family_of(what, metadata, family.gguf_architecture or family.architecture)
-    prefix = f"{family.gguf_architecture or family.architecture}."
+    family = _family_of(what, metadata, family.gguf_name)
+    prefix = f"{family.gguf_name}."
     return _read_config(Fields(what, metadata, prefix, family.gguf_defaults), family, tensors, factors)
 
 
@@ -299,8 +299,8 @@ def _read_config(
     context_length, num_layers = fields.integer("context_length"), _num_layers(fields)
     hidden_size = fields.integer("embedding_length")
     num_blocks = fields.integer("block_count")  # those for multi-token prediction, too
-    mixers = read_gguf(fields, family, num_layers, num_blocks, tensors)
-    nothing = (False,) * max(1, min(num_layers, 1 << 13))
+    mixers = read_mixers(fields, family, num_layers, num_blocks, tensors)
+    nothing = (False,) * max(1, min(num_layers, MOST_LAYERS))
     recurs, feeds = (mixers.get(key) or nothing for key in ("layer_recurrent", "layer_feeds"))
     attends = [i for i, (other, feed) in enumerate(zip(recurs, feeds, strict=True)) if not other and not feed]
     num_heads, head_dim, turned = _heads(fields, family, hidden_size, bool(attends), num_blocks)

@@ -61,7 +61,7 @@ _MAX_NAME_BYTES = 64
 _MAX_ALIGNMENT = 1 << 20
 
 # How llama.cpp and Ollama begin the names of tensors of a part that sees, hears, or joins that to the text.
-_SENSES = ("v.", "a.", "mm.")
+_VISION_AUDIO = ("v.", "a.", "mm.")
 
 _COMPLETE = "a complete file: download it again"
 
@@ -71,7 +71,7 @@ class GgufFile:
     """Metadata (key -> int, float, bool, str, list of str, or a numeric array) and tensors over the mapped bytes.
 
     Bytes of a tokenizer's lists that are no UTF-8 are lone surrogates ("surrogateescape"); those of other strings are U+FFFD.
-    arrays: its vectors of integers. senses: names of tensors of a part that sees or hears, which are not read.
+    arrays: its vectors of integers. vision_audio: names of tensors of a part that sees or hears, which are not read.
     remarks: a sentence for each thing that is read in another way than the file says. entries: the bytes of each entry of metadata.
     """
 
@@ -79,7 +79,7 @@ class GgufFile:
     metadata: dict[str, Value]
     tensors: dict[str, QuantTensor]
     arrays: dict[str, NDArray] = field(default_factory=dict)
-    senses: tuple[str, ...] = ()
+    vision_audio: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     entries: dict[str, U8] = field(default_factory=dict)
 
@@ -122,9 +122,9 @@ def read_gguf(path: Path, mmap: bool = True) -> GgufFile:
         names.add(name)
         infos.append((name, *_tensor_info(cursor, name, alignment)))
     arrays: dict[str, NDArray] = {}
-    senses = tuple(name for name, *_ in infos if name.startswith(_SENSES))
-    tensors = _map_tensors(cursor, data, [info for info in infos if not info[0].startswith(_SENSES)], alignment, arrays)
-    return GgufFile(path, metadata, tensors, arrays, senses, tuple(cursor.remarks), entries)
+    vision_audio = tuple(name for name, *_ in infos if name.startswith(_VISION_AUDIO))
+    tensors = _map_tensors(cursor, data, [info for info in infos if not info[0].startswith(_VISION_AUDIO)], alignment, arrays)
+    return GgufFile(path, metadata, tensors, arrays, vision_audio, tuple(cursor.remarks), entries)
 
 
 def _tensor_info(cursor: "_Cursor", name: str, alignment: int) -> tuple[tuple[int, ...], int, int]:

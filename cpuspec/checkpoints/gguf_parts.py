@@ -35,7 +35,7 @@ def read_parts(path: Path, mmap: bool = True) -> GgufFile:
     total = _number(first, "split.tensors.count")
     tensors: dict[str, QuantTensor] = {}
     arrays: dict[str, NDArray] = {}
-    senses: tuple[str, ...] = ()
+    vision_audio: tuple[str, ...] = ()
     for number, part_path in enumerate(paths):
         part = first if number == 0 else read_gguf(part_path, mmap)
         for key, wanted in (("split.no", number), ("split.count", count), ("split.tensors.count", total)):
@@ -47,10 +47,10 @@ def read_parts(path: Path, mmap: bool = True) -> GgufFile:
             raise CheckpointError(f"{part_path}: tensor {min(twice)} is in an earlier part, too")
         tensors |= part.tensors
         arrays |= part.arrays
-        senses += part.senses
-    if total != (got := len(tensors) + len(arrays) + len(senses)):
+        vision_audio += part.vision_audio
+    if total != (got := len(tensors) + len(arrays) + len(vision_audio)):
         raise CheckpointError(f"{path}: its {count} parts have {got} tensors, wanted {total}, as split.tensors.count says")
-    return GgufFile(path, first.metadata, tensors, arrays, senses, first.remarks)
+    return GgufFile(path, first.metadata, tensors, arrays, vision_audio, first.remarks)
 
 
 def part_paths(path: Path) -> list[Path]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.grids import Grid, Method, Parts, make_groups, part_of, unpacked
+from cpuspec.checkpoints.grids import GroupedCodes, Method, Parts, make_groups, part_of, unpacked
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.format import I32, U8
@@ -65,7 +65,7 @@ def gptq(config: Fields, version: str = "") -> Method:
         qzeros = part_of(what, parts, "qzeros").array("I32", 2)
         _check_shape(what, "qzeros", qzeros, (len(scales), -(-outputs * bits // 32)))
         zeros = _zeros(qzeros, bits, outputs, version == "gptq", symmetric)
-        return Grid(
+        return GroupedCodes(
             (outputs, inputs),
             bits,
             group,
@@ -122,7 +122,7 @@ def awq(config: Fields) -> Method:
             return codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
 
         points: I32 = np.ascontiguousarray(zeros.T, np.int32)
-        return Grid((outputs, inputs), 4, group, rows, np.ascontiguousarray(scales.T), points).tensor()
+        return GroupedCodes((outputs, inputs), 4, group, rows, np.ascontiguousarray(scales.T), points).tensor()
 
     return Method(f"AWQ, 4 bits, {_groups_text(file_group)}", _PARTS, lambda parts: "qweight" in parts, matrix)
 

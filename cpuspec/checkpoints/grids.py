@@ -40,7 +40,7 @@ class Method:
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class GroupedCodes:
     """Integer codes in groups.
 
     rows: the codes of some rows in the order of inputs, as bits, U8 [n, K * bits / 8]; the first code has the lowest bits.
@@ -203,7 +203,7 @@ def int8_matrix(what: str, stored: StoredTensor, scale: F32, zero: StoredTensor 
 
     of_groups = (outputs, groups)
     zeros = np.ascontiguousarray(np.broadcast_to(zeros + middle, of_groups))
-    return Grid((outputs, inputs), bits, inputs // groups, rows, np.broadcast_to(scales, of_groups), zeros).tensor()
+    return GroupedCodes((outputs, inputs), bits, inputs // groups, rows, np.broadcast_to(scales, of_groups), zeros).tensor()
 
 
 def _bits(codes: NDArray[np.int8], zeros: I32) -> int:

@@ -19,7 +19,8 @@ from cpuspec.checkpoints.families import FAMILIES, MODEL_TYPES, NOT_COMPUTED, Fa
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.latent import read_hf as read_latent
 from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
-from cpuspec.checkpoints.recurrent import dense_size, has_experts, kinds_of, multiplied, num_layers_of, read_hf
+from cpuspec.checkpoints.recurrent import dense_size, has_experts, kinds_of, multiplied, num_layers_of
+from cpuspec.checkpoints.recurrent import read_hf as read_mixers
 from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, Experts, ModelConfig, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError
@@ -47,10 +48,9 @@ _TELLING_ROPE = ("original_max_position_embeddings", "finetuned")
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 
 _SINGLE = "model.safetensors"
-_SENSES = re.compile(
+_VISION_AUDIO = re.compile(
     r"(model\.)?(vision_tower|vision_model|vision_encoder|visual|multi_modal_projector|mm_projector|audio_tower|embed_vision|embed_audio)\."
 )
-_MAX_CONFIG_BYTES = 1 << 20
 _MAX_INDEX_BYTES = 1 << 25
 _COMPARED_VALUES = 1 << 20
 
@@ -134,7 +134,7 @@ def _read_pooling(directory: Path) -> str:
     path = directory / "1_Pooling" / "config.json"
     if not path.exists():
         return ""
-    fields = Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
+    fields = Fields.of_file(path)
     keys = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
     asked = [pooling for key, pooling in keys.items() if fields.boolean(key, False)]
     if len(asked) != 1:
@@ -152,8 +152,7 @@ def _read_ranker(title: str, family: Family, tensors: dict[str, QuantTensor]) ->
 
 def read_fields(directory: Path) -> Fields:
     """A directory's config.json. Raises CheckpointError if it is missing or damaged."""
-    path = directory / "config.json"
-    return Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
+    return Fields.of_file(directory / "config.json")
 
 
 def config_to_write(checkpoint: Checkpoint) -> dict[str, object]:
@@ -161,7 +160,7 @@ def config_to_write(checkpoint: Checkpoint) -> dict[str, object]:
 
     Raises CheckpointError if the model's file is missing or damaged by now.
     """
-    values = read_json_object(checkpoint.path / "config.json", _MAX_CONFIG_BYTES)
+    values = read_json_object(checkpoint.path / "config.json")
     family = FAMILIES[checkpoint.config.architecture]
     if (
         family.hf_wrapper
@@ -247,7 +246,7 @@ def _read_sampling(directory: Path) -> SamplingDefaults:
     if not path.exists():
         return NO_DEFAULTS
     try:
-        values = read_json_object(path, _MAX_CONFIG_BYTES)
+        values = read_json_object(path)
     except CheckpointError as error:
         return SamplingDefaults(ignored=(f"{error}; it is ignored",))
     found = SamplingDefaults.read(str(path), {name: values.get(name) for name in SAMPLING_FIELDS})
@@ -272,7 +271,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
             fields.fail(key, f"false; {feature} not supported")
     hidden_size = fields.integer("hidden_size")
     num_layers = num_layers_of(fields)
-    mixers = read_hf(fields, family, num_layers)
+    mixers = read_mixers(fields, family, num_layers)
     others = sum(mixers.get("layer_recurrent", ())) + sum(mixers.get("layer_feeds", ()))
     attends = others < num_layers
     num_heads = fields.integer("num_attention_heads", None if attends else 1)
@@ -612,11 +611,12 @@ def _read_tensors(directory: Path, method: Method | None, mmap: bool, remarks: l
     if (directory / openvino.MODEL).exists() and not (directory / _SINGLE).exists():
         return openvino.read_openvino(directory, mmap)
     stored = read_stored(directory, mmap, remarks)
-    senses = [name for name in stored if _SENSES.match(name)]
-    for name in senses:
+    vision_audio = [name for name in stored if _VISION_AUDIO.match(name)]
+    for name in vision_audio:
         del stored[name]
-    if senses:
-        remarks.append(f"{directory}: {len(senses)} tensors, as {senses[0]!r}, are of a part that sees or hears; only text is read")
+    if vision_audio:
+        of = f"{len(vision_audio)} tensors, as {vision_audio[0]!r}, are of a part that sees or hears"
+        remarks.append(f"{directory}: {of}; only text is read")
     if method is None:
         return {name: tensor.floats() for name, tensor in stored.items()}
     return read_quantized(directory, method, stored)

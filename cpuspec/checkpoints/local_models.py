@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from cpuspec.checkpoints.fields import Fields, read_json_object
+from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.hub import cached_models, regular_file, regular_files
 from cpuspec.environment import lm_studio_dirs, ollama_dirs
 from cpuspec.errors import CheckpointError, ConfigError
@@ -25,7 +25,6 @@ _OLLAMA_NAME = re.compile(
 _LM_STUDIO_NAME = re.compile(r"[A-Za-z0-9][^/\\]*/[^/\\]+/[^/\\]+\.gguf", re.IGNORECASE)
 _HOST, _NAMESPACE = "registry.ollama.ai", "library"  # which names leave out
 _MODEL_LAYER, _ADAPTER_LAYER = "application/vnd.ollama.image.model", "application/vnd.ollama.image.adapter"
-_MAX_MANIFEST_BYTES = 1 << 20
 _DEPTH = 4  # of a manifest below "manifests": host, namespace, name, tag
 
 
@@ -125,7 +124,7 @@ def read_manifest(path: Path) -> OllamaFiles | None:
 
 def _files(directory: Path, manifest: Path) -> OllamaFiles:
     """The files that a manifest names. Raises CheckpointError."""
-    fields = Fields(str(manifest), read_json_object(manifest, _MAX_MANIFEST_BYTES))
+    fields = Fields.of_file(manifest)
     layers = [Fields(f"{manifest}: layer", layer) for layer in fields.items("layers") if isinstance(layer, dict)]
     models, adapters = (
         [_path(directory, layer) for layer in layers if layer.text("mediaType", "") == kind]

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.checkpoints.grids import Grid, mxfp4_matrix, unpacked
+from cpuspec.checkpoints.grids import GroupedCodes, mxfp4_matrix, unpacked
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
 from cpuspec.files import read_file
@@ -207,7 +207,7 @@ def _matrix(what: str, weight: _Weight) -> QuantTensor:
         raise CheckpointError(f"{what} has zero points that are no codes of {bits} bits; the file is damaged")
     flips = np.uint8(0 if not lowest else 0x88 if bits == 4 else 0x80)  # signed codes to those from the lowest on
     stored = codes.data.reshape(rows, -1)
-    return Grid((rows, columns), bits, group, lambda some: stored[some] ^ flips, scales, zeros).tensor(prefers_q8_0=True)
+    return GroupedCodes((rows, columns), bits, group, lambda some: stored[some] ^ flips, scales, zeros).tensor(prefers_q8_0=True)
 
 
 def _zeros(what: str, zero: _Constant, rows: int, groups: int) -> I32:

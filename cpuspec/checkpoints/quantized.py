@@ -9,14 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from cpuspec.checkpoints import bitsandbytes, compressed, gptq, torchao
-from cpuspec.checkpoints.fields import Fields, read_json_object
+from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.grids import Method
 from cpuspec.checkpoints.safetensors import StoredTensor
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
-
-_MAX_CONFIG_BYTES = 1 << 20
-
 
 # By `quant_method`. A method raises CheckpointError for settings that are not supported.
 METHODS: Mapping[str, Callable[[Fields], Method]] = MappingProxyType(
@@ -50,7 +47,7 @@ def read_method(directory: Path, config: Fields) -> Method | None:
         files = [directory / file_name for file_name in _OWN_FILES if (directory / file_name).exists()]
         if not files:
             return None
-        quantization, name = Fields(str(files[0]), read_json_object(files[0], _MAX_CONFIG_BYTES)), _OWN_FILES[files[0].name]
+        quantization, name = Fields.of_file(files[0]), _OWN_FILES[files[0].name]
     name = quantization.text("quant_method", name or "an unnamed method")
     if name not in METHODS:
         raise CheckpointError(

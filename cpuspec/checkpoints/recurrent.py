@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cpuspec.checkpoints.families import Family
-from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.fields import MOST_LAYERS, Fields
 from cpuspec.config import DeltaNet, Mamba2, ModelConfig, Recurrent, ShortConv
 from cpuspec.formats import QuantTensor, get_format
 
@@ -34,7 +34,7 @@ _MAMBA_KEYS: Mapping[str, tuple[str, ...]] = {
 def kinds_of(fields: Fields, family: Family, num_layers: int) -> tuple[str, ...]:
     """What each layer of a config.json is, "attention", "short_conv", "mamba2", "both", or without a mixer "moe" or "none"."""
     if family.recurrent == "both":
-        return ("both",) * min(num_layers, 1 << 13)
+        return ("both",) * min(num_layers, MOST_LAYERS)
     if pattern := fields.text("hybrid_override_pattern", ""):
         kinds = [_LETTERS.get(letter, "") for letter in pattern]
         key = "hybrid_override_pattern"
@@ -43,9 +43,9 @@ def kinds_of(fields: Fields, family: Family, num_layers: int) -> tuple[str, ...]
         kinds = [_KINDS.get(str(kind), "") for kind in (fields.items(key) if key else [])]
     if not key and "full_attn_idxs" in fields:
         attending = fields.items("full_attn_idxs")
-        return tuple("attention" if i in attending else "short_conv" for i in range(min(num_layers, 1 << 13)))
+        return tuple("attention" if i in attending else "short_conv" for i in range(min(num_layers, MOST_LAYERS)))
     if not kinds:
-        return (family.recurrent if family.recurrent != "short_conv" else "attention",) * min(num_layers, 1 << 13)
+        return (family.recurrent if family.recurrent != "short_conv" else "attention",) * min(num_layers, MOST_LAYERS)
     allowed = {"attention", family.recurrent, *(("moe", "none") if family.single else ())}
     if len(kinds) != num_layers or set(kinds) - allowed:
         fields.fail(key, f"one of {', '.join(sorted(allowed))} for each of the {num_layers} layers")

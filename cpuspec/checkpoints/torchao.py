@@ -15,7 +15,7 @@ import numpy as np
 from cpuspec.checkpoints.compressed import fp8_matrix
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.grids import (
-    Grid,
+    GroupedCodes,
     Method,
     Parts,
     assembled,
@@ -86,7 +86,7 @@ def _int4(what: str, stored: StoredTensor, scale: StoredTensor, zero: StoredTens
         return codes[some] ^ np.uint8(0x88)  # from the middle to the lowest code
 
     if not zeros.any():
-        return Grid((outputs, inputs), 4, inputs // groups, rows, scales, np.full(scales.shape, 8, np.int32)).tensor()
+        return GroupedCodes((outputs, inputs), 4, inputs // groups, rows, scales, np.full(scales.shape, 8, np.int32)).tensor()
     minima = zeros - 8 * scales
     steps = np.abs(scales)
     fits = _in_halves(scales, 0) and _in_halves(minima, _MOST_ROUNDED * np.maximum(steps, np.median(steps)))

@@ -8,7 +8,8 @@ A block is a record of `layout`. Its parts are `codes` and the factors of one fo
 d and base belong to a block, s and z to a group within it. In f32 every product is exact, so a value is the file's, bit for bit.
 A new format is a file beside this one with its row, and a line in `formats.FORMATS`. Splitting and joining blocks, packing,
 decoding and kernels follow from the row where its factors are plain numbers. Packed factors take functions: `to_parts` and
-`to_fields`, one in `kernels.readers`, and one in `kernels.embed` for compiled decoding of embeddings.
+`to_fields`, one in `kernels.readers`, and one in `kernels.embed` for compiled decoding of embeddings. A rounding encoder is a
+function; a search for scales follows from the affine form.
 """
 
 from collections.abc import Callable
@@ -164,41 +165,30 @@ def _nothing(of: Any) -> Parts:
 class Format:
     """A format: blocks of `block_size` consecutive values of a row, each a record of `layout`.
 
-    encode_blocks: F32 [n, block_size] -> the parts of n blocks, each [n, numbers of a block]. None: `searched` encodes.
-    affine: the meaning of codes. A format of plain numbers has `decode_numbers` instead: parts -> F32 [n, 1].
-    code_fields: the fields that hold the codes. Without any, the field or `to_parts` has them as they are, [n, block_size].
-    to_parts: records [n] -> the other parts that differ from the field of their name.
-    to_fields: parts -> the fields, other than `code_fields`, that differ from the part of their name.
-    planes: the order in which packed weights hold the parts.
-    reader: how kernels read the planes: "affine", or one of the exceptions of `kernels.readers`.
-    padded_to: packed rows are padded with zeros to a multiple of this many inputs.
-    gguf_type, safetensors_dtype: the type of such a tensor in these files, if they can hold it.
-    search: (F32 [n, block_size], weights of their errors or None for ones, `Searches`) -> the parts with the least weighted error
-    found. None: the search that follows from the affine form.
-    scale_range: the least and the greatest scale of a group where d or base is multiplied with it; None for no such scales.
-    free_codes: whether the code of a value may be chosen by itself. Codes of points of a grid, and rotated ones, may not.
-    rotated: whether a block holds its values times Hadamard's matrix. Parts, planes and the affine form are then those of the
-    rotated values; `decode` and `encode` rotate. Kernels multiply them with rotated activations.
     Formats of the KV cache are neither packed nor stored in files, so they have no planes and no types.
     """
 
     name: str
     layout: np.dtype[Any]
     block_size: int
-    encode_blocks: Callable[[F32], Parts] | None
-    affine: Affine | None = None
-    code_fields: tuple[CodeField, ...] = ()
-    to_parts: Callable[[NDArray[Any]], Parts] = _nothing
-    to_fields: Callable[[Parts], Parts] = _nothing
-    decode_numbers: Callable[[Parts], F32] | None = None
-    planes: tuple[Plane, ...] = ()
-    reader: str = "affine"
-    padded_to: int = 1
-    gguf_type: int | None = None
+    encode_blocks: Callable[[F32], Parts] | None  # [n, block_size] -> the parts of n blocks; None: `searched` encodes
+    affine: Affine | None = None  # the meaning of codes; None: `decode_numbers` has it
+    code_fields: tuple[CodeField, ...] = ()  # none: the field `codes`, or `to_parts`, has the codes as they are, [n, block_size]
+    to_parts: Callable[[NDArray[Any]], Parts] = _nothing  # records [n] -> the other parts that differ from the field of their name
+    to_fields: Callable[[Parts], Parts] = _nothing  # the fields, other than `code_fields`, that differ from the part of their name
+    decode_numbers: Callable[[Parts], F32] | None = None  # of a format of plain numbers: parts -> [n, 1]
+    planes: tuple[Plane, ...] = ()  # the order in which packed weights hold the parts
+    reader: str = "affine"  # how kernels read the planes: this, or an exception of `kernels.readers`
+    padded_to: int = 1  # packed rows are padded with zeros to a multiple of this many inputs
+    gguf_type: int | None = None  # the type of such a tensor in files, if they can hold it
     safetensors_dtype: str | None = None
+    # (blocks, weights of their errors or None for ones, `Searches`) -> the parts with the least weighted error found. None: the
+    # search that follows from the affine form.
     search: Callable[[F32, F32 | None, Searches], Parts] | None = None
-    scale_range: tuple[int, int] | None = None
-    free_codes: bool = True
+    scale_range: tuple[int, int] | None = None  # the least and the greatest scale that multiplies d or base; None for no scales
+    free_codes: bool = True  # the code of a value may be chosen by itself: not that of a point of a codebook, or a rotated one
+    # A block holds its values times Hadamard's matrix. Parts, planes and the affine form are those of the rotated values; `decode`
+    # and `encode` rotate. Kernels multiply them with rotated activations.
     rotated: bool = False
 
     def __post_init__(self) -> None:

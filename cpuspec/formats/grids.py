@@ -6,9 +6,9 @@ are odd multiples of d or a part of it, four bits for each 32 values (iq2_xs and
 In iq1 a point gives -1, 0 or 1 for each of eight values; a bit moves 32 values (iq1_s) or eight (iq1_m) up or down by an eighth.
 Scales have three bits, for each 32 values or for each 16.
 
-A code here is the magnitude of one value, and above it the sign. Kernels read these codes: 3 bits for one- and two-bit formats, 4
-for three-bit ones. Looking points up in a kernel would be slower than reading the additional bits (benchmarks/LOG.md), and would
-need code for each instruction set.
+A code here has the index of one value's magnitude in its low bits, and the sign in the bit above. Kernels read these codes: 3 bits
+for one- and two-bit formats, 4 for three-bit ones. Looking points up in a kernel would be slower than reading the additional bits
+(benchmarks/LOG.md), and would need code for each instruction set.
 """
 
 import base64
@@ -38,7 +38,7 @@ _SHARES = (0.2, 0.58, 0.75, 0.9, 1.05, 1.2)
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class Codebook:
     """The combinations of magnitudes that consecutive values may have. Points are in ascending order; their last value counts most.
 
     name: of its points in grids.json: one bit for each conceivable point, whether the grid has it, compressed and in base 85.
@@ -127,15 +127,15 @@ class Grid:
         return near
 
 
-_IQ2_XXS = Grid("iq2_xxs", 8, (8, 25, 43), 1 / 8)
-_IQ2_XS = Grid("iq2_xs", 8, (8, 25, 43), 1 / 8)
-_IQ2_S = Grid("iq2_s", 8, (8, 25, 43), 1 / 8)
-_IQ1 = Grid("iq1", 8, (-8, 0, 8), 1 / 8, moved=1)
-_IQ3_XXS = Grid("iq3_xxs", 4, (2, 6, 10, 14, 18, 22, 26, 31), 1 / 2)
-_IQ3_S = Grid("iq3_s", 4, (1, 3, 5, 7, 9, 11, 13, 15), 1)
+_IQ2_XXS = Codebook("iq2_xxs", 8, (8, 25, 43), 1 / 8)
+_IQ2_XS = Codebook("iq2_xs", 8, (8, 25, 43), 1 / 8)
+_IQ2_S = Codebook("iq2_s", 8, (8, 25, 43), 1 / 8)
+_IQ1 = Codebook("iq1", 8, (-8, 0, 8), 1 / 8, moved=1)
+_IQ3_XXS = Codebook("iq3_xxs", 4, (2, 6, 10, 14, 18, 22, 26, 31), 1 / 2)
+_IQ3_S = Codebook("iq3_s", 4, (1, 3, 5, 7, 9, 11, 13, 15), 1)
 
 
-def encode(grid: Grid, group: int, even: bool, values: F32, weights: F32 | None, find: Searches) -> Parts:
+def encode(grid: Codebook, group: int, even: bool, values: F32, weights: F32 | None, find: Searches) -> Parts:
     """Scales by least squares for each `group` values, then the nearest points under the scales as stored.
 
     even: whether each eight values must have an even number of minuses. Where they do not, the least important value gets the other
@@ -160,13 +160,13 @@ def encode(grid: Grid, group: int, even: bool, values: F32, weights: F32 | None,
     return {"d": d, "codes": codes, "scales": _halves(four_bits)}
 
 
-def _points(grid: Grid, sizes: F32, scales: F32, weights: F32 | None, find: Searches) -> NDArray[np.uint8]:
+def _points(grid: Codebook, sizes: F32, scales: F32, weights: F32 | None, find: Searches) -> NDArray[np.uint8]:
     """The places of magnitudes nearest to sizes [n, k] under scales [n, 1]."""
     flat = None if weights is None else weights.reshape(-1, grid.dims)
     return grid.nearest((sizes * search.inverse(scales)).reshape(-1, grid.dims), flat, find).reshape(sizes.shape)
 
 
-def _fit(grid: Grid, sizes: F32, weights: F32 | None, find: Searches) -> F32:
+def _fit(grid: Codebook, sizes: F32, weights: F32 | None, find: Searches) -> F32:
     """Scales [n] that bring scale * magnitude closest to sizes [n, k] in squared error."""
     magnitudes = np.array(grid.magnitudes, np.float32)
     peak = sizes.max(axis=1, keepdims=True)
@@ -229,7 +229,7 @@ def _even_signs(sevens: NDArray[Any]) -> NDArray[np.uint8]:
     return (sevens | odd << 7).astype(np.uint8)
 
 
-def _parts(grid: Grid, indices: NDArray[Any], signs: NDArray[np.uint8], scales: NDArray[np.uint8]) -> Parts:
+def _parts(grid: Codebook, indices: NDArray[Any], signs: NDArray[np.uint8], scales: NDArray[np.uint8]) -> Parts:
     """scales: U8 [n, halves], two of four bits in a byte."""
     four_bits = np.stack([scales & 0x0F, scales >> 4], axis=2).reshape(len(scales), -1)
     s = ((2 * four_bits + 1) * np.float32(grid.unit)).astype("<f2")
@@ -352,7 +352,7 @@ def fields_iq1_m(parts: Parts) -> Parts:
 
 
 def _format(
-    name: str, gguf_type: int, grid: Grid, group: int, encode: Callable[..., Parts], fields: list[tuple[Any, ...]],
+    name: str, gguf_type: int, grid: Codebook, group: int, encode: Callable[..., Parts], fields: list[tuple[Any, ...]],
     to_parts: Callable[[NDArray], Parts], to_fields: Callable[[Parts], Parts],
 ) -> Format:  # fmt: skip
     codes = (bits(2), bits(1, at=2)) if grid.sign == 2 else (bits(4),)

@@ -1,4 +1,4 @@
-"""Formats of this project: four bits on a grid of sixteen steps that is denser near zero and may be turned and moved.
+"""Formats of this project: four bits on a grid of sixteen steps that is denser near zero and may change its sign and be moved.
 
 nl4_g32 has blocks of 32, 4.5 bits:
 
@@ -47,8 +47,9 @@ _GROUPS = SUPERBLOCK // BLOCK
 # How far the grid reaches on either side with its furthest moves.
 _XS_FURTHEST, _XS_NEARER = np.float32(-LEVELS[0] - LEAST_MOVE), np.float32(LEVELS[-1] + XS_MOVES[-1])
 _INFINITE = 0xF8  # the smallest scale of eight bits that is inf or nan
-_BELOW, _TRIED = 4, 9  # scales of nl4_xs that are tried: from so many below the one that just holds a group, so many
-_LARGER = 2  # and up to so many above it for a superblock
+# Steps of a scale of nl4_xs. A search tries _TRIED scales of a group, from _BELOW steps below the one that just holds it, and for a
+# superblock up to _LARGER steps above that.
+_BELOW, _TRIED, _LARGER = 4, 9, 2
 
 # By floor(2 x) + 80, the code whose level is nearest to x: midpoints of levels are whole numbers there. And the same by
 # floor(2 x) + 256 for each move of nl4_xs, with the levels moved.
@@ -98,8 +99,7 @@ def _fields(parts: Parts) -> Parts:
 def encode_xs(values: F32, weights: F32 | None = None, find: Searches = IN_NUMPY) -> Parts:
     """The scale, steps, signs and moves that leave the least squared error. weights: of errors, [n, 256].
 
-    The search tries all 144 grids of a group whose scale is near the smallest one that holds the group. A search from a few starts,
-    as in `encode`, misses the best grids, which leave 6 % less error (benchmarks/LOG.md).
+    The search tries all 144 grids of a group whose scale is near the smallest one that holds the group (benchmarks/LOG.md).
     """
     groups = values.reshape(-1, BLOCK)
     weights = None if weights is None else weights.reshape(groups.shape)

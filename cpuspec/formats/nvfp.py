@@ -3,7 +3,7 @@
 The codes are mxfp4's E2M1. A scale is E4M3 without its sign: four bits of exponent with bias 7, three of mantissa. nvfp4 is GGUF's
 block of 64 values: four scales, then for each 16 values 8 bytes, values 0..7 in the low and 8..15 in the high halves (ggml-common.h
 and ggml-impl.h of https://github.com/ggml-org/ggml: the byte 0x7F, which E4M3 has for nan, is zero, and a sign does not count).
-nvfp4_global is this project's block for tensors that have a scale of their own: the same bytes behind that scale in f32. A copy of
+nvfp4_global is this project's block for tensors that have a scale of their own: that scale in f32, then the same bytes. A copy of
 the scale for each 64 values takes 11 % more bytes. Without it, every matrix would need one number that no other format has.
 """
 

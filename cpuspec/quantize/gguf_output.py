@@ -71,7 +71,7 @@ def source_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
         return {key: data.tobytes() for key, data in read_gguf(checkpoint.path).entries.items() if key not in _DROPPED}
     checkpoint = _of_plain_family(checkpoint)
     config, family = checkpoint.config, FAMILIES[checkpoint.config.architecture]
-    architecture = family.gguf_architecture or family.architecture
+    architecture = family.gguf_name
     made = shape_entries(checkpoint, architecture)
     pooling = {name: number for number, name in GGUF_POOLINGS.items()}[checkpoint.pooling]
     if pooling:
@@ -116,7 +116,7 @@ def _is_kept(name: str, config: ModelConfig, again: ModelConfig) -> bool:
     if name == "recurrent" and isinstance(value, Mamba2):
         return replace(value, least_step=0.0) == other  # llama.cpp's steps have no least
     if name == "architecture":
-        return (FAMILIES[value].gguf_architecture or value) == (FAMILIES[other].gguf_architecture or other)
+        return FAMILIES[value].gguf_name == FAMILIES[other].gguf_name
     if name == "local_rope_base" and "local" not in config.layer_ropes:
         return True
     return math.isclose(value, other, rel_tol=1e-6) if isinstance(value, float) and isinstance(other, float) else value == other
@@ -157,10 +157,10 @@ def write_model(
         others = rope_factors(config)
         if checkpoint.ranker and checkpoint.ranker.weight:
             others[RANKS] = checkpoint.ranker.weight
-            told |= {f"{family.gguf_architecture or family.architecture}.pooling_type": RANK}
+            told |= {f"{family.gguf_name}.pooling_type": RANK}
             told |= {"tokenizer.chat_template.rerank": checkpoint.ranker.prompt}
         if predicting:
-            architecture = family.gguf_architecture or family.architecture
+            architecture = family.gguf_name
             told |= prediction.entries_with(shape_entries(checkpoint, architecture), architecture)
     entries |= {key: entry(key, value) for key, value in told.items()}
     by_file = file_names(family, GGUF, checkpoint.tensors)

@@ -94,7 +94,7 @@ def _write_mtp(path: Path, head: Head, target: Checkpoint, format: Format | None
     if not head.feature_norms:
         raise ConfigError(f"{head.name} reads hidden states before the target's last norm, and llama.cpp takes those behind it")
     family = FAMILIES[target.config.architecture]
-    architecture = family.gguf_architecture or family.architecture
+    architecture = family.gguf_name
     made = shape_entries(target, architecture)
     entries = {key: entry(key, value) for key, value in (made | prediction.entries_with(made, architecture)).items()}
     layer = prediction.tensors_of(target, head, {})

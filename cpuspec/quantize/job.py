@@ -43,25 +43,21 @@ OnStep = Callable[[str, int, int], None]  # (what is done, how much of it, of ho
 
 @dataclass(frozen=True)
 class Job:
-    """The options of one quantization. methods: of METHODS, in any order; none is rounding. The others as in `mixes.choose`.
+    """The options of one quantization."""
 
-    type_name: of `mixes.TYPES` for a GGUF file, by default q4_k_m, of `compressed_output.SCHEMES` for a directory.
-    group_size: of a directory's matrices of 4 bits. smoothing_strength: how much of what is hard to round SmoothQuant moves from
-    inputs to weights, 0 to 1. bits_per_weight: all matrices together get at most this many, each in that of `candidates` by which
-    answers change least; there is no type then.
-    """
-
+    # Of `mixes.TYPES` for a GGUF file, where "" is q4_k_m; of `compressed_output.SCHEMES` for a directory; "" with a budget.
     type_name: str = ""
-    methods: tuple[str, ...] = ()
-    pure: bool = False
-    output: str | None = None
+    methods: tuple[str, ...] = ()  # of METHODS, in any order; none: rounding only
+    pure: bool = False  # as in `mixes.choose`
+    output: str | None = None  # this and the next two: as in `mixes.Named`
     embed: str | None = None
     tensor_types: tuple[tuple[str, str], ...] = ()
     gptq: GptqSettings = field(default_factory=GptqSettings)
-    smoothing_strength: float = 0.5
-    group_size: int = 128
+    smoothing_strength: float = 0.5  # the share of what is hard to round that SmoothQuant moves from inputs to weights
+    group_size: int = 128  # of a directory's matrices of 4 bits
+    # A budget: all matrices together take at most this many bits a weight, each in the candidate that changes answers least.
     bits_per_weight: float | None = None
-    candidates: tuple[str, ...] = ()  # names of formats; none are those of `mixes.BUDGET_FORMATS`
+    candidates: tuple[str, ...] = ()  # names of formats; none: `mixes.BUDGET_FORMATS`
     predicts: bool = True  # whether a layer for multi-token prediction is written, too
 
     def __post_init__(self) -> None:
@@ -96,7 +92,7 @@ class Made:
 def read_chunks(checkpoint: Checkpoint, text: str, chunks: int, length: int) -> I32:
     """Calibration text as the first `chunks` pieces of `length` tokens, I32 [B, L]. Raises ConfigError if there is no whole one."""
     length = min(length, checkpoint.config.context_length)
-    # Far more than what so many tokens spell: a whole book is not encoded for the first page.
+    # No token spells 16 characters on average: the rest of a long text need not be encoded.
     return calibration.split(make_tokenizer(checkpoint).encode(text[: chunks * length * 16]), chunks, length)
 
 
@@ -135,17 +131,17 @@ def quantize(
     name_of = partial(gguf_name, checkpoint.config)
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     matrices = {name: (weights.num_rows(name), shapes[name][-1]) for name in weights.matrices}
-    named: mixes.Named = {"output": job.output, "embed": job.embed, "tensor_types": job.tensor_types}
+    named = mixes.Named(job.output, job.embed, job.tensor_types)
     formats: Mapping[str, Format] = {}
     candidates: Mapping[str, tuple[Format, ...]] = {}
     if is_directory:
         formats = formats_of(checkpoint, job.type_name, job.group_size)
     elif job.bits_per_weight is None:
         measured = importance is not None or chunks is not None
-        formats = mixes.choose(checkpoint.config, matrices, job.type_name, has_importance=measured, pure=job.pure, **named)
+        formats = mixes.choose(checkpoint.config, matrices, job.type_name, named, has_importance=measured, pure=job.pure)
         formats = one_format_of_joined(checkpoint.config, formats, max)
     else:
-        candidates = mixes.candidates(matrices, job.candidates, **named)
+        candidates = mixes.candidates(matrices, job.candidates, named)
         sizes = {
             name: {format.name: matrices[name][0] * format.row_bytes(matrices[name][1]) for format in some}
             for name, some in candidates.items()
@@ -159,14 +155,19 @@ def quantize(
             f"the importance matrix has no entry for {len(lacking)} matrices, as {name_of(lacking[0])}, which would become "
             f"{formats[lacking[0]].name}: so few bits need one; give a whole matrix, or --calibration FILE"
         )
+
+    def measured_inputs() -> dict[str, F32]:
+        assert chunks is not None, "checked by `_check`, or by the caller"
+        return of_matrices(measure_importance(weights, chunks, on_step), weights, name_of)
+
     workspace = Workspace(out.with_name(out.name + ".unfinished"), _identity(weights, job, chunks, importance))
     finished = False
     try:
         if lacking and chunks is not None:
-            of_inputs = of_matrices(measure_importance(weights, chunks, on_step), weights, name_of) | of_inputs
+            of_inputs = measured_inputs() | of_inputs
         if candidates:
             assert chunks is not None, "checked above"
-            of_inputs = of_inputs or of_matrices(measure_importance(weights, chunks, on_step), weights, name_of)
+            of_inputs = of_inputs or measured_inputs()
             step = partial(on_step, "measuring sensitivity")
             losses = sensitivity.estimate(weights, chunks, candidates, _with_tied_embedding(of_inputs, matrices), workspace, step)
             formats = {name: mixes.get_format(chosen) for name, chosen in budget.choose(sizes, losses, most).items()}
@@ -181,7 +182,7 @@ def quantize(
             weights = awq(weights, chunks, formats)
         if any(format.rotated for format in formats.values()) and not checkpoint.config.experts:
             if chunks is not None and not of_inputs:
-                of_inputs = of_matrices(measure_importance(weights, chunks, on_step), weights, name_of)
+                of_inputs = measured_inputs()
             if of_inputs:
                 on_step("balancing", 0, 1)
                 weights = balanced(weights, formats, of_inputs)
@@ -190,7 +191,7 @@ def quantize(
             outside = gptq_all(weights, formats, chunks, job.gptq, store, partial(on_step, "gptq"))
             of_inputs = outside | of_inputs
         elif chunks is not None and not of_inputs:
-            of_inputs = of_matrices(measure_importance(weights, chunks, on_step), weights, name_of)
+            of_inputs = measured_inputs()
         of_inputs = _with_tied_embedding(of_inputs, matrices)
         round_all(weights, formats, of_inputs, store, threads, partial(on_step, "rounding"))
         keep_vectors(weights, store)

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TypedDict
+from typing import NamedTuple
 
 from cpuspec.config import ModelConfig
 from cpuspec.errors import ConfigError
@@ -56,30 +56,34 @@ _GGUF_PARTS = {
 }  # fmt: skip
 
 
-class Named(TypedDict):
-    """Formats that are asked for by name, as `choose` takes them."""
+class Named(NamedTuple):
+    """Formats that are asked for by name.
 
-    output: str | None
-    embed: str | None
-    tensor_types: Sequence[tuple[str, str]]
+    output: of the output matrix, in a tied model the embedding. embed: of the embedding. tensor_types: (pattern, format), the first
+    whose pattern is found in the name of a matrix, canonical or llama.cpp's.
+    """
+
+    output: str | None = None
+    embed: str | None = None
+    tensor_types: Sequence[tuple[str, str]] = ()
+
+
+_NONE = Named()
 
 
 def choose(
     config: ModelConfig,
     matrices: Mapping[str, tuple[int, ...]],
     type_name: str,
+    named: Named = _NONE,
     *,
     has_importance: bool = False,
     pure: bool = False,
-    output: str | None = None,
-    embed: str | None = None,
-    tensor_types: Sequence[tuple[str, str]] = (),
 ) -> dict[str, Format]:
     """The format of each matrix, by canonical name.
 
-    matrices: their shapes. pure: no mixes, every matrix in the type's own format. output, embed: formats of the output matrix (in a
-    tied model the embedding) and of the embedding. tensor_types: (pattern, format), the first whose pattern is found in the name,
-    canonical or llama.cpp's. Raises ConfigError for a name that is not known, FormatError where a named format does not fit.
+    matrices: their shapes. pure: no mixes, every matrix in the type's own format. Raises ConfigError for a name that is not known,
+    FormatError where a named format does not fit.
     """
     if type_name not in TYPES:
         raise ConfigError(f"the type {type_name!r} is not known; wanted one of {', '.join(TYPES)}")
@@ -89,7 +93,7 @@ def choose(
     for name, shape in matrices.items():
         layer, part = layer_parts(name)
         is_output = _is_output(name, matrices)
-        asked = _asked(name, shape[1], is_output, output, embed, tensor_types)
+        asked = _asked(name, shape[1], is_output, named)
         if asked is not None:
             chosen[name] = asked
         elif pure or own.affine is None:
@@ -109,14 +113,9 @@ def choose(
 
 
 def candidates(
-    matrices: Mapping[str, tuple[int, ...]],
-    names: Sequence[str] = (),
-    *,
-    output: str | None = None,
-    embed: str | None = None,
-    tensor_types: Sequence[tuple[str, str]] = (),
+    matrices: Mapping[str, tuple[int, ...]], names: Sequence[str] = (), named: Named = _NONE
 ) -> dict[str, tuple[Format, ...]]:
-    """The formats that each matrix may get: those of `names` that its rows fill, or the one that is asked for, as in `choose`.
+    """The formats that each matrix may get: those of `names` that its rows fill, or the one that is asked for.
 
     names: by default BUDGET_FORMATS. A matrix that none of them fits gets the one that llama-quantize falls back to. Raises
     ConfigError for a format that is not known, or that GGUF files do not hold.
@@ -127,7 +126,7 @@ def candidates(
             raise ConfigError(f"the candidate {name!r} is no format of GGUF files; wanted some of {known}")
     found = {}
     for name, shape in matrices.items():
-        asked = _asked(name, shape[1], _is_output(name, matrices), output, embed, tensor_types)
+        asked = _asked(name, shape[1], _is_output(name, matrices), named)
         fitting = tuple(FORMATS[one] for one in names or BUDGET_FORMATS if shape[1] % FORMATS[one].block_size == 0)
         found[name] = (asked,) if asked else fitting or (_fitting("q4_0", shape[1]),)
     return found
@@ -146,14 +145,12 @@ def _is_output(name: str, matrices: Mapping[str, tuple[int, ...]]) -> bool:
     return name == "output" or (name == "embed" and "output" not in matrices)
 
 
-def _asked(
-    name: str, columns: int, is_output: bool, output: str | None, embed: str | None, tensor_types: Sequence[tuple[str, str]]
-) -> Format | None:
+def _asked(name: str, columns: int, is_output: bool, named: Named) -> Format | None:
     """The format that is asked for by name. Raises FormatError where it does not fit."""
     layer, part = layer_parts(name)
     llama_cpp_name = f"blk.{layer}.{_GGUF_PARTS.get(part, part)}.weight" if layer >= 0 else name
-    asked = next((to for pattern, to in tensor_types if _found(pattern, name) or _found(pattern, llama_cpp_name)), None)
-    asked = asked or (output if is_output else embed if name == "embed" else None)
+    asked = next((to for pattern, to in named.tensor_types if _found(pattern, name) or _found(pattern, llama_cpp_name)), None)
+    asked = asked or (named.output if is_output else named.embed if name == "embed" else None)
     if asked is None:
         return None
     format = get_format(asked)
@@ -186,7 +183,7 @@ def _fitting(name: str, columns: int) -> Format:
 def _mixed(type_name: str, part: str, layer: int, num_layers: int, gqa: int, has_importance: bool) -> str | None:
     """The format that a mix gives to a part, if it is another than its own. gqa: query heads that share keys and values."""
     eighth = num_layers // 8
-    more = layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+    use_more_bits = layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
     match type_name, part:
         case ("q2_k", "v"):
             return "q4_k" if gqa >= 4 else "q3_k"
@@ -208,7 +205,7 @@ def _mixed(type_name: str, part: str, layer: int, num_layers: int, gqa: int, has
             return "q5_k"
         case ("q4_k_s", "down") if layer < eighth:
             return "q5_k"
-        case ("q4_k_m" | "q5_k_m", "v" | "down") if more:
+        case ("q4_k_m" | "q5_k_m", "v" | "down") if use_more_bits:
             return "q6_k"
         case ("iq4_nl" | "iq4_xs", "v") if gqa >= 4:
             return "q5_k"

@@ -1,8 +1,8 @@
-"""Rounding to the nearest values of a format, with scales that are searched for: `Format.encode` where every input counts the same,
-and here where inputs count by their importance.
+"""Rounding to the nearest values of a format, with scales that are searched for, compiled.
 
-The error of a value counts importance * sqrt(mean square of the row + value^2), as in llama.cpp's quantizers with an importance
-matrix: inputs by their mean square, and large weights more than small ones.
+Without an importance all errors weigh 1. With one, the error of a value weighs importance * sqrt(mean square of the row + value^2),
+as in llama.cpp's quantizers with an importance matrix: inputs count by their mean square, and large weights more than small ones.
+Formats of 8 bits and more are rounded without a search.
 """
 
 import numpy as np

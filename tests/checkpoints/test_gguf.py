@@ -354,10 +354,17 @@ def test_a_type_that_is_not_supported_names_type_tensor_and_choices(small_gguf, 
         open_checkpoint(path)
 
 
-def test_a_norm_in_blocks_is_refused(small_gguf, edited_gguf):
-    norm = (np.zeros(34, np.uint8), gguf.GGMLQuantizationType.Q8_0)
-    with pytest.raises(CheckpointError, match="norm is q8_0; norms and biases are f32, f16 or bf16"):
-        open_checkpoint(edited_gguf(small_gguf("qwen2"), tensors={"output_norm.weight": norm}))
+@pytest.mark.parametrize(
+    ("architecture", "name", "message"),
+    [
+        ("qwen2", "output_norm.weight", "norm is q8_0; norms and biases are f32, f16 or bf16"),
+        ("llama", "blk.0.attn_q.bias", "the values of a q8_0 vector share scales"),
+    ],
+)
+def test_a_vector_in_blocks_is_refused(small_gguf, edited_gguf, architecture, name, message):
+    vector = (np.zeros(34, np.uint8), gguf.GGMLQuantizationType.Q8_0)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(edited_gguf(small_gguf(architecture), tensors={name: vector}))
 
 
 def test_a_name_that_would_scribble_over_a_terminal_is_not_used(small_gguf, edited_gguf):

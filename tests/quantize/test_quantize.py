@@ -27,7 +27,7 @@ from cpuspec.quantize import gptq
 from cpuspec.quantize.gguf_output import write_model
 from cpuspec.quantize.imatrix import Importance, of_matrices, read_importance, write_importance
 from cpuspec.quantize.job import Job, measure_importance, quantize
-from cpuspec.quantize.mixes import TYPES, choose
+from cpuspec.quantize.mixes import TYPES, Named, choose
 from cpuspec.quantize.rounding import encode
 from cpuspec.quantize.store import Workspace
 from cpuspec.quantize.weights import Weights
@@ -296,7 +296,7 @@ def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
         if name == "experts" and value and got:  # GGUF files have a least sum of their own (`families.LEAST_SUM`)
             got = replace(got, least_sum=value.least_sum)
         if name == "architecture":  # several families may have one name in files
-            got = value if (FAMILIES[got].gguf_architecture or got) == (FAMILIES[value].gguf_architecture or value) else got
+            got = value if FAMILIES[got].gguf_name == FAMILIES[value].gguf_name else got
         used = name != "rope_scaling" and (name != "local_rope_base" or "local" in one.layer_ropes)
         if used and not (np.isclose(got, value, rtol=1e-6) if isinstance(value, float) and got is not None else got == value):
             found.append(name)
@@ -513,7 +513,7 @@ def test_rows_that_do_not_fill_superblocks_get_the_format_of_smaller_blocks(sour
 
 def test_formats_named_one_by_one_win_over_the_mix(source: Checkpoint) -> None:
     shapes = {name: tensor.shape for name, tensor in source.tensors.items() if len(tensor.shape) == 2}
-    found = choose(source.config, shapes, "q4_k_m", tensor_types=[("ffn_down", "q8_0"), (r"layers\.1\.q$", "f16")], output="q5_0")
+    found = choose(source.config, shapes, "q4_k_m", Named("q5_0", None, [("ffn_down", "q8_0"), (r"layers\.1\.q$", "f16")]))
     assert found["layers.0.down"].name == "q8_0"
     assert found["layers.1.q"].name == "f16"
     assert found["layers.0.q"].name == "q4_k"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cpuspec.checkpoints import openvino
 from cpuspec.checkpoints.checkpoint import Checkpoint
-from cpuspec.checkpoints.fields import Fields, read_json_object
+from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.gguf import scaled
 from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.checkpoints.gguf_parts import read_parts
@@ -26,7 +26,6 @@ from cpuspec.formats.tensor import F32
 
 I64 = NDArray[np.int64]
 
-_MAX_CONFIG_BYTES = 1 << 20
 _MEDUSA = "medusa_lm_head"
 _MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _MOST_TOKENS = 32  # that a draft has by default, whatever a file says
@@ -148,7 +147,7 @@ class HeadFiles:
             config = path / "config.json"
             if not config.exists() or (path / openvino.MODEL).exists():
                 return None
-            return HeadFiles(path, Fields(str(config), read_json_object(config, _MAX_CONFIG_BYTES)), _read_stored(path, mmap))
+            return HeadFiles(path, Fields.of_file(config), _read_stored(path, mmap))
         if path.suffix == ".safetensors" or read_manifest(path):
             return None
         file = read_parts(path, mmap)

@@ -114,7 +114,7 @@ def read_gguf_mtp(files: HeadFiles, target: Checkpoint) -> Head:
     """
     family = FAMILIES[target.config.architecture]
     num_layers, number = _counts(files)
-    wanted = family.gguf_architecture or family.architecture
+    wanted = family.gguf_name
     files.check("architecture", str(files.fields.value("general.architecture"))[:40], wanted, target)
     files.check("number of layers before its own", num_layers - number, target.config.num_layers, target)
     tensors = {name: tensor for name, tensor in files.tensors.items() if name.startswith("blk.")}
