@@ -32,7 +32,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT
 
 _OF_PEFT = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
 _OF_GGUF = re.compile(r"(.+\.weight)\.lora_([ab])")
-# Settings of PEFT at which an adapter is the product alone.
+# Settings of PEFT at which an adapter is nothing but the product.
 _PLAIN = {"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none", "layer_replication": None}
 
 
@@ -62,7 +62,7 @@ class Adapter:
         return found.hexdigest()
 
 
-AdapterSet = tuple[tuple[Adapter, float], ...]  # that one answer uses, each times a scale
+AdapterSet = tuple[tuple[Adapter, float], ...]  # the adapters of one answer, each with a scale
 
 
 def set_identity(adapters: AdapterSet) -> str:

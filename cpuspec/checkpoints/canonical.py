@@ -1,4 +1,4 @@
-"""Turns a file's tensors into those that `layers` describes ("canonical" ones), and back.
+"""Converts a file's tensors to those that `layers` describes ("canonical" ones), and back.
 
 Tensors are renamed, split, stacked and reordered, and norms get an offset. `families.Family` declares what a family needs. Data
 are copied only where rows change their order or values change.
@@ -108,7 +108,7 @@ def joined_shape(shapes: Sequence[Shape]) -> Shape:
 
 
 def _by_group(config: ModelConfig, family: Family, kind: int, parts: str) -> I32 | None:
-    """For joined parts that files store head by head: the file's row of each row, part by part. None for other parts."""
+    """For joined parts that files store head by head: the file's row of each of our rows, part after part. None for others."""
     c, delta = config, config.recurrent
     if parts == "q_plain+q_turned" and c.latent:
         heads, sizes = c.num_heads, [c.latent.plain, c.latent.turned]
@@ -130,7 +130,7 @@ def _by_group(config: ModelConfig, family: Family, kind: int, parts: str) -> I32
 def arranged(
     what: str, config: ModelConfig, family: Family, kind: int, named: Mapping[str, QuantTensor], wanted: Mapping[str, Shape]
 ) -> dict[str, QuantTensor]:
-    """Canonical tensors of a file's, which are named by `Names.ours`. wanted: the shapes of the canonical tensors.
+    """The canonical tensors. named: a file's tensors, by the names of `Names.ours`. wanted: the shapes of the canonical ones.
 
     Layers that borrow the keys and values of others may have matrices for their own in the file. Nothing reads them, so they are
     left out. Raises CheckpointError where a joined tensor does not have the sizes of its parts, or rows cannot be reordered.
@@ -225,9 +225,9 @@ def _split(what: str, name: str, tensor: QuantTensor, wanted: Mapping[str, Shape
 
 
 def _by_head(what: str, name: str, tensor: QuantTensor, wanted: Mapping[str, Shape]) -> dict[str, QuantTensor]:
-    """The matrices of each head, those of keys transposed, from one that has the rows of both head by head: copies.
+    """Copies of the matrices of each head, from one that has the rows of keys and values head by head; keys transposed.
 
-    Keys in blocks, whose inputs would lie across them, become f32.
+    A transposed matrix cannot keep its blocks, so keys in a block format become f32.
     """
     of_keys, of_values = (name.rpartition(".")[0] + part for part in (".k_b", ".v_b"))
     if of_keys not in wanted:
@@ -249,7 +249,7 @@ def _by_head(what: str, name: str, tensor: QuantTensor, wanted: Mapping[str, Sha
 
 
 def _key_by_value(of_keys: QuantTensor, of_values: QuantTensor) -> QuantTensor:
-    """The inverse of `_by_head`. In f32 where the matrices are not of one kind of plain numbers."""
+    """The inverse of `_by_head`, in f32 unless both matrices have the same format of plain numbers."""
     if of_keys.format is not of_values.format or of_keys.format.block_size != 1:
         of_keys, of_values = (QuantTensor.encode(get_format("f32"), one.dequantize()) for one in (of_keys, of_values))
     of_keys, (heads, _, rank) = _transposed("", "k_b", of_keys), of_values.shape
@@ -285,7 +285,7 @@ def _transposed(what: str, name: str, tensor: QuantTensor) -> QuantTensor:
 
 
 def with_offset(tensor: QuantTensor, offset: float) -> QuantTensor:
-    """The tensor plus `offset`, in f32: a sum of 1 and a weight near it needs more bits than f16 and bf16 have."""
+    """The tensor plus `offset`, in f32: 1 plus a small weight needs more bits than f16 and bf16 have."""
     return QuantTensor.encode(get_format("f32"), tensor.dequantize() + np.float32(offset)) if offset else tensor
 
 
@@ -319,7 +319,7 @@ def _permuted(config: ModelConfig, name: str, tensor: QuantTensor, order: NDArra
 
 
 def _order(config: ModelConfig, family: Family, kind: int, name: str) -> I32 | None:
-    """The file's row of each of our rows of queries, keys or value heads (of `delta_o`: each head); None for the same order."""
+    """The file's row of each of our rows of queries, keys or value heads (`delta_o`: the file's head). None: the same order."""
     part = name.rpartition(".")[2]
     if part.startswith("delta_") and part != "delta_norm" and family.tiles_values and kind == HF:
         delta, keys = config.recurrent, 0

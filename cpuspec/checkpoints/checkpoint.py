@@ -1,4 +1,4 @@
-"""The result of every reader: a checked model, its tensors under canonical names, and the place of its vocabulary."""
+"""The result of every reader: a checked model, its tensors under canonical names, and where its vocabulary is."""
 
 import hashlib
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class GgufVocabulary:
     charsmap: bytes = b""  # SentencePiece's table of characters to replace
     lowercase: bool | None = None
     strip_accents: bool | None = None
-    control_swallows: bool = False  # control tokens swallow the white space behind them
+    control_swallows: bool = False  # control tokens swallow the white space after them
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name, "default" for the nameless one
 
 
@@ -63,10 +63,10 @@ RANKING_PROMPT = (
 
 @dataclass(frozen=True, eq=False)
 class Ranker:
-    """How a model tells whether a document answers a query, by the final state of the last token of `prompt`.
+    """How a model scores whether a document answers a query: by the final hidden state of the last token of `prompt`.
 
-    weight: [k, C]. Of two rows the score is the first number of their products' softmax, of one row the product's sigmoid. None
-    for the rows of the output that belong to the tokens `labels`, so that the score is the probability of the first one.
+    weight: [k, C]. With two rows the score is the first number of the softmax of both products. With one row it is the sigmoid of
+    the product. None: the rows are those of the output matrix for `labels`, and the score is the first one's probability.
     """
 
     prompt: str = RANKING_PROMPT
@@ -83,13 +83,13 @@ class Checkpoint:
     fuse, fuse_bias, embed_norm and hidden_norm, or those of `HeadConfig.tensors`; of mixtures those that `layers.Layer.tensors`
     names. Weights are [out, in], those of experts [experts, out, in], with q and k rows in rotate-half order: the dimensions that
     turn together are halves of a head apart (`layers.rotary_order`); norms and biases are f32, f16 or bf16.
-    sampling: how its files say that it should be sampled. mask_id: a token that it was trained to fill rows of, for drafts in one
-    pass; None for none.
+    sampling: the recommendations of its files. mask_id: the token that stands for unknown tokens, in a model that was trained to
+    draft in one pass; None for none.
     prediction_layers: tensors of layers for multi-token prediction by their names in the file; `checkpoints.heads.mtp` reads them.
-    quantization: what its files say of how its weights were made, for people; "" where they say nothing.
-    pooling: of which states it was trained to make embeddings, one of `POOLINGS`; "" for a model that writes. ranker: of a model
+    quantization: the method by which its weights were quantized, for people; "" where the files name none.
+    pooling: the hidden states that make its embeddings, one of `POOLINGS`; "" for a model that generates text. ranker: of a model
     that was trained to rank texts, None for others.
-    remarks: a sentence for each thing in its files that this version passes over, or reads in another way than they say.
+    remarks: a sentence for each thing in its files that this version ignores, or reads in another way than they say.
     adapters: files of LoRA adapters that belong to the model, as Ollama keeps them.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
@@ -141,8 +141,8 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a matrix that fewer bits pay for: a router is small, and decides what else is computed, and so are the
-    matrices of a decay.
+    """Whether a tensor is a matrix that is worth quantizing. Routers and the matrices of a decay are not: they are small, and they
+    decide what else is computed.
     """
     return is_matrix(name, shape) and name.rpartition(".")[2] not in ("router", "shared_weight", "delta_beta", "delta_alpha")
 
@@ -173,7 +173,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _of_head(config: ModelConfig, head: HeadConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a head: those of a model of its shape, as `HeadConfig` changes them."""
+    """The tensors of a draft head: those of a model of its shape, with the changes that `HeadConfig` names."""
     hidden = config.hidden_size
     if config.takes_hidden and head.input_norms:
         shapes |= {"embed_norm": (hidden,), "hidden_norm": (hidden,)}

@@ -169,7 +169,7 @@ def modelopt(config: Fields) -> Method:
 
 
 def mxfp4(config: Fields) -> Method:
-    """How a file whose `quant_method` is mxfp4 is stored, as gpt-oss's is: its experts alone are quantized."""
+    """How a file whose `quant_method` is mxfp4 is stored, as gpt-oss's is: only its experts are quantized."""
 
     def matrices(what: str, parts: Parts) -> QuantTensor:
         """The matrices [E, N, K] of experts."""
@@ -210,7 +210,7 @@ def _block(fields: Fields, key: str) -> tuple[int, int]:
 
 
 def fp8_matrix(what: str, weight: StoredTensor, scale: StoredTensor, blocks: list[tuple[int, int]]) -> QuantTensor:
-    """A matrix of E4M3 codes under scales of the matrix, of each row, or of `blocks`, each so many rows and inputs.
+    """A matrix of E4M3 codes under scales of the matrix, of each row, or of blocks. blocks: (rows, inputs) of each possible size.
 
     Raises CheckpointError where the scales fit none of these, and for weights that are not finite.
     """

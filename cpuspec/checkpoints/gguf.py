@@ -40,7 +40,7 @@ GGUF_SAMPLING_KEYS: Mapping[str, str] = {
 GGUF_POOLINGS: Mapping[int, str] = MappingProxyType({0: "", 1: "mean", 2: "cls", 3: "last"})
 RANK, RANKS = 4, "cls.output.weight"  # a model that ranks texts, and the matrix that makes its scores
 
-# What a model of these architectures may ask for and this reader does not compute: key, values that ask for nothing, name.
+# Features that a file may ask for and this reader does not compute: key, values that do not ask for it, name.
 _UNSUPPORTED = (
     ("attention.clamp_kqv", (0.0,), "clamped q, k and v"),
     ("attention.max_alibi_bias", (0.0,), "ALiBi positions"),
@@ -64,11 +64,11 @@ _UNSUPPORTED = (
     ("rope.scaling.yarn_log_multiplier", (0.0,), "a yarn log multiplier"),
 )
 _SCALES = ("attention.scale", "logit_scale", "residual_scale", "embedding_scale")  # which Granite has
-# Keys that change no answer: they repeat others, or have a meaning only beside others, which are read then.
+# Keys that change no answer: they repeat others, or matter only beside others that are read.
 _HARMLESS = frozenset(
     {
-        "attention.layer_norm_epsilon",  # of another kind of norms
-        "expert_shared_count",  # whose tensors have all their rows
+        "attention.layer_norm_epsilon",  # of another kind of norm
+        "expert_shared_count",  # the tensors have the rows of all shared experts
         "rope.scaling.finetuned",
         "rope.scaling.original_context_length",
         *(f"rope.scaling.{of}beta_{end}" for of in ("yarn_", "") for end in ("fast", "slow")),
@@ -100,7 +100,7 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
         raise CheckpointError(f"{path}: {error}") from error
     vocabulary = read_vocabulary(file, config.vocab_size)
     name = fields.text("general.name", "")
-    # A name is for people: one that would scribble over a terminal, or fill it, is not used.
+    # The name is for people. One with control characters, or a very long one, is not used.
     name = name if name.isprintable() and 0 < len(name) <= 200 else path.stem
     remarks = (*file.remarks, *_unknown_keys(settings))
     if file.vision_audio:
@@ -113,7 +113,7 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
 
 
 def _family_of(path: object, metadata: Mapping[str, object], architecture: str) -> Family:
-    """The family of a file: several share a name, as Mixtral that of Llama."""
+    """The family of a file. Several share a name: Mixtral's files say llama."""
     known = [family for family in FAMILIES.values() if family.gguf_name == architecture]
     if not known:
         names = dict.fromkeys(family.gguf_name for family in FAMILIES.values())
@@ -127,15 +127,15 @@ def _family_of(path: object, metadata: Mapping[str, object], architecture: str) 
 
 
 def _of_ollama(fields: Fields, family: Family) -> Fields:
-    """The fields of a Gemma 3, with what Ollama's program knows of such a model where its own converter leaves that out.
+    """The fields of a Gemma 3. Those that Ollama's converter leaves out get the values that are built into Ollama's program.
 
-    Its 4B, 12B and 27B have no rotary scaling in the file, and its 1B a soft cap that the model does not have (Ollama,
+    Its files of 4B, 12B and 27B lack the rotary scaling, and its 1B has a soft cap that the model does not have (Ollama,
     convert/convert_gemma3.go and model/models/gemma3/model_text.go).
     """
     marks = ("rope.global.freq_base", "rope.local.freq_base", "mm.tokens_per_image")
     if family.architecture != "gemma3" or not any(key in fields for key in marks):
         return fields
-    told = {
+    known = {
         **family.gguf_defaults,
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": fields.number("rope.global.freq_base", 1e6),
@@ -146,14 +146,14 @@ def _of_ollama(fields: Fields, family: Family) -> Fields:
         fields.integer("attention.sliding_window", 0) < fields.integer("context_length"),
     )
     if has_windows and layers in (34, 48, 62):
-        told |= {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+        known |= {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
     if has_windows and layers == 26 and fields.value("final_logit_softcapping") == 30.0:
-        return fields.over(told).without("final_logit_softcapping")
-    return fields.over(told)
+        return fields.over(known).without("final_logit_softcapping")
+    return fields.over(known)
 
 
 def _unknown_keys(fields: Fields) -> tuple[str, ...]:
-    """A sentence on keys of the architecture that nobody has read. Raises CheckpointError for one of positions or attention."""
+    """A sentence about keys that no reader asked for. Raises CheckpointError for one of positions or attention."""
     odd = []
     for key in fields.unread():
         value = fields.value(key)
@@ -178,8 +178,8 @@ def config_of(
 
 
 def _read_pooling(fields: Fields, file: GgufFile, family: Family) -> tuple[str, Ranker | None]:
-    """What the file makes embeddings of, and how it ranks texts: by a matrix of its own, or, converted as a model that writes, by
-    its name.
+    """The hidden states that make embeddings, and how the model ranks texts: by a matrix in the file, or, in a file that was
+    converted as a text generator, known by its name.
     """
     number, weight = fields.integer("pooling_type", 0), file.tensors.get(RANKS)
     named = f"{file.metadata.get('general.name', '')} {file.path.stem}".lower()
@@ -224,11 +224,11 @@ def _canonical_names(file: GgufFile, family: Family, num_layers: int) -> tuple[d
 
 
 def scaled(file: GgufFile, names: Names | None = None) -> dict[str, QuantTensor]:
-    """The file's tensors, each with the scale that a tensor `<name>.scale` beside `<name>.weight` has for the whole of it, unless
-    `names` knows it as one of its own.
+    """The file's tensors. A tensor `<name>.scale` beside `<name>.weight` scales the whole matrix and is multiplied in, unless
+    `names` knows it as a tensor of the model.
 
-    `<name>.input_scale` is left out: it is for processors that round inputs to four bits. Raises CheckpointError on a scale of
-    anything but nvfp4, and on one that is no positive number.
+    `<name>.input_scale` is left out: it is for processors that round inputs to four bits. Raises CheckpointError for a scale of
+    another format than nvfp4, and for one that is no positive number.
     """
     found = dict(file.tensors)
     for name, tensor in file.tensors.items():
@@ -270,7 +270,7 @@ def _check_supported(fields: Fields, family: Family) -> None:
 
 
 def _heads(fields: Fields, family: Family, hidden_size: int, attends: bool, num_blocks: int) -> tuple[int, int, int]:
-    """The number of query heads, and the numbers of a head and of them those that turn. attends: whether a layer has attention."""
+    """The number of query heads, the dimensions of a head, and how many of them rotate. attends: whether a layer has attention."""
     num_heads = fields.of_layers("attention.head_count", num_blocks, some=True) if attends else 1
     if num_heads < 1:
         fields.fail("attention.head_count", "at least 1")
@@ -407,12 +407,12 @@ def _read_experts(
     some = next((f"layers.{i}." for i, has in enumerate(layers) if has), "layers.0.")
     gate = tensors.get(some + "expert_down") or tensors.get(some + "expert_gate+expert_up")
     shared = tensors.get(some + "shared_down")
-    told = fields.of_layers("expert_feed_forward_length", fields.integer("block_count"), 0, some=bool(family.recurrent))
+    told_size = fields.of_layers("expert_feed_forward_length", fields.integer("block_count"), 0, some=bool(family.recurrent))
     facts: dict[str, Any] = {
         "count": fields.integer("expert_count"),
         "used": fields.integer("expert_used_count"),
-        # Some files have the size in this key, some in feed_forward_length: the tensors say it in all.
-        "size": gate.shape[-1] if gate else told,
+        # Some files have the size in this key, some in feed_forward_length. The tensors have it in all files.
+        "size": gate.shape[-1] if gate else told_size,
         "scale": fields.number("expert_weights_scale", 0.0) or 1.0,
         "shifted": some + "router_shift" in tensors,
         "groups": max(fields.integer("expert_group_count", 1), 1),
@@ -545,7 +545,7 @@ def _yarn_attention(fields: Fields, factor: float, own: float) -> float | None:
 
 
 def _read_sampling(file: GgufFile) -> SamplingDefaults:
-    """What the file recommends. Its other keys ask for samplers that are not computed here, and are told to be ignored."""
+    """The sampling that the file recommends. Keys of samplers that are not computed here are reported as ignored."""
     values: dict[str, object] = {}
     for name, key in GGUF_SAMPLING_KEYS.items():
         value = file.metadata.get(key)
@@ -553,8 +553,8 @@ def _read_sampling(file: GgufFile) -> SamplingDefaults:
         values[name] = float(f"{value:.7g}") if isinstance(value, float) else value
     found = SamplingDefaults.read(str(file.path), values)
     others = [key for key in file.metadata if key.startswith(_SAMPLING) and key not in GGUF_SAMPLING_KEYS.values()]
-    told = (f"{file.path}: this version does not know {', '.join(others)[:200]}; ignored",) if others else ()
-    return replace(found, ignored=found.ignored + told)
+    unknown = (f"{file.path}: this version does not know {', '.join(others)[:200]}; ignored",) if others else ()
+    return replace(found, ignored=found.ignored + unknown)
 
 
 def read_vocabulary(file: GgufFile, vocab_size: int | None = None) -> GgufVocabulary:
@@ -604,7 +604,7 @@ def read_vocabulary(file: GgufFile, vocab_size: int | None = None) -> GgufVocabu
         charsmap=bytes_of("ggml.precompiled_charsmap"),
         lowercase=flag("ggml.normalizer.lowercase"),
         strip_accents=flag("ggml.normalizer.strip_accents"),
-        # No key says so; llama.cpp goes by the name, too, of which it lacks the spelling with a space.
+        # No key says so. llama.cpp goes by the name, too, but lacks the spelling with a space.
         control_swallows=bool(re.search("phi[- ]?3", str(file.metadata.get("general.name")), re.IGNORECASE)),
         chat_templates={name: text for name, text in templates.items() if text},
     )

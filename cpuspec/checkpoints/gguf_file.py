@@ -1,7 +1,7 @@
 """The GGUF container, versions 2 and 3, little-endian: metadata and where each tensor's bytes lie. Knows no model.
 
-Files come from strangers. Every count, length and offset is compared with what is left of the file, in Python's unbounded
-integers, before anything of that size is touched; so a lying header costs as much time and memory as an honest one.
+Files are untrusted. Every count, length and offset is compared with the rest of the file, in Python's unbounded integers, before
+anything of that size is allocated. A false header costs no more time and memory than a true one.
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -44,7 +44,7 @@ SCALARS: dict[int, np.dtype] = {
 
 _FORMATS = {row.gguf_type: row for row in FORMATS.values() if row.gguf_type is not None}
 
-# Those of ggml's own types. Types of this project are read, too.
+# Formats of ggml's own types. Types of this project are read, too.
 GGUF_FORMATS = tuple(row.name for number, row in _FORMATS.items() if number < OWN_GGUF_TYPES)
 
 _OTHER_TYPES = {
@@ -60,7 +60,7 @@ _MAX_KEY_BYTES = (1 << 16) - 1
 _MAX_NAME_BYTES = 64
 _MAX_ALIGNMENT = 1 << 20
 
-# How llama.cpp and Ollama begin the names of tensors of a part that sees, hears, or joins that to the text.
+# Prefixes that llama.cpp and Ollama give to tensors that process images or audio, or project them to the text model.
 _VISION_AUDIO = ("v.", "a.", "mm.")
 
 _COMPLETE = "a complete file: download it again"
@@ -71,7 +71,7 @@ class GgufFile:
     """Metadata (key -> int, float, bool, str, list of str, or a numeric array) and tensors over the mapped bytes.
 
     Bytes of a tokenizer's lists that are no UTF-8 are lone surrogates ("surrogateescape"); those of other strings are U+FFFD.
-    arrays: its vectors of integers. vision_audio: names of tensors of a part that sees or hears, which are not read.
+    arrays: its vectors of integers. vision_audio: names of tensors that process images or audio, which are not read.
     remarks: a sentence for each thing that is read in another way than the file says. entries: the bytes of each entry of metadata.
     """
 
@@ -203,7 +203,7 @@ class _Cursor:
         raise CheckpointError(f"{self.path}: {got}, wanted {wanted}")
 
     def take(self, num_bytes: int, what: str) -> int:
-        """Where `num_bytes` of `what` begin; the position moves behind them."""
+        """Where `num_bytes` of `what` begin. The position moves past them."""
         start = self.position
         if num_bytes > self._size - start:
             self.fail(f"{what} needs {num_bytes} bytes at byte {start} of a file of {self._size}", _COMPLETE)
@@ -225,7 +225,7 @@ class _Cursor:
         return count
 
     def string(self, what: str, max_bytes: int | None = None, replaces: bool = False) -> str:
-        """A string; replaces: bytes that are no UTF-8 become U+FFFD, and a remark says so."""
+        """A string. replaces: bytes that are no UTF-8 become U+FFFD, with a remark."""
         length = self.u64(f"length of the {what}")
         if max_bytes is not None and length > max_bytes:
             self.fail(f"{what} is {length} bytes long", f"at most {max_bytes}")
@@ -272,7 +272,7 @@ class _Cursor:
         return numbers
 
     def _strings(self, key: str, count: int) -> list[str]:
-        # The vocabulary: hundreds of thousands of short strings, so this one loop spells out what `string` does.
+        # A vocabulary has hundreds of thousands of short strings, so this loop repeats `string` inline.
         view, size, position = self._view, self._size, self.position
         length_at = _U64.unpack_from
         strings: list[str] = []

@@ -54,7 +54,7 @@ def read_parts(path: Path, mmap: bool = True) -> GgufFile:
 
 
 def part_paths(path: Path) -> list[Path]:
-    """Where the parts of a model are, by the name of its first; of another file, that file alone.
+    """The paths of a model's parts, by the name of its first. For any other file: only its own path.
 
     Raises CheckpointError for another part than the first, and if one is not there.
     """

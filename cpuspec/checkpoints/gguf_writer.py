@@ -27,7 +27,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file, without the gap behind."""
+        """Bytes in the file, without the padding after them."""
         return math.prod(self.shape[:-1]) * self.format.row_bytes(self.shape[-1])
 
     @property
@@ -55,7 +55,7 @@ class IdsInfo(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file, without the gap behind."""
+        """Bytes in the file, without the padding after them."""
         return 8 * self.length
 
 

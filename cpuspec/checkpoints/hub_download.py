@@ -27,7 +27,7 @@ from cpuspec.environment import hub_cache_dir, hub_endpoint
 from cpuspec.errors import DownloadError, in_one_line
 
 _REPORT_EVERY_S = 0.1
-_MOST_TOLD = 4  # files
+_MOST_NAMED = 4  # files
 _MOST_QUOTED = 200  # characters of what the library says
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 _LOGIN = "run `hf auth login`, or set HF_TOKEN"
@@ -63,10 +63,10 @@ def download(model: HubModel, report: Progress, hashes: Mapping[str, str]) -> Pa
     missing = [name for name in choice.files if not _is_there(snapshot / name, sizes[name])]
     if missing:
         check_room(sum(sizes[name] for name in missing), hub_cache_dir(), "HF_HOME")
-    told = _Told(report, f"hub {model.repository}", sum(sizes[name] for name in choice.files))
+    progress = _Total(report, f"hub {model.repository}", sum(sizes[name] for name in choice.files))
     for name in choice.files:
         if name in missing:
-            with _explained(model), _warnings(told.interrupted):
+            with _explained(model), _warnings(progress.interrupted):
                 _remove(snapshot / name)  # cut short, or grown
                 path = hf_hub_download(
                     *(model.repository, name),
@@ -75,18 +75,18 @@ def download(model: HubModel, report: Progress, hashes: Mapping[str, str]) -> Pa
                     endpoint=endpoint,
                     etag_timeout=HUB_TIMEOUT_S,
                     library_name="cpuspec",
-                    tqdm_class=told.bar(),
+                    tqdm_class=progress.bar(),
                 )
             _check(Path(path), files[name])
-        told.file_done(sizes[name])
-        # A model that is not supported is told before its weights are fetched.
+        progress.file_done(sizes[name])
+        # An unsupported model is refused before its weights are fetched.
         if name == "config.json" and not is_named_head(fields := read_fields(snapshot)):
             read_config(fields)
     write_ref(model, commit)
     remember(model, choice)
     if missing:
         delivered = [f"{name} sha256 {sha256}" for name in choice.files if (sha256 := _sha256(files[name]))]
-        told.say(f"hub {model.repository} verified: commit {commit}, {', '.join(delivered[:_MOST_TOLD])}")
+        progress.say(f"hub {model.repository} verified: commit {commit}, {', '.join(delivered[:_MOST_NAMED])}")
     return snapshot / choice.opened
 
 
@@ -161,7 +161,7 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-class _Told:
+class _Total:
     """Progress of all files together, from what the library's bars count of each."""
 
     def __init__(self, report: Progress, what: str, total_bytes: int) -> None:
@@ -181,7 +181,7 @@ class _Told:
 
     def bar(self) -> type:
         """A class like tqdm's, whose one object counts a file."""
-        told = self
+        total = self
 
         class Bar:
             """Counts bytes that were written; those that come through the network are the same, or fewer."""
@@ -198,10 +198,10 @@ class _Told:
                 pass
 
             def update(self, num_bytes: float | None = 1) -> None:
-                told._of_file += int(num_bytes or 0)
-                if time.monotonic() - told._said_s > _REPORT_EVERY_S:
-                    told._said_s = time.monotonic()
-                    told.say(told._what)
+                total._of_file += int(num_bytes or 0)
+                if time.monotonic() - total._said_s > _REPORT_EVERY_S:
+                    total._said_s = time.monotonic()
+                    total.say(total._what)
 
             def ignore(self, *_: object, **__: object) -> None:
                 pass

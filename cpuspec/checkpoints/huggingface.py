@@ -39,7 +39,7 @@ _UNSUPPORTED = {
     "use_cla": "layers that share keys and values are",
     "use_mla": "keys and values made of a common vector are",
 }
-# A setting of positions or attention that nobody has read is told, unless it is one of those that change no answer.
+# A setting of positions or attention that no reader asked for is reported, unless it changes no answer.
 _TELLING = re.compile("rope|rotary|attn|attention|window|softcap|alibi|position|mscale|nope|qk_")
 _HARMLESS = re.compile("dropout|pdrop|flash|sdpa|xformers|attn_implementation|max_window_layers|sliding_window_pattern")
 # Rotary settings that change nothing at these values, and those that only tell how a model was made.
@@ -71,9 +71,9 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     where = directory.resolve()
     title = where.parent.parent.name.rpartition("--")[2] if where.parent.name == "snapshots" else where.name
     ranker = _read_ranker(title, family, found)
-    prefix = "model." if "embed_tokens.weight" in found else ""  # models that make embeddings are saved without what writes
+    prefix = "model." if "embed_tokens.weight" in found else ""  # models that make embeddings are saved without their output matrix
     for file_name, tensor in found.items():
-        # In a model of several parts the language model has a prefix, at one of two places.
+        # In a model that also reads images, names of the language model have a prefix, in one of two forms.
         name = prefix + (
             file_name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
             if family.hf_wrapper
@@ -98,7 +98,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     config, tensors = multiplied(settings, family, config, tensors)
     pooling = _read_pooling(directory)
     if (pooling or ranker) and "output" not in tensors:
-        config = replace(config, tied_embeddings=True)  # nobody asks for what it would write
+        config = replace(config, tied_embeddings=True)  # its logits are never used
     if config.tied_embeddings and "output" in tensors:
         # Some exporters store the tied matrix twice, or only under the name of the other. As in transformers, a matrix that differs
         # is the model's, whatever the configuration says.
@@ -143,7 +143,7 @@ def _read_pooling(directory: Path) -> str:
 
 
 def _read_ranker(title: str, family: Family, tensors: dict[str, QuantTensor]) -> Ranker | None:
-    """How a model ranks texts, where it does: by a matrix of its own, which is taken out of the tensors, or by its name."""
+    """How a model ranks texts; None if it does not. Its matrix is taken out of the tensors; without one its name decides."""
     if family.architecture != "qwen3":
         return None
     weight = tensors.pop("score.weight", None)
@@ -156,7 +156,7 @@ def read_fields(directory: Path) -> Fields:
 
 
 def config_to_write(checkpoint: Checkpoint) -> dict[str, object]:
-    """config.json for a directory of the model's own tensors: that of the language model alone, which ties what they tie.
+    """config.json for a directory of the model's own tensors: that of the language model only. It says whether the output is tied.
 
     Raises CheckpointError if the model's file is missing or damaged by now.
     """
@@ -220,7 +220,7 @@ def _read_config(settings: Fields, family: Family) -> ModelConfig:
 
 
 def _unknown_settings(settings: Fields) -> tuple[str, ...]:
-    """A sentence on the settings of positions and attention that nobody has read, and that are neither off nor harmless."""
+    """A sentence about the settings of positions and attention that no reader asked for, and that are neither off nor harmless."""
     odd = [
         f"{key} = {settings.value(key)!r}"[:60]
         for key in settings.unread()
@@ -230,7 +230,7 @@ def _unknown_settings(settings: Fields) -> tuple[str, ...]:
 
 
 def _check_prediction_layers(directory: Path, tensors: dict[str, QuantTensor], num_layers: int) -> None:
-    """Raise CheckpointError for layers behind those that config.json tells of, the ones for multi-token prediction included."""
+    """Raise CheckpointError for layers after the last one of config.json. num_layers: with those for multi-token prediction."""
     for name in tensors:
         number = re.match(r"model\.layers\.([0-9]+)\.", name)
         if number and int(number[1]) >= num_layers:
@@ -238,9 +238,10 @@ def _check_prediction_layers(directory: Path, tensors: dict[str, QuantTensor], n
 
 
 def _read_sampling(directory: Path) -> SamplingDefaults:
-    """What generation_config.json recommends, in the sense of transformers' GenerationConfig.
+    """The sampling that generation_config.json recommends, read as transformers' GenerationConfig.
 
-    do_sample false is greedy, true without a temperature is 1; without do_sample the temperature says which, as in vLLM.
+    do_sample false is greedy. do_sample true without a temperature is temperature 1. Without do_sample the temperature decides, as
+    in vLLM.
     """
     path = directory / "generation_config.json"
     if not path.exists():
@@ -491,7 +492,7 @@ def _rotated(fields: Fields, family: Family, num_layers: int) -> tuple[bool, ...
 
 
 def _slides(fields: Fields, family: Family, window: int, rotated: tuple[bool, ...]) -> tuple[bool, ...]:
-    """For each layer whether it sees a window only: as `layer_types` says, or else as transformers chooses for the family."""
+    """For each layer whether it has a window: as `layer_types` says, or else as transformers chooses for the family."""
     if window and "sliding_window" not in family.hf_defaults:
         fields.fail("use_sliding_window", f"false; {family.architecture} models have no sliding windows")
     types, num_layers = [] if family.recurrent else fields.items("layer_types"), len(rotated)
@@ -514,8 +515,8 @@ def _slides(fields: Fields, family: Family, window: int, rotated: tuple[bool, ..
 def _rope_settings(fields: Fields, has_local_rope: bool) -> tuple[Fields, Fields]:
     """Settings of rotary positions, of layers that see all and of layers with a window: the same unless `has_local_rope`.
 
-    `rope_parameters` is transformers 5's; `rope_scaling` is older. Somebody who adds `rope_scaling` by hand means it, and means to
-    keep the base that the file has in `rope_parameters`.
+    `rope_parameters` is transformers 5's; `rope_scaling` is older. Where a file has both, a user has added `rope_scaling` by hand:
+    it counts, with the base of `rope_parameters`.
     """
     rope = local = fields.object("rope_parameters")
     if has_local_rope:
@@ -535,7 +536,7 @@ def _local_base(fields: Fields, base: float) -> float:
 
 
 def _read_rope_scaling(rope: Fields, context_length: int, original: int, family: Family) -> RopeScaling | None:
-    """The scaling of a set of rotary settings, all of which must be known. original: the trained context, 0 if it is told there."""
+    """The scaling of a set of rotary settings, all of which must be known. original: the trained context; 0: `rope` has it."""
     for key in ("full_attention", "sliding_attention"):
         if key in rope:
             rope.fail(key, "one set of parameters for all layers")

@@ -55,7 +55,7 @@ def read_gguf(fields: Fields, scaling: RopeScaling | None, tensors: Mapping[str,
 
 
 def gguf_entries(config: ModelConfig) -> dict[str, Any]:
-    """The metadata of a model with latent attention, by keys without the architecture; None for what it must not have."""
+    """The metadata of a model with latent attention, by keys without the architecture. None removes a key."""
     c, latent = config, config.latent
     if latent is None:
         return {}

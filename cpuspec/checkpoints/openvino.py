@@ -120,25 +120,25 @@ class _Graph:
             to.inputs[int(port)] = edge.get("from-layer", "")
 
     def weight(self, layer_id: str | None) -> _Weight | None:
-        """The output of a layer that depends on constants alone; None for any other."""
-        layer = self._behind(layer_id)
+        """The output of a layer that depends only on constants; None for any other."""
+        layer = self._source(layer_id)
         if layer is None:
             return None
         if layer.type == "Const":
             return _Weight(self._constant(layer))
-        first, second = self._behind(layer.inputs.get(0)), self._behind(layer.inputs.get(1))
+        first, second = self._source(layer.inputs.get(0)), self._source(layer.inputs.get(1))
         if layer.type != "Multiply" or first is None or second is None or second.type != "Const":
             return None
         scale = self._constant(second)
         if first.type == "Const":
             return _Weight(self._constant(first), None, scale)
-        codes, zero = self._behind(first.inputs.get(0)), self._behind(first.inputs.get(1))
+        codes, zero = self._source(first.inputs.get(0)), self._source(first.inputs.get(1))
         if first.type != "Subtract" or codes is None or zero is None or (codes.type, zero.type) != ("Const", "Const"):
             return None
         return _Weight(self._constant(codes), self._constant(zero), scale)
 
-    def _behind(self, layer_id: str | None) -> _Layer | None:
-        """The layer, or the one whose numbers it passes on."""
+    def _source(self, layer_id: str | None) -> _Layer | None:
+        """The layer; or, if it only passes numbers on, the one that they come from."""
         for _ in range(8):
             layer = self.layers.get(layer_id or "")
             if layer is None or layer.type not in _PASSED:

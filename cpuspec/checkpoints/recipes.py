@@ -2,7 +2,7 @@
 
 One TOML file each, called as the model is: in `recipes/` of the user's cache directory, in `models/` of a checkout, in
 `cpuspec/models/` of an installed wheel; or wherever a path ending in .toml points. Everything in it is checked like user input.
-A name is looked up by its file alone, so that a recipe that cannot be read hurts nobody who does not ask for it.
+A name is looked up by its file name, so a recipe that cannot be read is an error only for a user who asks for it.
 """
 
 import difflib
@@ -301,7 +301,7 @@ _WANTED = "printable text"
 
 
 class _Table:
-    """One TOML table while it is being read: every key is taken once, checked, and named in errors."""
+    """One TOML table while it is being read. Reading a key checks and removes it; errors name it."""
 
     def __init__(self, where: str, values: object) -> None:
         if not isinstance(values, dict):

@@ -1,7 +1,6 @@
-"""Which layers of a model have a convolution or a state instead of attention, and with what settings: read from config.json and
-from GGUF metadata, and written as the latter.
+"""Recurrent layers: which layers of a model have a convolution or a recurrent state instead of attention, and their sizes.
 
-Differences between families are in `families.Family.recurrent`, which says where their files keep these facts.
+Read from config.json and from GGUF metadata; written as the latter. `families.Family.recurrent` names a family's kind.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -123,7 +122,7 @@ def multiplied(
 
 
 def num_layers_of(fields: Fields) -> int:
-    """Layers of a config.json; Nemotron-H's may say it by the pattern alone."""
+    """The number of layers of a config.json. Nemotron-H's may have only the pattern."""
     if "num_hidden_layers" in fields:
         return fields.integer("num_hidden_layers")
     pattern = fields.text("hybrid_override_pattern", "")
@@ -182,8 +181,8 @@ def _mamba2(fields: Fields, family: Family) -> Mamba2:
     inner = fields.integer("mamba_d_ssm", 0) or fields.integer("mamba_expand", fields.integer("expand", 2)) * fields.integer(
         "hidden_size"
     )
-    told = next((key for key in _MAMBA_KEYS["value_dims"] if key in fields), "")
-    dims = fields.integer(told) if told and fields.value(told) != "auto" else inner // max(facts["value_heads"], 1)
+    dims_key = next((key for key in _MAMBA_KEYS["value_dims"] if key in fields), "")
+    dims = fields.integer(dims_key) if dims_key and fields.value(dims_key) != "auto" else inner // max(facts["value_heads"], 1)
     bias = fields.boolean("mamba_conv_bias", fields.boolean("use_conv_bias", True))
     normed = fields.boolean("mamba_rms_norm", False) if family.recurrent == "both" else True
     return Mamba2(**facts, value_dims=dims, bias=bias, normed=normed, least_step=least)
@@ -217,9 +216,7 @@ def read_gguf(
 
 
 def gguf_entries(config: ModelConfig) -> dict[str, Any]:
-    """The metadata of a model's mixers, by keys without the architecture, as llama.cpp's converter writes it; None for what such a
-    model has not.
-    """
+    """The metadata of a model's mixers, by keys without the architecture, as llama.cpp's converter has it. None removes a key."""
     c, mixer = config, config.recurrent
     if isinstance(mixer, DeltaNet):  # whose families tell it otherwise
         return {}

@@ -40,7 +40,7 @@ _INSTEAD = "use a GGUF file of the model, its plain weights, or torchao's plain 
 
 
 def torchao(config: Fields) -> Method:
-    """How a file by torchao is stored. The tensors of each layer say more; their names alone tell which layers are quantized."""
+    """How a file by torchao is stored. The tensors of each layer say more. Their names say which layers are quantized."""
     how = config.object("quant_type").object("default").text("_type", "")
     kind = "torchao" + (f", {how[:60]}" if how.isidentifier() else "")
     return Method(kind, (_QDATA, _SCALE, _ZERO, _PRE_SCALE, *_OF_ACTIVATIONS), bool, _matrix)

@@ -1,4 +1,4 @@
-"""Every block format as whole numbers in groups, scale * (code - zero) + offset: the one layout that graph engines multiply with.
+"""Every block format as integers in groups, scale * (code - zero) + offset: the layout that graph engines multiply with.
 
 Codes take four bits where these hold the file's codes, else eight, and keep their values. Where a group's offset is a multiple of
 its scale, the offset goes into the codes or into a whole zero point, and values are the file's to the bit. Otherwise the offset is

@@ -64,8 +64,8 @@ def get_kv_format(name: str) -> Format:
 
 
 def hadamard_size(format: Format, dims: int) -> int:
-    """How many dimensions of a head are multiplied with Hadamard's matrix at a time before the format keeps them: the largest
-    power of two that divides `dims`. 0 for none: the format has enough bits, or that power is smaller than a vector.
+    """The dimensions of a head that are multiplied with Hadamard's matrix together before they are stored: the largest power of two
+    that divides `dims`. 0: no rotation, because the format has enough bits, or that power is smaller than a vector.
     """
     size = dims & -dims
     return size if format is INT4 and size >= LANES else 0

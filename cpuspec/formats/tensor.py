@@ -66,7 +66,7 @@ class QuantTensor:
 
     @property
     def matrices(self) -> tuple["QuantTensor", ...]:
-        """The matrix of each expert; a matrix or a vector alone."""
+        """The matrix of each expert; for a matrix or a vector, only itself."""
         if self.parts or len(self.shape) < 3:
             return self.parts or (self,)
         return tuple(QuantTensor(self.format, self.shape[1:], data, self.order) for data in self.data)

@@ -1,7 +1,7 @@
-"""One forward of the whole model over calibration text, matrix by matrix, with a look at what each is multiplied with.
+"""One forward of the whole model over calibration text, matrix by matrix. A callback sees the inputs of each matrix.
 
-Weights are decoded when they are needed and kept by nobody, so memory holds one matrix and the rows of the text at a time. A matrix
-that is quantized while it is looked at is used as quantized from there on.
+Weights are decoded when they are needed and dropped after use, so memory holds one matrix and the rows of the text at a time. After
+the callback has quantized a matrix, the forward uses the quantized one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,10 +37,10 @@ def split(tokens: list[int], chunks: int, length: int) -> I32:
 
 
 def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, QuantTensor], with_logits: bool = False) -> Array:
-    """Feed every chunk [B, L] to the model as a text of its own, and tell `on_inputs` what each matrix is multiplied with.
+    """Feed every chunk [B, L] to the model as a text of its own, and call `on_inputs` with the inputs of each matrix.
 
-    done: matrices that are used instead of the model's own, looked up when they are needed. The output matrix is told with its
-    inputs, and used only where logits are wanted. Returns the logits [B * L, V], or else the last hidden states [B * L, C].
+    done: matrices that are used instead of the model's own, looked up when they are needed. `on_inputs` is also called for the
+    output matrix, which is used only for logits. Returns the logits [B * L, V], or without them the last hidden states [B * L, C].
     """
     config = weights.checkpoint.config
     count, length = chunks.shape
@@ -120,7 +120,7 @@ class _Watched:
         self.embed, self.rotate, self.attention, self.gate = forward.embed, forward.rotate, forward.attention, forward.gate
         self.convolve, self.delta_net = forward.convolve, forward.delta_net
         self.short_conv, self.mamba2 = forward.short_conv, forward.mamba2
-        self.hidden, self.join = forward.hidden, forward.join  # of draft heads alone
+        self.hidden, self.join = forward.hidden, forward.join  # only of draft heads
         self.input_of = forward.input_of
 
     def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:

@@ -81,7 +81,7 @@ def source_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
     if checkpoint.mask_id is not None:
         raise ConfigError(f"{checkpoint.path} drafts with a mask, which GGUF files cannot name; {_REMEDY}")
     again = config_of(str(checkpoint.path), made, family, dict(checkpoint.tensors), rope_factors(config))
-    if lost := [f"{name} {getattr(config, name)!r}"[:100] for name in vars(config) if not _is_kept(name, config, again)]:
+    if lost := [f"{name} {getattr(config, name)!r}"[:100] for name in vars(config) if not _survives(name, config, again)]:
         raise ConfigError(f"{checkpoint.path}: GGUF files of {architecture} models have no place for {', '.join(lost)}; {_REMEDY}")
     return {key: entry(key, value) for key, value in made.items()} | tokenizer_entries(checkpoint)
 
@@ -100,8 +100,8 @@ def _of_plain_family(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, config=replace(config, architecture=plain))
 
 
-def _is_kept(name: str, config: ModelConfig, again: ModelConfig) -> bool:
-    """Whether a field is unchanged, or changed in a way that no computation sees."""
+def _survives(name: str, config: ModelConfig, again: ModelConfig) -> bool:
+    """Whether a field is the same after writing and reading, or differs in a way that no computation sees."""
     value, other = getattr(config, name), getattr(again, name)
     if name == "rope_scaling" and value is not None and value.kind == "longrope":
         numbers = [[*s.factors, *s.short_factors, s.original_context_length, s.attention_factor or 1.0] for s in (value, other)]
@@ -140,7 +140,7 @@ def write_model(
     checkpoint = _of_plain_family(checkpoint)
     config = checkpoint.config
     family = FAMILIES[config.architecture]
-    told: dict[str, Value] = {"general.file_type": file_type, "general.quantization_version": _QUANTIZATION_VERSION, **extra}
+    new_entries: dict[str, Value] = {"general.file_type": file_type, "general.quantization_version": _QUANTIZATION_VERSION, **extra}
     others: dict[str, QuantTensor] = {}
     head = prediction.writable(checkpoint) if predicts else None
     predicting = prediction.tensors_of(checkpoint, head, tensors) if head else {}
@@ -152,17 +152,17 @@ def write_model(
         kept = checkpoint.prediction_layers.keys() - left_out
         others = {name: one for name, one in stored if name in kept or not (name in known or names.ours(name) or name in left_out)}
         if checkpoint.prediction_layers and not predicts:
-            told |= prediction.entries_without(checkpoint)
+            new_entries |= prediction.entries_without(checkpoint)
     else:
         others = rope_factors(config)
         if checkpoint.ranker and checkpoint.ranker.weight:
             others[RANKS] = checkpoint.ranker.weight
-            told |= {f"{family.gguf_name}.pooling_type": RANK}
-            told |= {"tokenizer.chat_template.rerank": checkpoint.ranker.prompt}
+            new_entries |= {f"{family.gguf_name}.pooling_type": RANK}
+            new_entries |= {"tokenizer.chat_template.rerank": checkpoint.ranker.prompt}
         if predicting:
             architecture = family.gguf_name
-            told |= prediction.entries_with(shape_entries(checkpoint, architecture), architecture)
-    entries |= {key: entry(key, value) for key, value in told.items()}
+            new_entries |= prediction.entries_with(shape_entries(checkpoint, architecture), architecture)
+    entries |= {key: entry(key, value) for key, value in new_entries.items()}
     by_file = file_names(family, GGUF, checkpoint.tensors)
 
     def data_of(name: str) -> U8:
@@ -222,7 +222,7 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
     if c.query_growth and FAMILIES[c.architecture].grows:
         found["attention.temperature_scale"] = c.query_growth
     if FAMILIES[c.architecture].has_sections:
-        # Of time, height and width, which are one for texts: those of every published model, or of so many pairs in turns.
+        # Sections of time, height and width, which are one for texts: those of published models, or pairs dealt out in turn.
         turned = (c.rope_dims or c.head_dim) // 2
         sections = [24, 20, 20] if turned == 64 else [(turned + 2 - i) // 3 for i in range(3)]
         found["rope.dimension_sections"] = np.array([*sections, 0], np.int32)

@@ -1,9 +1,9 @@
-"""GPTQ: columns are rounded one after the other, and what rounding one loses is made up for by those that follow
-(arXiv 2210.17323), for any format with codes.
+"""GPTQ (arXiv 2210.17323) for any format with codes: columns are rounded one after the other, and later columns compensate for the
+rounding errors of earlier ones.
 
-The scales of a block are searched for when its first column comes, from weights that carry the corrections so far. With `act_order`
-columns go by the size of their inputs, largest first, and all scales are searched for beforehand: codes then stay where formats
-want them (`static_groups` in other tools).
+The scales of a block are searched for when its first column is reached, from weights that include the corrections so far. With
+`act_order` columns are rounded by the size of their inputs, largest first, and all scales are searched for beforehand, so that the
+groups of a format stay in place (`static_groups` in other tools).
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from cpuspec.formats.format import Grid
 from cpuspec.formats.tensor import F32, U8
 from cpuspec.quantize.rounding import encode
 
-_BATCH = 256  # columns whose corrections reach the columns behind them in one product
+_BATCH = 256  # columns whose corrections reach the columns after them in one product
 _STEP = 32  # columns whose corrections reach the rest of a batch in one product
 
 

@@ -46,7 +46,7 @@ def write_head(path: Path, head: Head, target: Checkpoint, format: Format | None
     if head.method not in ("eagle3", "block"):
         raise ConfigError(
             f"{head.name} is a head of the kind {head.method}; GGUF files hold EAGLE-3, DFlash, DSpark and layers for multi-token "
-            "prediction alone"
+            "prediction only"
         )
     architecture = "eagle3" if head.method == "eagle3" else "dflash"
     own, facts = _eagle3(head, target) if architecture == "eagle3" else _block(head)
@@ -92,7 +92,7 @@ def _write_mtp(path: Path, head: Head, target: Checkpoint, format: Format | None
     which llama.cpp takes from this file.
     """
     if not head.feature_norms:
-        raise ConfigError(f"{head.name} reads hidden states before the target's last norm, and llama.cpp takes those behind it")
+        raise ConfigError(f"{head.name} reads hidden states before the target's last norm, and llama.cpp takes those after it")
     family = FAMILIES[target.config.architecture]
     architecture = family.gguf_name
     made = shape_entries(target, architecture)

@@ -1,4 +1,4 @@
-"""A whole quantization: which formats, by which methods, on what text, into which file."""
+"""A whole quantization job: it chooses formats, applies the methods, and writes the output."""
 
 import hashlib
 import math
@@ -260,8 +260,8 @@ def _lacking_importance(formats: Mapping[str, Format], of_inputs: Mapping[str, F
 
 
 def _with_tied_embedding(of_inputs: Mapping[str, F32], matrices: Mapping[str, tuple[int, ...]]) -> dict[str, F32]:
-    """Mean squares of inputs, those of a tied embedding among them: it is looked up as well as multiplied with, and there every
-    column counts the same, so half of each.
+    """Mean squares of inputs, with those of a tied embedding. It is multiplied with inputs, and it is looked up, where every column
+    counts the same: both uses count half.
     """
     if "output" not in of_inputs or "output" in matrices:
         return dict(of_inputs)
@@ -269,7 +269,7 @@ def _with_tied_embedding(of_inputs: Mapping[str, F32], matrices: Mapping[str, tu
 
 
 def _identity(weights: Weights, job: Job, chunks: I32 | None, importance: Importance | None) -> dict[str, Any]:
-    """All that the bytes depend on."""
+    """Everything that the output's bytes depend on."""
     checkpoint = weights.checkpoint
     status = os.stat(checkpoint.path)
     digest = hashlib.sha256()

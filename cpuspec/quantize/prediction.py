@@ -24,7 +24,7 @@ _OTHERS = "q8_0"  # of matrices that no layer of the model has
 
 
 def writable(checkpoint: Checkpoint) -> Head | None:
-    """The layer of a model if GGUF files have a place for it, and there is one alone; None for none."""
+    """The layer of a model if GGUF files have a place for it and it is the only one; else None."""
     predicting = checkpoint.prediction_layers
     if (
         not predicting
@@ -35,7 +35,7 @@ def writable(checkpoint: Checkpoint) -> Head | None:
         head = own_mtp(checkpoint)
     except CheckpointError:
         return None
-    return head if head.feature_norms else None  # llama.cpp takes the target's hidden states from behind its last norm
+    return head if head.feature_norms else None  # llama.cpp takes the target's hidden states after its last norm
 
 
 def tensors_of(checkpoint: Checkpoint, head: Head, tensors: Mapping[str, QuantTensor]) -> dict[str, tuple[Format, QuantTensor]]:

@@ -61,8 +61,8 @@ def gptq_all(
     store: TensorStore,
     on_progress: OnProgress,
 ) -> dict[str, F32]:
-    """GPTQ for every matrix of the layers that is not in the store yet, in the order of the model, each on the inputs that the
-    quantized matrices before it give. chunks: of calibration text, I32 [B, L].
+    """GPTQ for every matrix of the layers that is not in the store yet, in the order of the model. Each matrix gets the inputs that
+    the quantized matrices before it produce. chunks: of calibration text, I32 [B, L].
 
     Returns the mean squares of the inputs of the output matrix, by its name. Raises FormatError, naming the tensor.
     """

@@ -1,6 +1,6 @@
-"""AWQ, SmoothQuant and balancing: factors of inputs that move from matrices into what feeds them, so that rounding loses less.
+"""AWQ, SmoothQuant and balancing: factors move from inputs of matrices to the norm or matrix before, so that rounding loses less.
 
-All leave what the model computes as it is. The inputs of q, k and v, and of gate and up, are divided in the norm before them; AWQ
+None of them changes what the model computes. The inputs of q, k and v, and of gate and up, are divided in the norm before them; AWQ
 also divides those of o in v, and those of down in up. (AWQ: arXiv 2306.00978, SmoothQuant: arXiv 2211.10438.)
 """
 
@@ -62,8 +62,8 @@ def balanced(weights: Weights, formats: Mapping[str, Format], means: Mapping[str
     """Multiply columns by (mean square of the input / mean square of the column)^(1/4), where all matrices that read the input have
     rotated formats.
 
-    Rotated columns are all rounded alike, by an error that grows with the sum of all columns' squares. These factors make the error
-    of the outputs least: they take the place of an importance of inputs. means: of the inputs [K], by matrix.
+    All rotated columns get the same rounding error, which grows with the sum of all columns' squares. These factors minimise the
+    error of the outputs, as an importance of inputs does for other formats. means: mean squares of the inputs [K], by matrix.
     """
     own = replace(weights, inputs={}, outputs={})
     inputs, outputs = dict(weights.inputs), dict(weights.outputs)
@@ -80,17 +80,17 @@ def balanced(weights: Weights, formats: Mapping[str, Format], means: Mapping[str
         inputs.update(dict.fromkeys(names, factors))
         _divide(own, outputs, feeder, _of_feeder(own, names[0], factors))
 
-    run(own, np.zeros((1, 1), np.int32), on_inputs, MappingProxyType({}))  # for what reads the same inputs; one token shows it
+    run(own, np.zeros((1, 1), np.int32), on_inputs, MappingProxyType({}))  # one token shows which matrices read the same inputs
     return replace(weights, inputs=inputs, outputs=outputs)
 
 
 def _feeder(weights: Weights, name: str) -> str | None:
-    """The norm or matrix whose outputs, and nothing else, decide what a matrix is multiplied with; None where there is none."""
+    """The norm or matrix whose outputs are a matrix's inputs, up to factors; None where there is none."""
     layer, part = layer_parts(name)
     if part == "down":
-        return f"layers.{layer}.up" if weights.checkpoint.config.gated else None  # else between them is more than a factor
+        return f"layers.{layer}.up" if weights.checkpoint.config.gated else None  # else an activation lies between them
     if part == "o":
-        # A norm would take the factors away; or keys are of the same matrix.
+        # A norm of values would cancel the factors; and values may come from the matrix of the keys.
         mixer = _mixer(weights, name)
         return f"layers.{layer}.v" if mixer.makes_values and not mixer.value_norm else None
     return _norm_before(weights, name)

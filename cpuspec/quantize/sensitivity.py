@@ -1,7 +1,7 @@
-"""How far a model's answers move when a matrix is stored in a format, estimated for every matrix and format.
+"""How much a model's answers change when a matrix is stored in a format, estimated for every matrix and format.
 
-The loss of a matrix in a format is the mean square of what its outputs miss, times the KL divergence of the model's answers that
-one unit of it makes. Misses are measured on some rows of the matrix, inputs weighed by their mean squares. Divergences are measured
+The loss of a matrix in a format is the mean squared error of its outputs, times the KL divergence of the model's answers per unit
+of that error. Misses are measured on some rows of the matrix, inputs weighed by their mean squares. Divergences are measured
 on a text: with every matrix of one layer rounded to four bits, layer by layer, and with one kind of matrix rounded in all layers,
 kind by kind. These are sums of the divergences of single matrices, along the rows and the columns of one table. Each single one is
 taken to be its miss times a factor of its layer and a factor of its kind, which iterative proportional fitting finds. So a model

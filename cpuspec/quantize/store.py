@@ -1,4 +1,4 @@
-"""Finished tensors and measured numbers in a directory beside the output: a run that was interrupted goes on where it was."""
+"""Finished tensors and measured numbers in a directory beside the output, from which an interrupted run goes on."""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""The weights that are quantized: a checkpoint's own, or the same model with factors moved from matrices to what feeds them."""
+"""The weights that are quantized: a checkpoint's own, or the same model with factors moved from matrices to the norms and matrices
+before them.
+"""
 
 import math
 from collections.abc import Mapping, Sequence

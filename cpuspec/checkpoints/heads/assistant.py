@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: a few layers of queries alone, over the keys and values of the target's last layers that have some.
+"""Gemma 4's assistants: a few layers with queries only, over the keys and values of the target's last layers that have some.
 
 Each row is made of a token's embedding and of the hidden state of the token before, both the target's. All rows of a draft have
 the position of the last known token. The keys and values are not taken out of the target's cache: the target's own matrices make
@@ -91,20 +91,20 @@ def _norm(target: Checkpoint, name: str, start: int) -> HeadNorm:
 def _own_config(files: HeadFiles, named: Mapping[str, QuantTensor]) -> ModelConfig:
     """The configuration of its layers, as if they made keys of their own."""
     if isinstance(files.files, GgufFile):
-        told = {"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0}
+        neutral = {"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0}
         given = {key.partition(".")[2]: value for key, value in files.files.metadata.items() if key.startswith(f"{_ARCHITECTURE}.")}
         for key in ("embedding_length_out", "nextn_predict_layers"):
             given.pop(key, None)
-        metadata = {f"gemma4.{key}": value for key, value in (given | told).items()}
+        metadata = {f"gemma4.{key}": value for key, value in (given | neutral).items()}
         return config_of(str(files.path), metadata, _FAMILY, dict(named), {})
     text = files.fields.value("text_config")
-    alone = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
-    settings = {**text, **alone} if isinstance(text, dict) else alone
+    neutral = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+    settings = {**text, **neutral} if isinstance(text, dict) else neutral
     return model_config(Fields(files.fields.what, settings, "", _FAMILY.hf_defaults), _FAMILY)
 
 
 def _config(own: ModelConfig, target: ModelConfig, owners: tuple[int, int]) -> ModelConfig:
-    """The head's: the layers that are read, and its own behind them. Queries turn as the target's keys do."""
+    """The head's: the layers that are read, then its own. Queries turn as the target's keys do."""
     kinds = [int(not window) for window in own.layer_windows or (0,) * own.num_layers]
     of_layers = [*range(_READS), *kinds]
     windows, values = target.layer_windows or (0,) * target.num_layers, target.layer_values or (True,) * target.num_layers

@@ -1,4 +1,4 @@
-"""What every reader of a head gives back, and what it reads: the files of a head, whose layout only its reader knows."""
+"""Draft heads: the result of every reader, and the files that it reads, whose layout only the reader knows."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -289,9 +289,9 @@ def num_drafted(tensors: Mapping[str, QuantTensor], target: Checkpoint) -> int:
 
 def _read_stored(path: Path, mmap: bool) -> Mapping[str, StoredTensor]:
     """The tensors of a directory. Medusa's are in a file of their own name, mostly a pickle."""
-    alone = path / f"{_MEDUSA}.safetensors"
-    if alone.exists():
-        return read_safetensors(alone, mmap)
+    own = path / f"{_MEDUSA}.safetensors"
+    if own.exists():
+        return read_safetensors(own, mmap)
     if (path / f"{_MEDUSA}.pt").exists() and not any(path.glob("model.safetensors*")):
         raise CheckpointError(
             f"{path} has its weights only as {_MEDUSA}.pt, a pickle, which can run code and is never read; convert it there, with "
@@ -302,7 +302,7 @@ def _read_stored(path: Path, mmap: bool) -> Mapping[str, StoredTensor]:
 
 
 def final_norm(model: Checkpoint) -> HeadNorm:
-    """A model's norm before its logits: some heads were trained on a target's hidden states behind it, and embeddings are such."""
+    """A model's norm before its logits. Some heads were trained on a target's hidden states after it."""
     return HeadNorm(model.tensors["norm"].dequantize(), model.config.norm_eps)
 
 
@@ -315,7 +315,7 @@ def factor_of(fields: Fields, key: str, neutral: float = 1.0) -> float:
 
 
 def with_logit_scale(model: Checkpoint, factor: float) -> Checkpoint:
-    """The model with logits times `factor`, which is one of the norm before them. A cap of logits comes behind it."""
+    """The model with logits times `factor`, which is one of the norm before them. A cap of logits is applied later."""
     if factor == 1:
         return model
     norm = QuantTensor.encode(get_format("f32"), model.tensors["norm"].dequantize() * np.float32(factor))

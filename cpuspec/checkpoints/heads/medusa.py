@@ -1,6 +1,6 @@
 """Medusa heads (arXiv 2401.10774), as the original code (`medusa_lm_head`) and as vLLM (`medusa.py`) name their tensors.
 
-Head i, from 0, reads the target's hidden state of a token, behind its final norm, and drafts the token i + 2 after that one.
+Head i, from 0, reads the target's hidden state of a token, after its final norm, and drafts the token i + 2 after that one.
 """
 
 import re

@@ -1,6 +1,6 @@
 """MLP speculators (arXiv 2404.19124) as fms-extras and vLLM (`mlp_speculator.py`) name their tensors.
 
-The target's hidden state comes from behind its final norm. Stage i, from 0, reads the token i + 1 after the state's own one.
+The target's hidden state is that after its final norm. Stage i, from 0, reads the token i + 1 after the state's own one.
 """
 
 import math

@@ -19,7 +19,7 @@ _OUTSIDE = {
     "lm_head.weight": "output",
     "embed_tokens.weight": "embed",
 }
-DERIVED = re.compile(r".*rotary_emb\.inv_freq|t2d")  # computed from the configuration, or for training alone
+DERIVED = re.compile(r".*rotary_emb\.inv_freq|t2d")  # computed from the configuration, or only for training
 
 
 def canonical_name(name: str, own: Mapping[str, str]) -> str:

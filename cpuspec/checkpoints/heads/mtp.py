@@ -61,7 +61,7 @@ _QWEN = {
     "fc.weight": "fuse",
     "norm.weight": "norm",
 }
-# Of GGUF files, behind the block's number.
+# Of GGUF files, after the block's number.
 NEXTN = {
     "nextn.enorm.weight": "embed_norm",
     "nextn.hnorm.weight": "hidden_norm",
@@ -102,7 +102,7 @@ def read_mtp(files: HeadFiles, target: Checkpoint) -> Head:
 
 
 def is_gguf_mtp(files: HeadFiles) -> bool:
-    """Whether a GGUF file holds a model's blocks for prediction alone, without the blocks before them."""
+    """Whether a GGUF file holds only a model's blocks for prediction, without the blocks before them."""
     return files.is_gguf and _counts(files)[1] > 0 and not any(name.startswith("blk.0.") for name in files.names)
 
 

@@ -16,7 +16,7 @@ from cpuspec.formats.tensor import F32
 
 @dataclass(frozen=True, eq=False)
 class ResidualStage:
-    """A head of Medusa (arXiv 2401.10774, section 2.1.1): logits = W x, behind blocks x := x + silu(B x + b).
+    """A head of Medusa (arXiv 2401.10774, section 2.1.1): blocks x := x + silu(B x + b), then logits = W x.
 
     Every stage reads the target's state, so none knows what the stages before it chose.
     """
