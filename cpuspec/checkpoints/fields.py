@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar, cast
@@ -84,6 +84,10 @@ class Fields:
 
     def __contains__(self, key: str) -> bool:
         return self.value(key) is not None
+
+    def first(self, keys: Iterable[str], default: str = "") -> str:
+        """The first of these names whose field is not absent; `default` where all are."""
+        return next((key for key in keys if key in self), default)
 
     def value(self, key: str) -> object:
         """The field as it is; None if it is absent."""

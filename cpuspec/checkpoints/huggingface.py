@@ -111,7 +111,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     vocabulary = HfTokenizerFiles(directory, directory / "tokenizer.json")
     _check_prediction_layers(directory, predicting, config.num_layers + fields.integer("num_nextn_predict_layers", 0))
     # The token of models trained for drafts in one pass: PARD's key (arXiv 2504.18583), and vLLM's other one for it.
-    mask_key = next((key for key in ("pard_token", "ptd_token_id") if key in fields), None)
+    mask_key = fields.first(("pard_token", "ptd_token_id"))
     mask_id = fields.token_id(mask_key, config.vocab_size) if mask_key else None
     sampling = _read_sampling(directory)
     quantization = method.kind if method else ""
@@ -263,7 +263,7 @@ def _read_sampling(directory: Path) -> SamplingDefaults:
 
 def model_config(fields: Fields, family: Family) -> ModelConfig:
     """Shapes and flags of config.json. Raises CheckpointError or ConfigError."""
-    activation_key = next((key for key in ("mlp_hidden_act", "hidden_activation") if key in fields), "hidden_act")
+    activation_key = fields.first(("mlp_hidden_act", "hidden_activation"), "hidden_act")
     activation = fields.text(activation_key, "silu")
     if activation not in _ACTIVATIONS:
         fields.fail(activation_key, f"{' or '.join(_ACTIVATIONS)}")
@@ -319,7 +319,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
     if family.turns_in_windows and window:
         rotated = slides
     eps_keys = ("rms_norm_eps", "norm_epsilon", "layer_norm_eps", "norm_eps", "layer_norm_epsilon")
-    eps = next((key for key in eps_keys if key in fields), "rms_norm_eps")
+    eps = fields.first(eps_keys, "rms_norm_eps")
     config = ModelConfig(
         architecture=family.architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -416,12 +416,12 @@ def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, 
         return {}
 
     def number(names: tuple[str, ...], default: int | None = None) -> int:
-        return fields.of_layers(next((key for key in names if key in fields), names[0]), num_layers, default)
+        return fields.of_layers(fields.first(names, names[0]), num_layers, default)
 
     step, first, dense = number(_STEPS, 1), number(_FIRSTS, 0), fields.items("mlp_only_layers")
     last = fields.integer("moe_layer_end_index", -1)
     if step < 1:
-        fields.fail(next(key for key in _STEPS if key in fields), "at least 1")
+        fields.fail(fields.first(_STEPS), "at least 1")
     layers = each_layer(num_layers, lambda i: i not in dense and (i + 1) % step == 0 and i >= first and (last < 0 or i <= last))
     if kinds := fields.items("mlp_layer_types"):
         if len(kinds) != num_layers or set(map(str, kinds)) - {"dense", "sparse"}:
@@ -531,7 +531,7 @@ def _rope_settings(fields: Fields, has_local_rope: bool) -> tuple[Fields, Fields
 
 
 def _local_base(fields: Fields, base: float) -> float:
-    """The rotary base of layers with a window where no set of settings of theirs names it."""
+    """The rotary base of layers with a window, where their own settings have none."""
     return fields.number("rope_local_base_freq") if "rope_local_base_freq" in fields else base
 
 

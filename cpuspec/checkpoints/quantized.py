@@ -41,7 +41,7 @@ def read_method(directory: Path, config: Fields) -> Method | None:
 
     Raises CheckpointError for a method or a setting that is not supported.
     """
-    key = next((key for key in ("quantization_config", "compression_config") if key in config), "")
+    key = config.first(("quantization_config", "compression_config"))
     quantization, name = config.object(key), ""
     if not key:
         files = [directory / file_name for file_name in _OWN_FILES if (directory / file_name).exists()]

@@ -38,7 +38,7 @@ def kinds_of(fields: Fields, family: Family, num_layers: int) -> tuple[str, ...]
         kinds = [_LETTERS.get(letter, "") for letter in pattern]
         key = "hybrid_override_pattern"
     else:
-        key = next((key for key in ("layers_block_type", "layer_types") if key in fields), "")
+        key = fields.first(("layers_block_type", "layer_types"))
         kinds = [_KINDS.get(str(kind), "") for kind in (fields.items(key) if key else [])]
     if not key and "full_attn_idxs" in fields:
         attending = fields.items("full_attn_idxs")
@@ -162,7 +162,7 @@ def _arguments(family: Family, kinds: Sequence[str], mixer: Callable[[], Recurre
 def _mamba2(fields: Fields, family: Family) -> Mamba2:
     def number(fact: str) -> int:
         names = _MAMBA_KEYS[fact]
-        return fields.integer(next((key for key in names if key in fields), names[0]))
+        return fields.integer(fields.first(names, names[0]))
 
     for key in ("mamba_proj_bias", "use_bias", "projectors_bias"):
         if fields.boolean(key, False):
@@ -170,9 +170,9 @@ def _mamba2(fields: Fields, family: Family) -> Mamba2:
     for key in ("mamba_hidden_act", "hidden_act"):
         if not family.single and fields.text(key, "silu") != "silu":
             fields.fail(key, "silu")
-    for key in ("mamba_norm_before_gate",):
-        if family.recurrent == "both" and fields.boolean("mamba_rms_norm", False) and fields.boolean(key, True):
-            fields.fail(key, "false; norms before the gate are not supported")
+    normed = fields.boolean("mamba_rms_norm", False) if family.recurrent == "both" else True
+    if family.recurrent == "both" and normed and fields.boolean("mamba_norm_before_gate", True):
+        fields.fail("mamba_norm_before_gate", "false; norms before the gate are not supported")
     limit = fields.items("time_step_limit")
     least = fields.number("time_step_min", 0.0) if family.steps_at_least else 0.0
     if limit and not family.steps_at_least and (len(limit) != 2 or limit[0] not in (0, 0.0)):
@@ -181,10 +181,9 @@ def _mamba2(fields: Fields, family: Family) -> Mamba2:
     inner = fields.integer("mamba_d_ssm", 0) or fields.integer("mamba_expand", fields.integer("expand", 2)) * fields.integer(
         "hidden_size"
     )
-    dims_key = next((key for key in _MAMBA_KEYS["value_dims"] if key in fields), "")
+    dims_key = fields.first(_MAMBA_KEYS["value_dims"])
     dims = fields.integer(dims_key) if dims_key and fields.value(dims_key) != "auto" else inner // max(facts["value_heads"], 1)
     bias = fields.boolean("mamba_conv_bias", fields.boolean("use_conv_bias", True))
-    normed = fields.boolean("mamba_rms_norm", False) if family.recurrent == "both" else True
     return Mamba2(**facts, value_dims=dims, bias=bias, normed=normed, least_step=least)
 
 

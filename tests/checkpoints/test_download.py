@@ -23,15 +23,8 @@ HUB = HubModel("someone/tiny-GGUF", "tiny.gguf")
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("CPUSPEC_OFFLINE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path / "cache"
+def cache(empty_home: Path) -> Path:
+    return empty_home / "cache"
 
 
 @pytest.fixture

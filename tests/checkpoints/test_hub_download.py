@@ -47,25 +47,9 @@ SAFETENSORS = {
 
 
 @pytest.fixture(autouse=True)
-def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """huggingface_hub's cache, empty, and no hub."""
-    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
-    for name in (
-        "CPUSPEC_OFFLINE",
-        "HF_HUB_OFFLINE",
-        "TRANSFORMERS_OFFLINE",
-        "HF_HUB_CACHE",
-        "HUGGINGFACE_HUB_CACHE",
-        "OLLAMA_MODELS",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    return tmp_path / "hf" / "hub"
+def caches(empty_home: Path) -> Path:
+    """huggingface_hub's cache, empty."""
+    return empty_home / "hf" / "hub"
 
 
 @pytest.fixture

@@ -21,17 +21,11 @@ DIGEST = "ab" * 32
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home directory with nothing in it, and no network."""
-    home = tmp_path / "home"
-    home.mkdir()
-    for name in ("HOME", "USERPROFILE"):
-        monkeypatch.setenv(name, str(home))
-    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path / "cache"))
+def home(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home directory, which has huggingface_hub's cache as well."""
     monkeypatch.setenv("CPUSPEC_OFFLINE", "1")
-    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "OLLAMA_MODELS"):
-        monkeypatch.delenv(name, raising=False)
-    return home
+    monkeypatch.delenv("HF_HOME")
+    return empty_home / "home"
 
 
 def put(path: Path, content: bytes = b"GGUF") -> Path:

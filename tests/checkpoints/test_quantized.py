@@ -18,7 +18,7 @@ from cpuspec.formats import QuantTensor, get_format
 from cpuspec.settings import EngineConfig
 from tests.backends.models import every_backend, forward
 from tests.checkpoints import quantizers
-from tests.checkpoints.quantizers import Quantize, opened, write
+from tests.checkpoints.quantizers import Quantize, Written, opened, write
 from tests.model_files import read_tensors, write_tensors
 from tools.make_tiny_model import make_tiny_hf
 
@@ -158,10 +158,15 @@ def _plain(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors={name: QuantTensor.encode(f32, t.dequantize()) for name, t in checkpoint.tensors.items()})
 
 
+def _written(tmp_path: Path, kind: str, **options: Any) -> Written:
+    (config, quantize), _ = KINDS[kind]
+    return write(tmp_path / kind.replace(" ", "-"), config, quantize, **options)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_keeps_its_values_in_its_format(tmp_path: Path, kind: str) -> None:
-    (config, quantize), format = KINDS[kind]
-    checkpoint = opened(write(tmp_path / "model", config, quantize))
+    (config, _), format = KINDS[kind]
+    checkpoint = opened(_written(tmp_path, kind))
     assert {t.format.name for name, t in checkpoint.tensors.items() if name.startswith("layers") and t.data.ndim == 2} == {format}
     assert {checkpoint.tensors[name].format.name for name in ("embed", "output", "norm")} == {"f16"}
     assert checkpoint.quantization.partition(",")[0].lower() == config["quant_method"].rpartition("/")[2]
@@ -176,8 +181,7 @@ ON_BACKENDS += ["fp8 of blocks", "bitsandbytes nf4 nested", "bitsandbytes fp4"]
 @every_backend(["numba", "torch", "onnxruntime", "openvino"])
 @pytest.mark.parametrize("kind", ON_BACKENDS)
 def test_every_backend_computes_what_the_values_mean(tmp_path: Path, kind: str, name: str) -> None:
-    (config, quantize), _ = KINDS[kind]
-    checkpoint = opened(write(tmp_path / "model", config, quantize))
+    checkpoint = opened(_written(tmp_path, kind))
     wanted = _logits(_plain(checkpoint))
     settings = {"numba": {}, "torch": {"weights": "codes"}}.get(name, {"activations": "f32"})
     budget = 2e-2 if name == "numba" else 1e-4  # numba rounds activations to 8 bits
@@ -188,8 +192,7 @@ def test_every_backend_computes_what_the_values_mean(tmp_path: Path, kind: str, 
 
 def test_matrices_that_share_inputs_may_want_them_in_different_orders(tmp_path: Path) -> None:
     """q, k, v of one layer have each an order of their own here; AutoGPTQ gives all three the same."""
-    (config, quantize), _ = KINDS["gptq act-order"]
-    checkpoint = opened(write(tmp_path / "model", config, quantize))
+    checkpoint = opened(_written(tmp_path, "gptq act-order"))
     orders = [checkpoint.tensors[f"layers.0.{part}"].order for part in "qkv"]
     assert all(order is not None for order in orders)
     assert not np.array_equal(orders[0], orders[1])
@@ -201,8 +204,7 @@ def test_matrices_that_share_inputs_may_want_them_in_different_orders(tmp_path: 
 
 
 def test_a_row_does_not_depend_on_its_batch_after_act_order(tmp_path: Path) -> None:
-    (config, quantize), _ = KINDS["gptq act-order"]
-    checkpoint = opened(write(tmp_path / "model", config, quantize))
+    checkpoint = opened(_written(tmp_path, "gptq act-order"))
     backend = make_backend("numba", checkpoint, EngineConfig(threads=2, max_rows=64))
     together, cache = forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits, backend.new_cache(1, 64)
     alone = np.concatenate([forward(backend, cache, {0: [token]}).logits for token in TOKENS])
@@ -217,8 +219,7 @@ DRAFTERS += ["bitsandbytes nf4 nested", "bitsandbytes int8", "torchao int4"]
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_every_kind_may_draft(tmp_path: Path, kind: str) -> None:
-    config, quantize = KINDS[kind][0]
-    draft = write(tmp_path / "draft", config, quantize).directory
+    draft = _written(tmp_path, kind).directory
     target = make_tiny_hf(tmp_path / "target", dtype="f16", tied=False, num_layers=1)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     with LLM(target, "none", "numpy") as plain, LLM(target, f"{draft}@3", "numpy") as llm:
@@ -249,9 +250,8 @@ def test_minima_of_torchao_are_rounded_by_less_than_a_64th_of_a_step(tmp_path: P
 
 
 def test_layers_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
-    for method, kind in (("gptq", "gptq"), ("compressed", "compressed-tensors fp8 of rows"), ("fp8", "fp8 of blocks")):
-        (config, quantize), format = KINDS[kind]
-        checkpoint = opened(write(tmp_path / method, config, quantize, skip=("o", "down")))
+    for kind in ("gptq", "compressed-tensors fp8 of rows", "fp8 of blocks"):
+        checkpoint, format = opened(_written(tmp_path, kind, skip=("o", "down"))), KINDS[kind][1]
         formats = {part: checkpoint.tensors[f"layers.0.{part}"].format.name for part in ("q", "o", "gate", "down")}
         assert formats == {"q": format, "o": "f16", "gate": format, "down": "f16"}
 
@@ -294,8 +294,7 @@ def test_layers_of_auto_round_may_have_bits_and_groups_of_their_own(tmp_path: Pa
     [("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt fp8")],
 )
 def test_settings_of_older_files_are_read_where_their_packages_wrote_them(tmp_path: Path, file_name: str, kind: str) -> None:
-    (config, quantize), format = KINDS[kind]
-    written = write(tmp_path / "model", config, quantize)
+    written = _written(tmp_path, kind)
     settings = json.loads((written.directory / "config.json").read_text())
     own = settings.pop("quantization_config")
     del own["quant_method"]
@@ -303,13 +302,12 @@ def test_settings_of_older_files_are_read_where_their_packages_wrote_them(tmp_pa
         own = {"producer": {"name": "modelopt"}, "quantization": own}
     (written.directory / "config.json").write_text(json.dumps(settings))
     (written.directory / file_name).write_text(json.dumps(own))
-    assert opened(written).tensors["layers.0.q"].format.name == format
+    assert opened(written).tensors["layers.0.q"].format.name == KINDS[kind][1]
 
 
 def test_scales_of_the_cache_and_of_activations_are_not_needed(tmp_path: Path) -> None:
     for kind, name in (("compressed-tensors fp8 of rows", "self_attn.k_scale"), ("modelopt fp8", "self_attn.k_proj.k_scale")):
-        (config, quantize), _ = KINDS[kind]
-        written = write(tmp_path / kind, config, quantize)
+        written = _written(tmp_path, kind)
         path = written.directory / "model.safetensors"
         header = read_tensors(path)
         header[f"model.layers.0.{name}"] = ("F32", [1], np.ones(1, np.float32).tobytes())
@@ -407,8 +405,7 @@ def _state(tensors: dict[str, Any], **changes: object) -> None:
 def test_tensors_that_do_not_belong_together_are_a_clear_error(
     tmp_path: Path, kind: str, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    (config, quantize), _ = KINDS[kind]
-    written = write(tmp_path / "model", config, quantize)
+    written = _written(tmp_path, kind)
     path = written.directory / "model.safetensors"
     tensors = read_tensors(path)
     change(tensors)

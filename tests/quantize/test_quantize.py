@@ -63,11 +63,9 @@ def chunks(source: Checkpoint) -> np.ndarray:
     return (rng.zipf(1.3, (24, 64)) % source.config.vocab_size).astype(np.int32)
 
 
-def loss(source: Checkpoint, path: Path, tokens: np.ndarray) -> Quality:
-    engine = EngineConfig(kv_format="f32")
-    return compare_backends(
-        make_backend("numpy", source, engine), make_backend("numpy", open_checkpoint(path), engine), tokens.tolist()
-    )
+def compared(source: Checkpoint, again: Checkpoint, tokens: list[int]) -> Quality:
+    source_backend, again_backend = (make_backend("numpy", one, EngineConfig(kv_format="f32")) for one in (source, again))
+    return compare_backends(source_backend, again_backend, tokens)
 
 
 @pytest.mark.parametrize("type_name", TYPES)
@@ -127,9 +125,7 @@ def test_a_hugging_face_model_becomes_a_gguf_file_of_the_same_model(tmp_path: Pa
     for field, value in vars(source.config).items():
         assert getattr(again.config, field) == pytest.approx(value) if isinstance(value, float) else True, field
     ids = np.random.default_rng(0).integers(0, 300, 40).tolist()
-    engine = EngineConfig(kv_format="f32")
-    found = compare_backends(make_backend("numpy", source, engine), make_backend("numpy", again, engine), ids)
-    assert found.max_abs_logit_difference < 1e-3
+    assert compared(source, again, ids).max_abs_logit_difference < 1e-3
     assert again.vocabulary.model == "gpt2"  # type: ignore[union-attr]
     text = "the cat sat on 1234 mats; don't\n\n  return x"
     assert make_tokenizer(again).encode(text) == make_tokenizer(source).encode(text)
@@ -146,9 +142,7 @@ def test_a_mixture_of_granite_that_rotates_and_has_no_states_is_one_of_llama_cpp
     quantize(source, tmp_path / "out.gguf", Job("f32"), threads=1)
     again = open_checkpoint(tmp_path / "out.gguf")
     assert again.config.architecture == "granitemoe"
-    engine = EngineConfig(kv_format="f32")
-    found = compare_backends(make_backend("numpy", source, engine), make_backend("numpy", again, engine), list(range(40)))
-    assert found.max_abs_logit_difference < 1e-4
+    assert compared(source, again, list(range(40))).max_abs_logit_difference < 1e-4
 
 
 def test_experts_are_quantized_as_the_matrices_that_they_are_and_routers_are_not(tmp_path: Path) -> None:
@@ -184,8 +178,7 @@ def test_experts_are_written_one_by_one_in_compressed_tensors_and_routers_as_the
     router = f"layers.{layer}.router"
     assert np.array_equal(again.tensors[router].dequantize(), source.tensors[router].dequantize())
     ids = np.random.default_rng(0).integers(0, 300, 20).tolist()
-    engine = EngineConfig(kv_format="f32")
-    assert compare_backends(make_backend("numpy", source, engine), make_backend("numpy", again, engine), ids).kl_mean < 0.1
+    assert compared(source, again, ids).kl_mean < 0.1
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     theirs = FAMILIES[source.config.architecture].layer_names["router"][1].removesuffix(".weight")
     assert any(re.match(pattern[3:], f"model.layers.0.{theirs}") for pattern in settings["ignore"] if pattern.startswith("re:"))
@@ -391,14 +384,14 @@ def test_gptq_survives_inputs_that_are_never_used_or_always_the_same() -> None:
 
 @pytest.mark.parametrize("job", [Job("q4_0", pure=True), Job("q2_k", pure=True)], ids=lambda job: job.type_name)
 def test_methods_lose_less_than_rounding_at_equal_bytes(source: Checkpoint, chunks: np.ndarray, tmp_path: Path, job: Job) -> None:
-    others = (np.random.default_rng(9).zipf(1.3, 64) % source.config.vocab_size).astype(np.int32)
+    others = (np.random.default_rng(9).zipf(1.3, 64) % source.config.vocab_size).tolist()
     made = [
         quantize(source, tmp_path / "rounded.gguf", job, threads=1),
         quantize(source, tmp_path / "weighed.gguf", job, threads=1, chunks=chunks),
         quantize(source, tmp_path / "gptq.gguf", replace(job, methods=("gptq",)), threads=1, chunks=chunks),
     ]
     assert len({one.bits_per_weight for one in made}) == 1
-    rounded, weighed, by_gptq = (loss(source, Path(one.path), others).kl_mean for one in made)
+    rounded, weighed, by_gptq = (compared(source, open_checkpoint(one.path), others).kl_mean for one in made)
     assert weighed < rounded
     assert by_gptq < 0.8 * rounded
 
