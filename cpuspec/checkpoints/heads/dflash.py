@@ -17,7 +17,6 @@ from cpuspec.checkpoints.heads.head import (
     final_norm,
     inputs_of,
     mask_token,
-    num_drafted,
     with_logit_scale,
 )
 from cpuspec.checkpoints.heads.model import DERIVED, canonical_name, head_model
@@ -63,8 +62,7 @@ def read_block_head(files: HeadFiles, target: Checkpoint) -> Head:
         files.refuse(f"its {_MASK_EMBEDDING} is a pickle, which can run code and is never read")
     tensors, others = _sorted(files)
     layers = _layers(files, nested, target)
-    size, num_logits = files.feature_size(tensors.get("encode"), layers, target), num_drafted(tensors, target)
-    token_ids = files.token_ids(num_logits, target)
+    size, num_logits, token_ids = files.sizes(tensors, layers, target)
     config = fields.object("transformer_layer_config") if "transformer_layer_config" in fields else fields
     head = HeadConfig("none", feature_size=size, num_logits=num_logits, injects=True)
     model = head_model(files, config, tensors, head, target)

@@ -11,7 +11,7 @@ import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, final_norm, inputs_of, mask_token, num_drafted
+from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, final_norm, inputs_of, mask_token
 from cpuspec.checkpoints.heads.model import DERIVED, canonical_name, head_model
 from cpuspec.config import HeadConfig
 from cpuspec.formats import QuantTensor
@@ -67,8 +67,7 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
         elif name != _MASK and not DERIVED.fullmatch(name):
             tensors[canonical_name(name, _NAMES_OF_3)] = tensor
     config = fields.object("transformer_layer_config") if "transformer_layer_config" in fields else fields
-    size, num_logits = files.feature_size(tensors.get("encode"), layers, target), num_drafted(tensors, target)
-    token_ids = files.token_ids(num_logits, target)
+    size, num_logits, token_ids = files.sizes(tensors, layers, target)
     head = HeadConfig(
         "attention",
         normed_residual=fields.boolean("norm_before_residual", False),

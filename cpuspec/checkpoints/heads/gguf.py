@@ -23,7 +23,6 @@ from cpuspec.checkpoints.heads.head import (
     HeadNorm,
     factor_of,
     final_norm,
-    num_drafted,
     shared,
     with_logit_scale,
 )
@@ -65,8 +64,7 @@ def read_gguf_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     hidden = target.config.hidden_size
     files.check("size of its target's hidden states", fields.integer("target_hidden_size", hidden), hidden, target)
     tensors = _canonical(files, NAMES_OF_EAGLE3, {_FACTORS, FEATURE_NORM})
-    size, num_logits = files.feature_size(tensors.get("encode"), layers, target), num_drafted(tensors, target)
-    token_ids = files.token_ids(num_logits, target)
+    size, num_logits, token_ids = files.sizes(tensors, layers, target)
     head = HeadConfig(
         "attention",
         normed_residual=fields.boolean("norm_before_residual", False),
@@ -98,8 +96,7 @@ def read_gguf_block(files: HeadFiles, target: Checkpoint) -> Head:
     layers = _layers(files, fields, target)
     others = {name: one for name, one in files.tensors.items() if name.startswith(("markov_", "conf_"))}
     tensors = _canonical(files, NAMES_OF_BLOCK, {_FACTORS, *others})
-    size, num_logits = files.feature_size(tensors.get("encode"), layers, target), num_drafted(tensors, target)
-    token_ids = files.token_ids(num_logits, target)
+    size, num_logits, token_ids = files.sizes(tensors, layers, target)
     head = HeadConfig("none", feature_size=size, num_logits=num_logits, injects=True)
     model = _model(files, fields, head, tensors, target)
     mask_id = files.fields.token_id("tokenizer.ggml.mask_token_id", model.config.vocab_size)

@@ -233,29 +233,27 @@ class HeadFiles:
             )
         return found
 
-    def feature_size(self, encode: QuantTensor | None, layers: tuple[int, ...], target: Checkpoint) -> int:
-        """How many numbers of the target the matrix `fc` reads: those of the outputs of `layers`, side by side."""
-        if encode is None:
-            self.refuse("tensor fc.weight is missing")
-        size = len(layers) * target.config.hidden_size
-        self.check(f"input, as numbers of {len(layers)} layers,", encode.shape[-1], size, target)
-        return size
+    def sizes(self, tensors: Mapping[str, QuantTensor], layers: tuple[int, ...], target: Checkpoint) -> tuple[int, int, I64 | None]:
+        """Of a head that reads `layers` of its target with the matrix `fc` (`encode`): the numbers that it reads, which are the layers'
+        outputs side by side; the tokens that it drafts; and the target's id of each, None where it drafts the whole vocabulary.
 
-    def token_ids(self, num_drafted: int, target: Checkpoint) -> I64 | None:
-        """The target's id of each drafted token, as `d2t` says; None where the head drafts the whole vocabulary.
-
-        `d2t` has these ids in GGUF files, and how far they are from the draft's own in safetensors.
+        A head without an output matrix of its own has the target's. `d2t` has the ids in GGUF files, and in safetensors their
+        distances from the draft's own.
         """
-        vocab_size = target.config.vocab_size
+        if "encode" not in tensors:
+            self.refuse("tensor fc.weight is missing")
+        size, vocab_size = len(layers) * target.config.hidden_size, target.config.vocab_size
+        self.check(f"input, as numbers of {len(layers)} layers,", tensors["encode"].shape[-1], size, target)
+        num_drafted = tensors["output"].shape[0] if "output" in tensors else vocab_size
         if "d2t" not in self.arrays:
             self.check("number of drafted tokens, without a list of their ids,", num_drafted, vocab_size, target)
-            return None
+            return size, num_drafted, None
         ids = self.arrays["d2t"].astype(np.int64)
         if not self.is_gguf:
             ids = ids.reshape(-1) + np.arange(ids.size)
         if ids.shape != (num_drafted,):
             self.refuse(f"d2t has the shape {list(ids.shape)}, and its output matrix {num_drafted} rows")
-        return self.checked_ids("d2t", ids, target)
+        return size, num_drafted, self.checked_ids("d2t", ids, target)
 
     def checked_ids(self, name: str, ids: I64, target: Checkpoint) -> I64:
         """A list of some of the target's tokens, as tensor `name` has it."""
@@ -280,11 +278,6 @@ def mask_token(fields: Fields, nested: Fields, vocab_size: int) -> int:
     found = ((place, name) for name in _MASKS for place in (fields, nested) if place.value(name) is not None)
     place, name = next(found, (fields, _MASKS[0]))
     return place.token_id(name, vocab_size)
-
-
-def num_drafted(tensors: Mapping[str, QuantTensor], target: Checkpoint) -> int:
-    """How many tokens a head can draft: the rows of its own output matrix, or else the target's."""
-    return tensors["output"].shape[0] if "output" in tensors else target.config.vocab_size
 
 
 def _read_stored(path: Path, mmap: bool) -> Mapping[str, StoredTensor]:
