@@ -234,8 +234,8 @@ class HeadFiles:
         return found
 
     def sizes(self, tensors: Mapping[str, QuantTensor], layers: tuple[int, ...], target: Checkpoint) -> tuple[int, int, I64 | None]:
-        """Of a head that reads `layers` of its target with the matrix `fc` (`encode`): the numbers that it reads, which are the layers'
-        outputs side by side; the tokens that it drafts; and the target's id of each, None where it drafts the whole vocabulary.
+        """Of a head that reads `layers` of its target with the matrix `fc` (`encode`): the numbers that it reads, the layers' outputs
+        side by side; the tokens that it drafts; and the target's id of each, None where it drafts the whole vocabulary.
 
         A head without an output matrix of its own has the target's. `d2t` has the ids in GGUF files, and in safetensors their
         distances from the draft's own.
