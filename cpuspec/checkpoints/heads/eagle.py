@@ -11,7 +11,7 @@ import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, final_norm, inputs_of, mask_token
+from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, eagle3_config, final_norm, inputs_of, mask_token
 from cpuspec.checkpoints.heads.model import DERIVED, canonical_name, head_model
 from cpuspec.config import HeadConfig
 from cpuspec.formats import QuantTensor
@@ -68,12 +68,7 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
             tensors[canonical_name(name, _NAMES_OF_3)] = tensor
     config = fields.object("transformer_layer_config") if "transformer_layer_config" in fields else fields
     size, num_logits, token_ids = files.sizes(tensors, layers, target)
-    head = HeadConfig(
-        "attention",
-        normed_residual=fields.boolean("norm_before_residual", False),
-        feature_size=size,
-        num_logits=num_logits,
-    )
+    head = eagle3_config(fields, size, num_logits)
     model = head_model(files, config, tensors, head, target)
     eps, mask = model.config.norm_eps, None
     feature_norms = _feature_norms(files, nested, norms, size, len(layers), eps)

@@ -21,6 +21,7 @@ from cpuspec.checkpoints.heads.head import (
     Head,
     HeadFiles,
     HeadNorm,
+    eagle3_config,
     factor_of,
     final_norm,
     shared,
@@ -65,12 +66,7 @@ def read_gguf_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     files.check("size of its target's hidden states", fields.integer("target_hidden_size", hidden), hidden, target)
     tensors = _canonical(files, NAMES_OF_EAGLE3, {_FACTORS, FEATURE_NORM})
     size, num_logits, token_ids = files.sizes(tensors, layers, target)
-    head = HeadConfig(
-        "attention",
-        normed_residual=fields.boolean("norm_before_residual", False),
-        feature_size=size,
-        num_logits=num_logits,
-    )
+    head = eagle3_config(fields, size, num_logits)
     model = _model(files, fields, head, tensors, target)
     config = model.config
     if fields.boolean("norm_before_fc", False) != (FEATURE_NORM in files.tensors):

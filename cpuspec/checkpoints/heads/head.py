@@ -20,6 +20,7 @@ from cpuspec.checkpoints.huggingface import read_stored
 from cpuspec.checkpoints.local_models import read_manifest
 from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
 from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
+from cpuspec.config import HeadConfig
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32
@@ -234,8 +235,8 @@ class HeadFiles:
         return found
 
     def sizes(self, tensors: Mapping[str, QuantTensor], layers: tuple[int, ...], target: Checkpoint) -> tuple[int, int, I64 | None]:
-        """Of a head that reads `layers` of its target with the matrix `fc` (`encode`): the numbers that it reads, the layers' outputs
-        side by side; the tokens that it drafts; and the target's id of each, None where it drafts the whole vocabulary.
+        """Of a head whose matrix `fc` (`encode`) reads `layers` of its target: the size of its input, which is the layers' outputs
+        side by side; the number of tokens that it drafts; and the target's id of each, None where it drafts the whole vocabulary.
 
         A head without an output matrix of its own has the target's. `d2t` has the ids in GGUF files, and in safetensors their
         distances from the draft's own.
@@ -266,6 +267,12 @@ class HeadFiles:
                 f"wanted different ones below the target's {vocab_size}"
             )
         return ids
+
+
+def eagle3_config(fields: Fields, size: int, num_logits: int) -> HeadConfig:
+    """An EAGLE-3 head. fields: its settings; the numbers are those of `HeadFiles.sizes`."""
+    residual = fields.boolean("norm_before_residual", False)
+    return HeadConfig("attention", normed_residual=residual, feature_size=size, num_logits=num_logits)
 
 
 def inputs_of(outputs: list[object]) -> list[object]:
