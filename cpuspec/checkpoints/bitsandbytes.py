@@ -10,7 +10,7 @@ Source: bitsandbytes, functional.py (QuantState) and nn/modules.py.
 import numpy as np
 
 from cpuspec.checkpoints.fields import Fields, parse_json_object
-from cpuspec.checkpoints.grids import Method, Parts, assembled, int8_matrix, part_of, unpacked
+from cpuspec.checkpoints.grids import LayerTensors, Method, assembled, int8_matrix, part_of, unpacked
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.format import F32, U8
@@ -31,7 +31,7 @@ def bitsandbytes(config: Fields) -> Method:
     return Method(kind, _PARTS, lambda parts: len(parts) > 1, _matrix)
 
 
-def _matrix(what: str, parts: Parts) -> QuantTensor:
+def _matrix(what: str, parts: LayerTensors) -> QuantTensor:
     if "SCB" in parts:
         return _int8(what, parts)
     kind = next((type for type in _TYPES if _STATE + type in parts), None)
@@ -70,7 +70,7 @@ def _matrix(what: str, parts: Parts) -> QuantTensor:
     return assembled(format, (outputs, inputs), rows)
 
 
-def _scales(what: str, parts: Parts, state: Fields) -> F32:
+def _scales(what: str, parts: LayerTensors, state: Fields) -> F32:
     """The scale of each block."""
     absmax = part_of(what, parts, "weight.absmax")
     if absmax.dtype != "U8":
@@ -88,7 +88,7 @@ def _scales(what: str, parts: Parts, state: Fields) -> F32:
     return scales
 
 
-def _int8(what: str, parts: Parts) -> QuantTensor:
+def _int8(what: str, parts: LayerTensors) -> QuantTensor:
     weight, scb = part_of(what, parts, "weight"), parts["SCB"].numbers().reshape(-1)
     layout = parts.get("weight_format")
     if layout is not None and layout.data.any():

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.grids import (
     GroupedCodes,
+    LayerTensors,
     Method,
-    Parts,
     assembled,
     best_format,
     by_rows,
@@ -66,7 +66,7 @@ def compressed_tensors(config: Fields) -> Method:
     bits = {one.integer("num_bits", 8) for one in weights if one.names()}
     blocks = [_block(one, "block_structure") for one in weights if one.items("block_structure")]
 
-    def matrix(what: str, parts: Parts) -> QuantTensor:
+    def matrix(what: str, parts: LayerTensors) -> QuantTensor:
         if "weight_packed" in parts and parts["weight_packed"].dtype == "I32":
             return _packed(what, parts, bits)
         if "weight_packed" in parts:
@@ -81,13 +81,13 @@ def compressed_tensors(config: Fields) -> Method:
             return int8_matrix(what, weight, scale.numbers(), parts.get("weight_zero_point"))
         return fp8_matrix(what, weight, scale, blocks)
 
-    def takes(parts: Parts) -> bool:
+    def takes(parts: LayerTensors) -> bool:
         return "weight_packed" in parts or "weight_scale" in parts
 
     return Method(f"compressed-tensors, {format}", _PARTS, takes, matrix, unused=_UNUSED)
 
 
-def _packed(what: str, parts: Parts, known_bits: set[int]) -> QuantTensor:
+def _packed(what: str, parts: LayerTensors, known_bits: set[int]) -> QuantTensor:
     """A matrix of integers in words of 32 bits. known_bits: those that the configuration names."""
     words, shape = parts["weight_packed"].array("I32", 2), part_of(what, parts, "weight_shape")
     dims = shape.array(shape.dtype if shape.dtype in ("I32", "I64") else "I64", 1).tolist()
@@ -135,11 +135,11 @@ def fp8(config: Fields) -> Method:
         config.fail("fmt", "e4m3; use the model's plain weights")
     blocks = [_block(config, "weight_block_size")] if config.items("weight_block_size") else []
 
-    def matrix(what: str, parts: Parts) -> QuantTensor:
+    def matrix(what: str, parts: LayerTensors) -> QuantTensor:
         scale = parts.get("weight_scale_inv") or part_of(what, parts, "weight_scale")
         return fp8_matrix(what, parts["weight"], scale, blocks)
 
-    def takes(parts: Parts) -> bool:
+    def takes(parts: LayerTensors) -> bool:
         return "weight" in parts and parts["weight"].dtype.startswith("F8")
 
     kind = "FP8, " + (f"blocks of {blocks[0][0]} x {blocks[0][1]}" if blocks else "rows or matrices")
@@ -153,7 +153,7 @@ def modelopt(config: Fields) -> Method:
     if algorithm not in _ALGORITHMS:
         settings.fail("quant_algo", f"{' or '.join(_ALGORITHMS)}; use a GGUF file of the model, or its plain weights")
 
-    def matrix(what: str, parts: Parts) -> QuantTensor:
+    def matrix(what: str, parts: LayerTensors) -> QuantTensor:
         weight, scale = part_of(what, parts, "weight"), part_of(what, parts, "weight_scale")
         if "pre_quant_scale" in parts:
             raise CheckpointError(f"{what} has a pre_quant_scale, factors of its inputs, which are not supported; use a GGUF file")
@@ -171,7 +171,7 @@ def modelopt(config: Fields) -> Method:
 def mxfp4(config: Fields) -> Method:
     """How a file whose `quant_method` is mxfp4 is stored, as gpt-oss's is: only its experts are quantized."""
 
-    def matrices(what: str, parts: Parts) -> QuantTensor:
+    def matrices(what: str, parts: LayerTensors) -> QuantTensor:
         """The matrices [E, N, K] of experts."""
         blocks, e = part_of(what, parts, "blocks").array("U8", 4), part_of(what, parts, "scales").array("U8", 3)
         if e.shape != blocks.shape[:3] or blocks.shape[3] != 16:
@@ -237,7 +237,7 @@ def fp8_matrix(what: str, weight: StoredTensor, scale: StoredTensor, blocks: lis
     return assembled(format, (outputs, inputs), rows)
 
 
-def _mxfp4(what: str, parts: Parts) -> QuantTensor:
+def _mxfp4(what: str, parts: LayerTensors) -> QuantTensor:
     packed, scales = parts["weight_packed"].array("U8", 2), part_of(what, parts, "weight_scale")
     e = scales.array("F8_E8M0" if scales.dtype == "F8_E8M0" else "U8", 2)
     outputs, inputs = len(packed), 2 * packed.shape[1]

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.grids import GroupedCodes, Method, Parts, make_groups, part_of, unpacked
+from cpuspec.checkpoints.grids import GroupedCodes, LayerTensors, Method, make_groups, part_of, unpacked
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.format import I32, U8
@@ -49,7 +49,7 @@ def gptq(config: Fields, version: str = "") -> Method:
     if config.text("pack_dtype", "int32") != "int32":
         config.fail("pack_dtype", "int32; save the model again with GPTQModel in that")
 
-    def matrix(what: str, parts: Parts) -> QuantTensor:
+    def matrix(what: str, parts: LayerTensors) -> QuantTensor:
         qweight, scales = part_of(what, parts, "qweight").array("I32", 2), part_of(what, parts, "scales").numbers()
         index = parts["g_idx"].array("I32", 1) if "g_idx" in parts else None
         bits = 32 * len(qweight) // len(index) if index is not None and mixed else file_bits
@@ -102,7 +102,7 @@ def awq(config: Fields) -> Method:
     if config.text("version", "gemm").lower() != "gemm":
         config.fail("version", "gemm; quantize the model again with AutoAWQ in that version, or use a GGUF file of it")
 
-    def matrix(what: str, parts: Parts) -> QuantTensor:
+    def matrix(what: str, parts: LayerTensors) -> QuantTensor:
         qweight, scales = part_of(what, parts, "qweight").array("I32", 2), part_of(what, parts, "scales").numbers()
         inputs, outputs = len(qweight), 8 * qweight.shape[1]
         group = inputs if file_group == -1 else file_group

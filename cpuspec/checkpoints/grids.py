@@ -18,7 +18,7 @@ from cpuspec.formats.format import F32, I32, U8
 
 _CHUNK_VALUES = 1 << 22  # made at a time: temporaries stay small beside the result
 
-Parts = Mapping[str, StoredTensor]  # the tensors of a layer by the ends of their names
+LayerTensors = Mapping[str, StoredTensor]  # the tensors of a layer by the ends of their names
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Method:
 
     kind: str
     parts: tuple[str, ...]
-    takes: Callable[[Parts], bool]
-    matrix: Callable[[str, Parts], QuantTensor]
+    takes: Callable[[LayerTensors], bool]
+    matrix: Callable[[str, LayerTensors], QuantTensor]
     separator: str = "."
     unused: tuple[str, ...] = ()
 
@@ -220,7 +220,7 @@ def mxfp4_matrix(what: str, codes: U8, e: U8) -> QuantTensor:
     return assembled(format, shape, lambda some: format.join({"e": e[some], "codes": unpacked(codes[some], 4, shape[1])}))
 
 
-def part_of(what: str, parts: Parts, name: str) -> StoredTensor:
+def part_of(what: str, parts: LayerTensors, name: str) -> StoredTensor:
     """A tensor of a layer. Raises CheckpointError if there is none."""
     if name not in parts:
         raise CheckpointError(f"{what} has {', '.join(parts)} and no {name}; the file is incomplete")

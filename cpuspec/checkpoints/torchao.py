@@ -16,8 +16,8 @@ from cpuspec.checkpoints.compressed import fp8_matrix
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.grids import (
     GroupedCodes,
+    LayerTensors,
     Method,
-    Parts,
     assembled,
     best_format,
     int8_matrix,
@@ -46,7 +46,7 @@ def torchao(config: Fields) -> Method:
     return Method(kind, (_QDATA, _SCALE, _ZERO, _PRE_SCALE, *_OF_ACTIVATIONS), bool, _matrix)
 
 
-def _matrix(what: str, parts: Parts) -> QuantTensor:
+def _matrix(what: str, parts: LayerTensors) -> QuantTensor:
     """The matrix [N, K] of a linear layer or an embedding."""
     codes, scale, zero = part_of(what, parts, _QDATA), part_of(what, parts, _SCALE), parts.get(_ZERO)
     if _PRE_SCALE in parts:
