@@ -450,7 +450,7 @@ class ModelConfig:
     experts: Experts | None = None  # of layers with a mixture; None for no such layer
     layer_experts: tuple[bool, ...] = ()  # the layer has experts instead of a dense part; empty for all layers
     shared_size: int = 0  # of a dense part that rows go through beside their experts; 0 for none
-    shared_gate: bool = False  # the sigmoid of a row's product with a vector weighs that part
+    weighs_shared: bool = False  # the sigmoid of a row's product with a vector weighs that part
     residual_scale: float = 1.0  # factor of every branch
     logit_scale: float = 1.0  # factor of logits
     norm_kind: str = "rms"  # "rms", or "layer" (mean and variance)
@@ -573,7 +573,7 @@ class ModelConfig:
         ):
             raise ConfigError('what layers share or are given needs norms "both", in models of attention that are no heads')
         apart = self.experts is not None and self.experts.normed_apart
-        if apart and (not self.shared_size or self.shared_gate or self.norms != "both"):
+        if apart and (not self.shared_size or self.weighs_shared or self.norms != "both"):
             raise ConfigError('experts normed_apart need a dense part beside them that no gate weighs, and norms "both"')
         if self.layer_values and (self.value_dim or self.qkv_bias):
             raise ConfigError("layer_values needs values of the keys' size, and no biases")

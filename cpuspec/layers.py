@@ -87,7 +87,7 @@ class FeedForward:
     activation: str
     size: int  # of the dense part, which is a shared one where there are experts; 0 for none
     experts: Experts | None = None
-    shared_gate: bool = False  # the sigmoid of a row's product with a vector weighs the shared part
+    weighs_shared: bool = False  # the sigmoid of a row's product with a vector weighs the shared part
     gated: bool = True  # there is a gate; else the middle is activation(up x)
     bias: bool = False  # the matrices have biases
 
@@ -160,7 +160,7 @@ class Layer:
             found |= {f"{prefix}up": (feed.size, hidden), f"{prefix}down": (hidden, feed.size)}
             if feed.bias:
                 found |= {f"{part}_bias": found[part][:1] for part in ("gate", "up", "down") if part in found}
-            if feed.shared_gate:
+            if feed.weighs_shared:
                 found["shared_weight"] = (1, hidden)
         if self.normed_after:
             found |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
@@ -198,7 +198,7 @@ def layers_of(config: ModelConfig) -> list[Layer]:
     kinds = c.layer_ropes or ("global",) * c.num_layers
     mixtures = c.layer_experts or (c.experts is not None,) * c.num_layers
     dense = FeedForward(c.activation, c.intermediate_size, gated=c.gated, bias=c.mlp_bias)
-    mixture = FeedForward(c.activation, c.shared_size, c.experts, c.shared_gate, c.gated)
+    mixture = FeedForward(c.activation, c.shared_size, c.experts, c.weighs_shared, c.gated)
     norm = c.norm_spans if c.qk_norm else ""
 
     recurs = c.layer_recurrent or (False,) * c.num_layers

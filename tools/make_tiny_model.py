@@ -102,7 +102,7 @@ SHAPES: Mapping[str, ModelConfig] = {
         layer_recurrent=(True, True, True, False) * 10,
         experts=Experts(256, 8, 512),
         shared_size=512,
-        shared_gate=True,
+        weighs_shared=True,
     ),
     "gpt-oss-20b": ModelConfig(
         "gpt-oss",
@@ -404,7 +404,7 @@ def _mixture(family: Family, s: TinyShape) -> dict[str, Any]:
         "experts": Experts(**facts),
         "layer_experts": tuple(i not in s.dense_layers for i in range(s.num_layers)) if s.dense_layers else (),
         "shared_size": s.shared_size,
-        "shared_gate": s.shared_size > 0 and family.gates_shared,
+        "weighs_shared": s.shared_size > 0 and family.gates_shared,
     }
 
 

@@ -431,7 +431,7 @@ def _read_experts(
         "experts": replace(experts, least_sum=LEAST_SUM) if experts.score == "sigmoid" else experts,
         "layer_experts": () if all(layers) or family.single else layers,
         "shared_size": shared.shape[-1] if shared else 0,
-        "shared_gate": some + "shared_weight" in tensors,
+        "weighs_shared": some + "shared_weight" in tensors,
     }
 
 

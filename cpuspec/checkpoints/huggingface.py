@@ -454,7 +454,7 @@ def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, 
         "experts": experts,
         "layer_experts": () if all(layers) else layers,
         "shared_size": shared,
-        "shared_gate": shared > 0 and family.gates_shared,
+        "weighs_shared": shared > 0 and family.gates_shared,
     }
 
 

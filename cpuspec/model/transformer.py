@@ -205,10 +205,10 @@ def _feed_forward(ops: Operations[V], layer: Layer, x: V) -> V:
         return ops.add(x, inside, weight("down"), _norm_after(layer, "mlp_post_norm"), factor)
     shared: tuple[V, V | None] | None = None
     if feed.size:
-        matrices = [f"shared_{part}" for part in _inner(feed)] + ["shared_weight"] * feed.shared_gate
+        matrices = [f"shared_{part}" for part in _inner(feed)] + ["shared_weight"] * feed.weighs_shared
         rows = ops.linears(x, tuple(map(weight, matrices)), norm)
         inside = ops.gate(*_two(rows[: len(_inner(feed))]), feed.activation)
-        shared = inside, rows[-1] if feed.shared_gate else None
+        shared = inside, rows[-1] if feed.weighs_shared else None
     norm = weight("expert_norm") if feed.experts.normed_apart else norm
     return ops.experts(layer, x, norm, shared, _norm_after(layer, "mlp_post_norm"), factor)
 

@@ -38,7 +38,7 @@ def _mixture(tmp_path_factory: pytest.TempPathFactory, shared: int = 0, weight_f
     base = tiny(tmp_path_factory, architecture="qwen3moe", weight_format=weight_format, num_layers=2, **counts)
     assert base.config.experts
     experts: Experts = replace(base.config.experts, **facts)
-    config = replace(base.config, experts=experts, shared_size=shared, shared_gate=bool(shared))
+    config = replace(base.config, experts=experts, shared_size=shared, weighs_shared=bool(shared))
     rng, tensors, f32 = np.random.default_rng(1), dict(base.tensors), get_format("f32")
     for name, shape in tensor_shapes(config).items() if experts.bias else ():
         if "_bias" in name:

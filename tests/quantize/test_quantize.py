@@ -217,7 +217,7 @@ FIELDS: dict[str, list[Any]] = {
 OF_TENSORS = {
     *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
     *("qkv_bias", "o_bias", "qk_norm", "tied_embeddings", "norms", "head"),
-    *("norm_spans", "experts", "layer_experts", "shared_size", "shared_gate", "norm_kind", "norm_bias", "gated", "mlp_bias"),
+    *("norm_spans", "experts", "layer_experts", "shared_size", "weighs_shared", "norm_kind", "norm_bias", "gated", "mlp_bias"),
     *("parallel", "rotates_first", "query_growth_length", "sinks", "gated_attention", "recurrent", "layer_recurrent"),
     *("beside", "layer_feeds", "latent", "layer_head_dims", "layer_kv_heads", "value_dim"),
     *("layer_owners", "layer_values", "layer_sizes", "value_norm", "layer_input_size", "scales_layers"),

@@ -211,7 +211,7 @@ def prediction_config(target: ModelConfig, has_experts: bool) -> ModelConfig:
     config = replace(target.with_layers([last_attending(target)]), head=HeadConfig(), tied_embeddings=False)
     if has_experts:
         return replace(config, layer_experts=())
-    return replace(config, experts=None, layer_experts=(), shared_size=0, shared_gate=False)
+    return replace(config, experts=None, layer_experts=(), shared_size=0, weighs_shared=False)
 
 
 def _is_copy(tensor: QuantTensor, name: str, target: Checkpoint) -> bool:

@@ -72,7 +72,7 @@ def stages_model(
             experts=None,
             layer_experts=(),
             shared_size=0,
-            shared_gate=False,
+            weighs_shared=False,
             gated=True,
             parallel=False,
             head=head,
