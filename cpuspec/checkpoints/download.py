@@ -1,4 +1,4 @@
-"""From a model's name to its files: what is there already, or what a source delivers, resumed and checked by sha256.
+"""From a model's name to its files: those in a cache, or else downloaded ones, resumed and checked by sha256.
 
 Models of the hub lie in huggingface_hub's cache and come through it; those of packages lie in the user's cache directory, landed
 atomically, one process at a time. A recipe's sources are tried in order.
@@ -79,9 +79,9 @@ def find_fetched(model: Recipe | HubModel) -> Path | None:
 
 
 def fetch(model: Recipe | HubModel, progress: Progress | None = None, refresh: bool = False) -> Path:
-    """Return the model's file or directory, downloading what is missing of it.
+    """Return the model's file or directory, and download missing files.
 
-    refresh: ask the hub what a branch's name stands for now, where it can be asked. Interrupted (Ctrl-C, a lost connection),
+    refresh: ask the hub, if it answers, which commit a branch is now. Interrupted (Ctrl-C, a lost connection),
     packages leave a `.part` that the next call continues; huggingface_hub continues within a call, and keeps whole files.
     Raises DownloadError with every source's reason if none delivered the model, ConfigError if the hub has no file of that name.
     """
@@ -114,7 +114,7 @@ def _fetch_hub(model: HubModel, report: Progress, refresh: bool) -> Path:
     try:
         return _download(model, report)
     except DownloadError:
-        # A hub that cannot be asked: what is there is what the name stands for.
+        # The hub does not answer: take the files in the cache.
         if (found := find_cached(model, whatever_is_there=True)) is not None:
             return found
         raise
@@ -135,7 +135,7 @@ def _download(model: HubModel, report: Progress, hashes: Mapping[str, str] = Map
 
 
 def _checked(recipe: Recipe, source: BesideSource) -> Path:
-    """What lies beside a recipe. Raises DownloadError if it is not there, or has other bytes than the recipe says."""
+    """The file or directory beside a recipe. Raises DownloadError if it is missing, or has other hashes than the recipe."""
     if not source.path.exists():
         raise DownloadError(f"{source} is not in this installation")
     for name, wanted in recipe.hashes.items():

@@ -320,7 +320,7 @@ class Family:
     folds_multipliers: bool = False  # Hugging Face configurations have factors that GGUF files have multiplied into the matrices
     latent: bool = False  # keys and values are made of one vector (`config.Latent`)
     by_window: bool = False  # heads of layers with a window have another size, and layers may share keys (`checkpoints.gemma`)
-    tells_ropes: bool = False  # GGUF files say by `rope.scaling.finetuned` that no layer rotates
+    tells_ropes: bool = False  # `rope.scaling.finetuned` in GGUF files means that no layer rotates
     gguf_plain: str = ""  # the family that GGUF files of its models without recurrent layers belong to
     gguf_mark: str = ""  # a GGUF key that others of the same `gguf_architecture` lack, or have as 0
     gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
@@ -630,7 +630,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 gguf_defaults={"expert_gating_func": 2, "expert_weights_norm": False},
                 layer_names={**_SHARED_NAMES, **_NORM_BETWEEN},
             ),
-            # First the one that stands for all in GGUF files.
+            # The first one is the family of all GGUF files of deepseek2.
             Family(
                 "deepseek2",
                 "DeepseekV3ForCausalLM",

@@ -168,7 +168,7 @@ def _unknown_keys(fields: Fields) -> tuple[str, ...]:
 def config_of(
     what: str, metadata: Mapping[str, object], family: Family, tensors: dict[str, QuantTensor], factors: Mapping[str, QuantTensor]
 ) -> ModelConfig:
-    """The configuration that a file with this metadata and these tensors, by canonical names, has. what: names it in messages.
+    """The configuration of a file with this metadata and these tensors, by canonical names. what: its name in messages.
 
     Raises CheckpointError or ConfigError.
     """

@@ -4,8 +4,8 @@ GPTQ (AutoGPTQ, GPTQModel): `qweight` I32 [K * bits / 32, N], the codes of a col
 `qzeros` I32 [groups, N * bits / 32], zero points likewise along N; `scales` [groups, N]; `g_idx` I32 [K], the group of each
 input, not ascending after act-order. Version 1 (`checkpoint_format` gptq) has zero points less one, version 2 as they are.
 GPTQModel subtracts and adds words of ones, so that borrows of a zero point 0 are undone; three-bit ones wrap around.
-Where `sym` is true the zero point is the middle. Files have it as either version stores it, whatever version they claim: vLLM's
-kernels for symmetric files never look.
+Where `sym` is true the zero point is the middle. Files may store it as either version does, whatever version they claim, because
+vLLM's kernels for symmetric files do not read it.
 AWQ (gemm): `qweight` I32 [K, N / 8] and `qzeros` I32 [groups, N / 8]; a word holds eight outputs in the order 0 2 4 6 1 3 5 7.
 Auto-round writes either, and says so in `packing_format`, `backend` in older files.
 Sources: GPTQModel, gptqmodel/utils/model.py and nn_modules/qlinear; AutoAWQ, awq/modules/linear/gemm.py; AutoRound,

@@ -1,7 +1,8 @@
-"""What tools for quantization store of a matrix, as one of the engine's formats: the same values, in about as many bytes.
+"""Matrices of quantization tools as the engine's formats: the same values, in about as many bytes.
 
-A grid is a matrix [N, K] of codes in groups of inputs, value = scale * (code - zero). Each package keeps codes, scales and zero
-points in tensors and orders of its own; its reader makes rows of bits of them, and this module makes the blocks of a format.
+`GroupedCodes` is a matrix [N, K] of codes in groups of inputs, value = scale * (code - zero). Each package has tensors and
+orders of its own for codes, scales and zero points. Its reader makes rows of bits of them, and this module makes
+the blocks of a format.
 """
 
 from collections.abc import Callable, Mapping

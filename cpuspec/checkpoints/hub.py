@@ -1,7 +1,7 @@
-"""Names of models on the hub, which files they stand for, and what huggingface_hub's cache holds of them.
+"""Names of models on the hub, the files that they stand for, and those of them in huggingface_hub's cache.
 
-Imports nothing of huggingface_hub, which takes 0.4 s. The cache's layout, which llama.cpp shares, is that of its guide "Understand
-caching": models--OWNER--NAME/refs/REVISION has a commit, and models--OWNER--NAME/snapshots/COMMIT/FILE links to a blob.
+huggingface_hub is not imported, because that takes 0.4 s. The layout of its cache, which llama.cpp shares, is that of its guide
+"Understand caching": models--OWNER--NAME/refs/REVISION has a commit, and models--OWNER--NAME/snapshots/COMMIT/FILE links to a blob.
 """
 
 import os
@@ -19,7 +19,7 @@ from cpuspec.environment import cache_dir, has_proxy, hub_cache_dir, hub_endpoin
 from cpuspec.errors import ConfigError, DownloadError
 from cpuspec.files import write_file
 
-SAFETENSORS = "safetensors"  # stands where a quantization would: the repository's safetensors and not its GGUF files
+SAFETENSORS = "safetensors"  # in place of a quantization: the repository's safetensors instead of its GGUF files
 
 _OWNER_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _REVISION = r"refs/pr/[0-9]+|[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
@@ -36,7 +36,7 @@ _QUANTIZATION = re.compile(
 )
 # Weights of something else than a model: llama.cpp's list (common/download.cpp).
 _NO_MODEL = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
-_DEFAULTS = ("Q4_K_M", "Q8_0")  # what a name without a quantization means where there are several, as for llama.cpp
+_DEFAULTS = ("Q4_K_M", "Q8_0")  # the quantization of a name without one, in this order, as in llama.cpp
 _SETTINGS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("quantize_config.json", "quant_config.json"),  # of older GPTQ and AWQ files
@@ -53,12 +53,12 @@ class Progress(Protocol):
     """Is told how far a fetch is, about ten times a second at most."""
 
     def __call__(self, done_bytes: int, total_bytes: int, what: str) -> None:
-        """`what` says what is going on: the source at work, or why one was left."""
+        """what: the source that is used now, or why one has failed."""
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model of a hub repository: a file of it, a quantization of it, or, without either, what the repository is for."""
+    """A model of a hub repository: a file of it, a quantization of it, or, without either, its main model."""
 
     repository: str  # owner/name
     file: str = ""  # path inside the repository; of several parts the first
@@ -75,7 +75,7 @@ class HubModel:
 class Choice:
     """Files of a repository that make a model. opened: the one to open, of parts the first; "" for the directory of all."""
 
-    files: tuple[str, ...]  # weights last, so that what has them has everything
+    files: tuple[str, ...]  # weights last: a cache that has them has all files
     opened: str
 
 
@@ -161,7 +161,7 @@ def find_cached(model: HubModel, whatever_is_there: bool = False) -> Path | None
 
 
 def remember(model: HubModel, choice: Choice) -> None:
-    """Keep what a name without a file and a quantization stands for, so that the next start need not ask the hub."""
+    """Remember the choice for a name without a file and a quantization, so that the next start need not ask the hub."""
     if not (model.file or model.quantization):
         _memory(model).parent.mkdir(parents=True, exist_ok=True)
         write_file(_memory(model), choice.opened)
@@ -195,7 +195,7 @@ def cached_models() -> Iterator[tuple[HubModel, Path, int]]:
                 continue
             files = _files_of(snapshot)
             revision = named.get(snapshot.name, snapshot.name)
-            # By quantization where that says which, else by file.
+            # The name has the quantization if that is unique, else the file.
             candidates = [
                 HubModel(repository, "", quantization, revision) for quantization in (*_quantizations(files), SAFETENSORS)
             ]
@@ -243,7 +243,7 @@ def check_room(num_bytes: int, directory: Path, variable: str) -> None:
 
 
 def _ggufs(files: Mapping[str, int | None], every: bool = False) -> list[_Gguf]:
-    """The GGUF models among files, the smallest first; every: what is no language model, too."""
+    """The GGUF models among files, the smallest first. every: with those that are no language models."""
     parts: dict[tuple[str, int], dict[int, str]] = {}
     for file in files:
         stem, name = file[: -len(".gguf")], file.rpartition("/")[2].lower()
@@ -332,7 +332,7 @@ def _read_ref(path: Path) -> str | None:
 
 
 def _refs(directory: Path) -> list[str]:
-    """Names of the revisions, main the last, so that it stands for its commit where several do."""
+    """Names of the revisions. main is last, so that of several names for a commit it is the one that counts."""
     names = [path.name for path in islice((directory / "refs").glob("*"), _MOST_FILES) if path.name.isprintable()]
     return sorted(names, key=lambda name: (name == "main", name))
 
@@ -359,7 +359,7 @@ def regular_files(directory: Path, root: Path, depth: int) -> dict[str, int]:
 
 
 def regular_file(path: Path, root: Path) -> int | None:
-    """The bytes of a file; None for what is no regular file, does not exist, or leads out of `root`."""
+    """The bytes of a regular file; None if there is none, or if it leads out of `root`."""
     try:
         status = path.stat()
         inside = path.resolve().is_relative_to(root.resolve())

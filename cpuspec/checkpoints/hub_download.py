@@ -1,8 +1,8 @@
 """Fetches models of the hub through huggingface_hub, into its own cache.
 
-The library moves bytes, retries, keeps the cache, and finds the user's token and proxy. Decided here: which files are needed, that
-they are what the hub's metadata says (the library checks their length only), and what went wrong, in one line. A module of its own
-because huggingface_hub takes 0.4 s to import.
+The library transfers, retries, keeps the cache, and finds the user's token and proxy. This module chooses the files, compares their
+hashes with the hub's metadata (the library compares only lengths), and turns failures into one line. It is apart from `hub` because
+huggingface_hub takes 0.4 s to import.
 """
 
 import errno
@@ -28,15 +28,15 @@ from cpuspec.errors import DownloadError, in_one_line
 
 _REPORT_EVERY_S = 0.1
 _MOST_NAMED = 4  # files
-_MOST_QUOTED = 200  # characters of what the library says
+_MOST_QUOTED = 200  # characters of the library's message
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 _LOGIN = "run `hf auth login`, or set HF_TOKEN"
 
 
 def download(model: HubModel, report: Progress, hashes: Mapping[str, str]) -> Path:
-    """The file or directory of `model` in huggingface_hub's cache, as the hub has it now; what is there is not fetched again.
+    """The file or directory of `model` in huggingface_hub's cache, as the hub has it now. Files in the cache are not fetched.
 
-    hashes: sha256 that large files must have, by name; "" is the name of what is opened.
+    hashes: sha256 that large files must have, by name; "" is the file that is opened.
     Raises DownloadError if the hub cannot be asked or delivers something else, ConfigError if the name stands for no file of its
     repository, CheckpointError if its config.json is not supported, and OSError if the disk cannot take it.
     """
@@ -162,7 +162,7 @@ def _remove(path: Path) -> None:
 
 
 class _Total:
-    """Progress of all files together, from what the library's bars count of each."""
+    """Progress of all files together, added up from the library's progress bars."""
 
     def __init__(self, report: Progress, what: str, total_bytes: int) -> None:
         self._report, self._what, self._total_bytes = report, what, total_bytes
@@ -213,7 +213,7 @@ class _Total:
 
 @contextmanager
 def _warnings(on_retry: Callable[[], None]) -> Iterator[None]:
-    """Keep the library's warnings of this thread from stderr: that it tries again, and whatever a hub wants to have said."""
+    """Keep the library's warnings in this thread from stderr: retries, for which `on_retry` is called, and messages of the hub."""
     thread = threading.get_ident()
 
     def keep(record: logging.LogRecord) -> bool:

@@ -130,7 +130,7 @@ def _same_values(one: QuantTensor, other: QuantTensor) -> bool:
 
 
 def _read_pooling(directory: Path) -> str:
-    """The pooling by the file that sentence-transformers keeps beside a model; "" where there is none."""
+    """The pooling in the file of sentence-transformers beside a model; "" where there is none."""
     path = directory / "1_Pooling" / "config.json"
     if not path.exists():
         return ""

@@ -30,7 +30,7 @@ _DEPTH = 4  # of a manifest below "manifests": host, namespace, name, tag
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model that another program keeps. name: what finds it again; source: the program; num_bytes: of all its files."""
+    """A model of another program. name: `find_model` takes it; source: the program; num_bytes: of all its files."""
 
     name: str
     source: str

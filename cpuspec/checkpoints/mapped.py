@@ -26,14 +26,14 @@ _TICK_NS = 2_000_000_000  # more than any file system rounds times to
 
 
 class _MappedFile(mmap.mmap):
-    """A mapping that knows which file it is of, as `_stamp` tells, and what is in it once that was asked for."""
+    """A mapping with the identity of its file (`_stamp`), and the hash of its contents once that is computed."""
 
     stamp: str
     digest = ""
 
 
 class _ReadFile(bytearray):
-    """The bytes of a file in memory, with the same knowledge of it."""
+    """The bytes of a file in memory, with the same two facts."""
 
     stamp: str
     digest = ""
@@ -83,8 +83,8 @@ def map_all_pages(file_number: int, num_bytes: int) -> U8:
 def place_in_file(data: U8) -> tuple[str, int] | None:
     """The place of bytes in a mapped file: a hash of the file's contents, and their offset. None for bytes of no file.
 
-    The hash of a file is kept on disk: two files differ where their bytes do, whatever their size, date and name, and a file that
-    was not changed is read once.
+    The hash is that of the bytes, whatever the file's size, date and name. It is kept on disk: an unchanged file
+    is hashed once.
     """
     file = _file_of(data)
     if file is None:

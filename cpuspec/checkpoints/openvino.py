@@ -1,4 +1,4 @@
-"""Weights of OpenVINO models that optimum-intel exports: openvino_model.xml says what openvino_model.bin holds.
+"""Weights of OpenVINO models that optimum-intel exports: openvino_model.bin, described by openvino_model.xml.
 
 Only weights are read, under the names that the Hugging Face model gives them; config.json describes the computation. NNCF's 4-bit
 codes stay codes. Its 8-bit codes stay codes if they have no zero point or one in the middle. All others are decoded, mxfp8 to bf16

@@ -37,7 +37,7 @@ _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_qu
 
 
 def read_method(directory: Path, config: Fields) -> Method | None:
-    """What config.json or a package's own file says of the weights; None if they are plain.
+    """The method by config.json or a package's own file; None if the weights are plain.
 
     Raises CheckpointError for a method or a setting that is not supported.
     """

@@ -1,4 +1,4 @@
-"""Recipes: which file a model's name stands for, where it can be had, and what it must hash to; and chains of drafts by name.
+"""Recipes: the file of a model's name, its sources, and its hash; and chains of drafts by name.
 
 One TOML file each, called as the model is: in `recipes/` of the user's cache directory, in `models/` of a checkout, in
 `cpuspec/models/` of an installed wheel; or wherever a path ending in .toml points. Everything in it is checked like user input.
@@ -62,8 +62,8 @@ Source = HubModel | PackageSource | BesideSource
 class HeadOf:
     """For which model a recipe's files are a head (`cpuspec.checkpoints.heads`).
 
-    target: a recipe's name, or whatever else stands for a model. norm_sha256: what `checkpoint.norm_sha256` says of that model; ""
-    where the recipe does not know it.
+    target: a recipe's name, or another name of a model. norm_sha256: `checkpoint.norm_sha256` of that model; ""
+    where the recipe lacks it.
     """
 
     target: str
@@ -80,11 +80,11 @@ class Golden:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One model file, or a head's files: identity, sources in the order to try, and what a user wants to know before.
+    """One model file, or a head's files: identity, sources in the order to try, and facts for users.
 
-    file, num_bytes and sha256 are known where the model can be had from packages, too; of a model that only the hub has they may be
-    absent: then the hub's own say counts. files: sha256 of large files of a directory, by name. head: for which model it is a head,
-    None for a model; the parameters of a head may be unknown, 0.
+    file, num_bytes and sha256 are known if packages are among the sources. A model that only the hub has may lack them: then the hub's
+    own hash counts. files: sha256 of large files of a directory, by name. head: the model that it is a head of, None for a model; the
+    parameters of a head may be unknown, 0.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Recipe:
     golden: tuple[Golden, ...] = ()
     # By how many, the layers that a draft can best do without.
     layer_skip: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    sampling: SamplingDefaults = NO_DEFAULTS  # where the file itself says nothing
+    sampling: SamplingDefaults = NO_DEFAULTS  # for fields that the model's own file does not set
     files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     head: HeadOf | None = None
 
@@ -130,7 +130,7 @@ def load_recipes() -> dict[str, Recipe]:
 
 
 def load_all() -> tuple[dict[str, Recipe], dict[str, ChainRecipe], list[str]]:
-    """Every known model and every known chain by name, sorted, and what is wrong with the files that cannot be read."""
+    """Every known model and every known chain by name, sorted, and the errors of files that cannot be read."""
     recipes, chains, problems = {}, {}, []
     for name in known_names():
         try:

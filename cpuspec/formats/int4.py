@@ -1,4 +1,4 @@
-"""Four-bit integers in groups of 32, 64 or 128 under one f16 scale: what GPTQ, AWQ, compressed-tensors and MatMulNBits files hold.
+"""Four-bit integers in groups of 32, 64 or 128 under one f16 scale, for files of GPTQ, AWQ, compressed-tensors and MatMulNBits.
 
 A name says int4, the group size, and `asym` where each group has its own zero point; without `asym` the zero point is 8. Those
 files keep codes, scales and zero points in separate tensors. The block layout is this project's, with everything of a group

@@ -29,7 +29,7 @@ from cpuspec.files import write_file
 from cpuspec.formats import Format, QuantTensor, float_codes, get_format, int8
 from cpuspec.quantize.weights import layer_parts
 
-# What --type takes for directories: llm-compressor's names.
+# The values of --type for directories: llm-compressor's names.
 SCHEMES = ("w4a16", "w4a16_asym", "w8a8", "w8a16", "fp8_dynamic")
 _WITH_INPUTS = ("w8a8", "fp8_dynamic")  # whose inputs are rounded, too
 _KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")

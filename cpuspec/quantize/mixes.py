@@ -32,7 +32,7 @@ _FALLBACKS = {
     "nl4_xs": "nl4_g32", "nl4_r": "nl4_g32",
 }  # fmt: skip
 
-# What --type takes: formats of files, and mixes.
+# The values of --type: formats of files, and mixes.
 TYPES: tuple[str, ...] = tuple(
     dict.fromkeys(
         [name for name, row in FORMATS.items() if row.gguf_type is not None]
@@ -40,7 +40,7 @@ TYPES: tuple[str, ...] = tuple(
     )
 )
 
-# What a budget of bits is spent on by default: formats that llama.cpp knows. Those whose points are searched for (iq2, iq3) take
+# The default candidates of a budget: formats that llama.cpp knows. Those whose points are searched for (iq2, iq3) take
 # some microseconds a weight to make; those of ternary models suit no others.
 BUDGET_FORMATS: tuple[str, ...] = tuple(
     name

@@ -1,4 +1,4 @@
-"""Trained heads: what people publish to draft for one target. A format is a row of `READERS`; its metadata say which it is."""
+"""Trained draft heads, each for one target. A layout is a row of `READERS`, which recognizes it by its metadata."""
 
 import re
 from collections.abc import Callable
@@ -51,12 +51,12 @@ def is_named_head(fields: Fields) -> bool:
 
 
 def reader_of(files: HeadFiles) -> HeadReader | None:
-    """The reader of a head's files; None for what is no head, such as a whole model."""
+    """The reader of a head's files; None if they are no head but, for example, a whole model."""
     return next((reader for reader in READERS if reader.recognizes(files)), None)
 
 
 def find_reader(path: Path, mmap: bool = True) -> tuple[HeadReader, HeadFiles] | None:
-    """The reader of a head's directory or GGUF file, and its files; None for what is no head.
+    """The reader of a head's directory or GGUF file, and its files; None if it is no head.
 
     Raises CheckpointError for a damaged file.
     """

@@ -96,7 +96,7 @@ def _sorted(files: HeadFiles) -> tuple[dict[str, QuantTensor], dict[str, QuantTe
 
 
 def _scaled(model: Checkpoint, fields: Fields, nested: Fields) -> Checkpoint:
-    """The model with what its configuration says of embeddings and logits."""
+    """The model with the factors of embeddings and logits, and the cap, of its configuration."""
 
     def factor(key: str, neutral: float = 1.0) -> float:
         return factor_of(nested if key in nested else fields, key, neutral)

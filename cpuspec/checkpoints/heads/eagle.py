@@ -94,7 +94,7 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
 def _feature_norms(
     files: HeadFiles, nested: Fields, norms: dict[str, str], size: int, count: int, eps: float
 ) -> tuple[HeadNorm, ...]:
-    """`norm_before_fc`: one over all numbers; `fc_norm`: one for each layer's. nested: where else the two may be said."""
+    """The norms of features. `norm_before_fc`: one over all numbers; `fc_norm`: one for each layer's. nested: also has them."""
     flags = {"norm_before_fc": {"input_norm.weight"}, "fc_norm": {f"fc_norm.{i}.weight" for i in range(count)}}
     asked = [flag for flag in flags if (files.fields if flag in files.fields else nested).boolean(flag, False)]
     wanted = {name for flag in asked for name in flags[flag]}

@@ -124,7 +124,7 @@ def _canonical(files: HeadFiles, others: Mapping[str, str], left_out: Set[str]) 
 
 
 def _factor(fields: Fields, key: str) -> float:
-    """A factor, for which 0 says that there is none."""
+    """A factor; 0 in the file means that there is none."""
     return factor_of(fields, key, 0.0) or 1.0
 
 

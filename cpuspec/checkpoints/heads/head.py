@@ -29,7 +29,7 @@ I64 = NDArray[np.int64]
 
 _MEDUSA = "medusa_lm_head"
 _MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-_MOST_TOKENS = 32  # that a draft has by default, whatever a file says
+_MOST_TOKENS = 32  # of a draft by default; a larger number in a file is ignored
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,7 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class HeadFiles:
-    """Files that may be a head's. Their fields and the names of their tensors say whose; tensors are read when a reader asks.
+    """Files that may be a draft head. Readers recognize their own by fields and names; tensors are read when asked for.
 
     fields: config.json, or a GGUF file's metadata. files: tensors as safetensors have them, or the parsed GGUF file.
     """
@@ -166,7 +166,7 @@ class HeadFiles:
 
     @cached_property
     def arrays(self) -> Mapping[str, NDArray[Any]]:
-        """What is no matrix and no vector of numbers, such as ids."""
+        """Tensors that are not matrices or vectors of floats, such as ids."""
         if isinstance(self.files, GgufFile):
             return self.files.arrays
         parts = tuple(f".{part}" for part in self._method.parts) if self._method else ()
@@ -203,7 +203,7 @@ class HeadFiles:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the head was made to draft, as speculators says; else Head's default."""
+        """The number of tokens that the head was trained to draft, if its speculators configuration has it; else Head's default."""
         methods = self.fields.object("speculators_config").items("proposal_methods") if not self.is_gguf else []
         number = methods[0].get("speculative_tokens") if methods and isinstance(methods[0], dict) else None
         return number if type(number) is int and 1 <= number <= _MOST_TOKENS else Head.num_tokens
@@ -281,7 +281,7 @@ def inputs_of(outputs: list[object]) -> list[object]:
 
 
 def mask_token(fields: Fields, nested: Fields, vocab_size: int) -> int:
-    """The token that stands for those to come, by the names that vLLM looks for. Raises CheckpointError where there is none."""
+    """The mask token, by the names that vLLM looks for. Raises CheckpointError where there is none."""
     found = ((place, name) for name in _MASKS for place in (fields, nested) if place.value(name) is not None)
     place, name = next(found, (fields, _MASKS[0]))
     return place.token_id(name, vocab_size)
@@ -307,7 +307,7 @@ def final_norm(model: Checkpoint) -> HeadNorm:
 
 
 def factor_of(fields: Fields, key: str, neutral: float = 1.0) -> float:
-    """A factor above 0, or 0 where that is neutral, as files say for a factor or a cap that is not there."""
+    """A factor above 0; or 0, by which files mean that there is no factor or cap, where that is neutral."""
     value = fields.number(key, neutral)
     if not (1e-6 <= value <= 1e6 or value == neutral):
         fields.fail(key, f"a number from 1e-6 to 1e6{'' if neutral else ', or 0 for none'}")
