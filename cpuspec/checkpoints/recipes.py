@@ -82,9 +82,9 @@ class Golden:
 class Recipe:
     """One model file, or a head's files: identity, sources in the order to try, and facts for users.
 
-    file, num_bytes and sha256 are known if packages are among the sources. A model that only the hub has may lack them: then the hub's
-    own hash counts. files: sha256 of large files of a directory, by name. head: the model that it is a head of, None for a model; the
-    parameters of a head may be unknown, 0.
+    file, num_bytes and sha256 are known if packages are among the sources. A model that only the hub has may lack them: then the
+    hub's own hash counts. files: sha256 of large files of a directory, by name. head: the model that it is a head of, None for a
+    model; the parameters of a head may be unknown, 0.
     """
 
     name: str
