@@ -81,10 +81,10 @@ def compressed_tensors(config: Fields) -> Method:
             return int8_matrix(what, weight, scale.numbers(), parts.get("weight_zero_point"))
         return fp8_matrix(what, weight, scale, blocks)
 
-    def takes(parts: LayerTensors) -> bool:
+    def is_quantized(parts: LayerTensors) -> bool:
         return "weight_packed" in parts or "weight_scale" in parts
 
-    return Method(f"compressed-tensors, {format}", _PARTS, takes, matrix, unused=_UNUSED)
+    return Method(f"compressed-tensors, {format}", _PARTS, is_quantized, matrix, unused=_UNUSED)
 
 
 def _packed(what: str, parts: LayerTensors, known_bits: set[int]) -> QuantTensor:
@@ -139,11 +139,11 @@ def fp8(config: Fields) -> Method:
         scale = parts.get("weight_scale_inv") or part_of(what, parts, "weight_scale")
         return fp8_matrix(what, parts["weight"], scale, blocks)
 
-    def takes(parts: LayerTensors) -> bool:
+    def is_quantized(parts: LayerTensors) -> bool:
         return "weight" in parts and parts["weight"].dtype.startswith("F8")
 
     kind = "FP8, " + (f"blocks of {blocks[0][0]} x {blocks[0][1]}" if blocks else "rows or matrices")
-    return Method(kind, _PARTS, takes, matrix, unused=_UNUSED)
+    return Method(kind, _PARTS, is_quantized, matrix, unused=_UNUSED)
 
 
 def modelopt(config: Fields) -> Method:

@@ -26,7 +26,7 @@ LayerTensors = Mapping[str, StoredTensor]  # the tensors of a layer by the ends 
 class Method:
     """How a package stores the matrices of linear layers, by the settings of one model.
 
-    kind: for people. parts: the ends of the names of a layer's tensors. takes: whether a layer with these tensors is quantized.
+    kind: for people. parts: the ends of the names of a layer's tensors. is_quantized: whether a layer with these tensors is.
     matrix: reads the matrix [N, K] of a layer, whose name for messages is the first argument; raises CheckpointError if its tensors
     do not belong together, or are of a kind that is not supported. separator: between a layer's name and such an end.
     unused: the ends of the names of tensors that no forward here needs, as scales of a cache.
@@ -34,7 +34,7 @@ class Method:
 
     kind: str
     parts: tuple[str, ...]
-    takes: Callable[[LayerTensors], bool]
+    is_quantized: Callable[[LayerTensors], bool]
     matrix: Callable[[str, LayerTensors], QuantTensor]
     separator: str = "."
     unused: tuple[str, ...] = ()

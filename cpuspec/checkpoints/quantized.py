@@ -70,7 +70,7 @@ def read_quantized(directory: Path, method: Method, stored: Mapping[str, StoredT
         else:
             layers.setdefault(name.removesuffix(method.separator + part), {})[part] = tensor
     for layer, parts in layers.items():
-        if method.takes(parts):
+        if method.is_quantized(parts):
             found = {f"{layer}.weight": method.matrix(f"{directory}: {layer}", parts)}
         else:
             found = {f"{layer}{method.separator}{part}": tensor.floats() for part, tensor in parts.items()}

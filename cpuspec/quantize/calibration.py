@@ -47,16 +47,16 @@ def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, Q
     mixers = [layer.attention for layer in keeping_layers(config)]
 
     def new_storage() -> Storage:
-        # A layer's keys and values are read right after they are written: layers that are alike share the room of one, if no other
-        # layer reads them later.
-        rooms: dict[tuple[str, int, int], F32] = {}
+        # A layer's keys and values are read right after they are written. So layers of the same shape share one buffer, unless other
+        # layers read them later.
+        buffers: dict[tuple[str, int, int], F32] = {}
 
-        def room(kind: str, heads: int, dims: int) -> Any:
+        def buffer(kind: str, heads: int, dims: int) -> Any:
             new = np.zeros((length, heads, dims), np.float32)
-            return new if config.layer_owners else rooms.setdefault((kind, heads, dims), new)
+            return new if config.layer_owners else buffers.setdefault((kind, heads, dims), new)
 
-        keys = [room("keys", mixer.kv_heads, mixer.dims) for mixer in mixers]
-        values = [room("values", mixer.kv_heads, mixer.value_dims) for mixer in mixers]
+        keys = [buffer("keys", mixer.kv_heads, mixer.dims) for mixer in mixers]
+        values = [buffer("values", mixer.kv_heads, mixer.value_dims) for mixer in mixers]
         zeros = partial(np.zeros, dtype=np.float32)
         return Storage(keys, values, [new_state(mixer, zeros) for mixer in recurrent_mixers(config)])
 
