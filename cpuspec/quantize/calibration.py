@@ -47,8 +47,8 @@ def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, Q
     mixers = [layer.attention for layer in keeping_layers(config)]
 
     def new_storage() -> Storage:
-        # A layer's keys and values are read right after they are written. So layers of the same shape share one buffer, unless other
-        # layers read them later.
+        # A layer's keys and values are read right after they are written. Layers of the same shape share one buffer, unless others
+        # read them later.
         buffers: dict[tuple[str, int, int], F32] = {}
 
         def buffer(kind: str, heads: int, dims: int) -> Any:
