@@ -948,13 +948,6 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
         writer.add_residual_scale(config.residual_scale)
         writer.add_logit_scale(1 / config.logit_scale)
         writer.add_attention_scale(config.query_scale or 0.0)
-    if isinstance(d := config.recurrent, DeltaNet):
-        writer.add_ssm_conv_kernel(d.taps)
-        writer.add_ssm_inner_size(d.value_heads * d.value_dims)
-        writer.add_ssm_state_size(d.key_dims)
-        writer.add_ssm_time_step_rank(d.value_heads)
-        writer.add_ssm_group_count(d.key_heads)
-        writer.add_uint32(f"{_gguf_architecture(config)}.full_attention_interval", config.layer_recurrent.index(False) + 1)
     _add_gguf_rope_scaling(writer, config)
     if config.layer_windows:
         writer.add_sliding_window(max(config.layer_windows))
@@ -969,6 +962,8 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
     for key, value in (gguf_entries(config) | latent_entries(config) | gemma.gguf_entries(config)).items():
         name = f"{_gguf_architecture(config)}.{key}"
         writer.kv_data[0].pop(name, None)
+        if key == "attention.recurrent_layers":
+            continue  # most files have the interval only
         if isinstance(value, np.ndarray):
             writer.add_array(name, value.tolist())
         elif value is not None:

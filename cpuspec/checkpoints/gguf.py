@@ -17,7 +17,7 @@ from cpuspec.checkpoints.fields import MOST_LAYERS, Fields
 from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.checkpoints.latent import read_gguf as read_latent
 from cpuspec.checkpoints.recurrent import read_gguf as read_mixers
-from cpuspec.config import DeltaNet, Experts, ModelConfig, RopeScaling
+from cpuspec.config import Experts, ModelConfig, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.nvfp import NVFP4, with_scale
@@ -358,7 +358,6 @@ def _read_config(
             "rope.freq_base_swa", fields.number("rope.freq_base", 10000.0) if is_local else ModelConfig.local_rope_base
         ),
         **layer_flags(fields.integer("attention.sliding_window", 0), slides, rotated, is_local),
-        **_read_delta_net(fields, family, num_layers),
         **{"qk_norm": "use_qk_norm" in family.hf_defaults and "layers.0.q_norm" in tensors, **family.flags},
     )
     if family.by_window:
@@ -432,25 +431,6 @@ def _read_experts(
         "layer_experts": () if all(layers) or family.single else layers,
         "shared_size": shared.shape[-1] if shared else 0,
         "weighs_shared": some + "shared_weight" in tensors,
-    }
-
-
-def _read_delta_net(fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
-    """The gated delta net of layers without attention, and which these are, as arguments of `ModelConfig`."""
-    if not family.delta_layers:
-        return {}
-    heads, inner, interval = (fields.integer(key) for key in ("ssm.time_step_rank", "ssm.inner_size", "full_attention_interval"))
-    if heads < 1 or inner % heads:
-        fields.fail("ssm.time_step_rank", f"a divisor of ssm.inner_size {inner}")
-    if interval < 1:
-        fields.fail("full_attention_interval", "at least 1")
-    key, recurs = "attention.recurrent_layers", each_layer(num_layers, lambda i: (i + 1) % interval != 0)
-    if key in fields:
-        recurs = tuple(flag == 1 for flag in fields.numbers(key, np.bool_, fields.integer("block_count"))[:num_layers])
-    sizes = fields.integer("ssm.group_count"), fields.integer("ssm.state_size"), heads, inner // heads
-    return {
-        "recurrent": DeltaNet(*sizes, fields.integer("ssm.conv_kernel"), family.tiles_values),
-        "layer_recurrent": recurs,
     }
 
 

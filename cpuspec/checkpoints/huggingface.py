@@ -22,7 +22,7 @@ from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
 from cpuspec.checkpoints.recurrent import dense_size, has_experts, kinds_of, multiplied, num_layers_of
 from cpuspec.checkpoints.recurrent import read_hf as read_mixers
 from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
-from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, Experts, ModelConfig, RopeScaling
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Experts, ModelConfig, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 from cpuspec.settings import NO_DEFAULTS, SAMPLING_FIELDS, SamplingDefaults
@@ -347,7 +347,6 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
         local_rope_base=local.number("rope_theta", _local_base(fields, rope_base)) if has_local_rope else 1e4,
         **layer_flags(window, slides, rotated, has_local_rope),
-        **_read_delta_net(fields, family, num_layers),
         **{
             "qk_norm": "use_qk_norm" in family.hf_defaults and fields.boolean("use_qk_norm"),
             **family.flags,
@@ -455,24 +454,6 @@ def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, 
         "layer_experts": () if all(layers) else layers,
         "shared_size": shared,
         "weighs_shared": shared > 0 and family.gates_shared,
-    }
-
-
-def _read_delta_net(fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
-    """The gated delta net of layers without attention, and which these are, as arguments of `ModelConfig`."""
-    if not family.delta_layers:
-        return {}
-    if not fields.boolean("attn_output_gate", True):
-        fields.fail("attn_output_gate", "true; attention without a gate is not supported in this family")
-    types, interval = fields.items("layer_types"), fields.integer("full_attention_interval")
-    if interval < 1:
-        fields.fail("full_attention_interval", "at least 1")
-    parts = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
-    key_heads, key_dims, value_heads, value_dims, taps = (fields.integer(f"linear_{part}") for part in parts)
-    return {
-        "recurrent": DeltaNet(key_heads, key_dims, value_heads, value_dims, taps, family.tiles_values),
-        "layer_recurrent": tuple(kind == "linear_attention" for kind in types)
-        or each_layer(num_layers, lambda i: (i + 1) % interval != 0),
     }
 
 

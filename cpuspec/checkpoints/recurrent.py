@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cpuspec.checkpoints.families import Family
+from cpuspec.checkpoints.families import Family, each_layer
 from cpuspec.checkpoints.fields import MOST_LAYERS, Fields
 from cpuspec.config import DeltaNet, Mamba2, ModelConfig, Recurrent, ShortConv
 from cpuspec.formats import QuantTensor, get_format
@@ -131,6 +131,8 @@ def num_layers_of(fields: Fields) -> int:
 
 def read_hf(fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
     """The mixers of a config.json, as arguments of `ModelConfig`. Raises CheckpointError, or ConfigError."""
+    if family.delta_layers:
+        return _hf_delta_net(fields, family, num_layers)
     if not family.recurrent:
         return {}
     for key in fields.names():
@@ -146,6 +148,22 @@ def read_hf(fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
         return _mamba2(fields, family)
 
     return _arguments(family, ["none" if kind == "moe" else kind for kind in kinds], mixer)
+
+
+def _hf_delta_net(fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
+    """The gated delta net of layers without attention, and which these are, as arguments of `ModelConfig`."""
+    if not fields.boolean("attn_output_gate", True):
+        fields.fail("attn_output_gate", "true; attention without a gate is not supported in this family")
+    types, interval = fields.items("layer_types"), fields.integer("full_attention_interval")
+    if interval < 1:
+        fields.fail("full_attention_interval", "at least 1")
+    parts = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
+    key_heads, key_dims, value_heads, value_dims, taps = (fields.integer(f"linear_{part}") for part in parts)
+    return {
+        "recurrent": DeltaNet(key_heads, key_dims, value_heads, value_dims, taps, family.tiles_values),
+        "layer_recurrent": tuple(kind == "linear_attention" for kind in types)
+        or each_layer(num_layers, lambda i: (i + 1) % interval != 0),
+    }
 
 
 def _arguments(family: Family, kinds: Sequence[str], mixer: Callable[[], Recurrent]) -> dict[str, Any]:
@@ -191,6 +209,8 @@ def read_gguf(
     fields: Fields, family: Family, num_layers: int, num_blocks: int, tensors: Mapping[str, QuantTensor]
 ) -> dict[str, Any]:
     """The mixers of GGUF metadata, as arguments of `ModelConfig`. Raises CheckpointError, or ConfigError."""
+    if family.delta_layers:
+        return _gguf_delta_net(fields, family, num_layers)
     if not family.recurrent:
         return {}
     kinds = ["both"] * num_layers
@@ -214,11 +234,33 @@ def read_gguf(
     return _arguments(family, kinds, mixer)
 
 
+def _gguf_delta_net(fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
+    """The gated delta net of layers without attention, and which these are, as arguments of `ModelConfig`."""
+    heads, inner, interval = (fields.integer(key) for key in ("ssm.time_step_rank", "ssm.inner_size", "full_attention_interval"))
+    if heads < 1 or inner % heads:
+        fields.fail("ssm.time_step_rank", f"a divisor of ssm.inner_size {inner}")
+    if interval < 1:
+        fields.fail("full_attention_interval", "at least 1")
+    key, recurs = "attention.recurrent_layers", each_layer(num_layers, lambda i: (i + 1) % interval != 0)
+    if key in fields:
+        recurs = tuple(flag == 1 for flag in fields.numbers(key, np.bool_, fields.integer("block_count"))[:num_layers])
+    sizes = fields.integer("ssm.group_count"), fields.integer("ssm.state_size"), heads, inner // heads
+    return {
+        "recurrent": DeltaNet(*sizes, fields.integer("ssm.conv_kernel"), family.tiles_values),
+        "layer_recurrent": recurs,
+    }
+
+
 def gguf_entries(config: ModelConfig) -> dict[str, Any]:
     """The metadata of a model's mixers, by keys without the architecture, as llama.cpp's converter has it. None removes a key."""
     c, mixer = config, config.recurrent
-    if isinstance(mixer, DeltaNet):  # whose families tell it otherwise
-        return {}
+    if isinstance(mixer, DeltaNet):
+        return {
+            "ssm.conv_kernel": mixer.taps, "ssm.inner_size": mixer.value_heads * mixer.value_dims,
+            "ssm.state_size": mixer.key_dims, "ssm.time_step_rank": mixer.value_heads, "ssm.group_count": mixer.key_heads,
+            "full_attention_interval": c.layer_recurrent.index(False) + 1,
+            "attention.recurrent_layers": np.array(c.layer_recurrent),
+        }  # fmt: skip
     none = (False,) * c.num_layers
     recurs, feeds = c.layer_recurrent or none, c.layer_feeds or none
     found: dict[str, Any] = {}

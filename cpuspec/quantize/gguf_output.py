@@ -22,7 +22,7 @@ from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.checkpoints.gguf_writer import TensorInfo, entry, write_gguf
 from cpuspec.checkpoints.latent import gguf_entries as latent_entries
 from cpuspec.checkpoints.recurrent import gguf_entries
-from cpuspec.config import DeltaNet, Mamba2, ModelConfig, Rope
+from cpuspec.config import Mamba2, ModelConfig, Rope
 from cpuspec.errors import ConfigError
 from cpuspec.files import replacing
 from cpuspec.formats import Format, QuantTensor, get_format
@@ -251,16 +251,6 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
             "expert_group_used_count": c.experts.groups_used,
             "leading_dense_block_count": c.layer_experts.index(True) if c.layer_experts else 0,
             "interleave_moe_layer_step": 1,
-        }
-    if isinstance(delta := c.recurrent, DeltaNet):
-        found |= {
-            "ssm.conv_kernel": delta.taps,
-            "ssm.inner_size": delta.value_heads * delta.value_dims,
-            "ssm.state_size": delta.key_dims,
-            "ssm.time_step_rank": delta.value_heads,
-            "ssm.group_count": delta.key_heads,
-            "full_attention_interval": c.layer_recurrent.index(False) + 1,
-            "attention.recurrent_layers": np.array(c.layer_recurrent),
         }
     scaling = c.rope_scaling
     if scaling is not None and scaling.kind == "longrope":
