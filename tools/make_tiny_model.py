@@ -1043,6 +1043,27 @@ _ONE_SIZE = (
 )  # whose files have one for dense parts and experts
 
 
+def _gemma4_settings(config: ModelConfig) -> dict[str, Any]:
+    """The settings of a config.json of transformers' Gemma4TextConfig that other families do not have."""
+    c, scaling = config, config.rope_scaling
+    first = next((i for i, window in enumerate(c.layer_windows) if window), 0)
+    turned = sum(factor == 1 for factor in scaling.factors) / len(scaling.factors) if scaling else 1.0
+    shared = sum(owner != i for i, owner in enumerate(c.layer_owners))
+    return {
+        "head_dim": c.layer_head_dims[first], "global_head_dim": c.head_dim, "num_key_value_heads": c.layer_kv_heads[first],
+        "num_global_key_value_heads": c.num_kv_heads, "attention_k_eq_v": bool(c.layer_values), "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": bool(c.layer_sizes), "hidden_size_per_layer_input": c.layer_input_size,
+        "vocab_size_per_layer_input": c.vocab_size, "sliding_window": max(c.layer_windows),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in c.layer_windows],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": c.rope_base, "partial_rotary_factor": turned},
+            "sliding_attention": {"rope_type": "default", "rope_theta": c.local_rope_base},
+        },
+        "final_logit_softcapping": c.logit_softcap or None, "enable_moe_block": c.experts is not None,
+        **({"top_k_experts": c.experts.used} if c.experts else {}),
+    }  # fmt: skip
+
+
 def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
     """config.json in the spelling that every version of transformers reads."""
     vocabulary = make_vocabulary(config.vocab_size)
@@ -1138,7 +1159,7 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
     if config.mlp_bias and "use_bias" not in family.hf_defaults:
         fields["mlp_bias"] = True
     if family.by_window:
-        fields |= gemma.hf_settings(config)
+        fields |= _gemma4_settings(config)
         for key in ("rope_theta", "rope_scaling", "query_pre_attn_scalar", "attn_logit_softcapping"):
             del fields[key]
     return fields | _hf_mixers(config)

@@ -75,8 +75,8 @@ def read_gguf(fields: Fields, slides: Sequence[bool], tensors: Mapping[str, Quan
     for key, dims in (("rope.dimension_count", whole), ("rope.dimension_count_swa", local)):
         if fields.integer(key, dims) != dims:
             fields.fail(key, f"all {dims} dimensions of a head")
-    heads = _each(fields, "attention.head_count_kv", num_blocks)[:count]
-    sizes = _each(fields, "feed_forward_length", num_blocks)[:count]
+    heads = tuple(fields.per_layer("attention.head_count_kv", num_blocks)[:count])
+    sizes = tuple(fields.per_layer("feed_forward_length", num_blocks)[:count])
     values = each_layer(count, lambda i: f"layers.{i}.v" in tensors or f"layers.{i}.k" not in tensors)
     full = next((i for i, slid in enumerate(slides) if not slid), 0)
     return {
@@ -89,45 +89,12 @@ def read_gguf(fields: Fields, slides: Sequence[bool], tensors: Mapping[str, Quan
     }  # fmt: skip
 
 
-def _each(fields: Fields, key: str, num_blocks: int) -> tuple[int, ...]:
-    """A number for each layer, of one for all or of an array."""
-    if isinstance(fields.value(key), np.ndarray):
-        return tuple(map(int, fields.numbers(key, np.integer, num_blocks)))
-    return (fields.integer(key),) * num_blocks
-
-
-def _local_dims(config: ModelConfig) -> tuple[int, int]:
-    """The size and number of the key heads of layers with a window, or of the first layer where none has one."""
-    first = next((i for i, window in enumerate(config.layer_windows) if window), 0)
-    return config.layer_head_dims[first], config.layer_kv_heads[first]
-
-
-def hf_settings(config: ModelConfig) -> dict[str, Any]:
-    """The settings of a config.json of transformers' Gemma4TextConfig that other families do not have."""
-    c, scaling, (local, heads) = config, config.rope_scaling, _local_dims(config)
-    turned = sum(factor == 1 for factor in scaling.factors) / len(scaling.factors) if scaling else 1.0
-    shared = sum(owner != i for i, owner in enumerate(c.layer_owners))
-    return {
-        "head_dim": local, "global_head_dim": c.head_dim, "num_key_value_heads": heads,
-        "num_global_key_value_heads": c.num_kv_heads, "attention_k_eq_v": bool(c.layer_values), "num_kv_shared_layers": shared,
-        "use_double_wide_mlp": bool(c.layer_sizes), "hidden_size_per_layer_input": c.layer_input_size,
-        "vocab_size_per_layer_input": c.vocab_size, "sliding_window": max(c.layer_windows),
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in c.layer_windows],
-        "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "rope_theta": c.rope_base, "partial_rotary_factor": turned},
-            "sliding_attention": {"rope_type": "default", "rope_theta": c.local_rope_base},
-        },
-        "final_logit_softcapping": c.logit_softcap or None, "enable_moe_block": c.experts is not None,
-        **({"top_k_experts": c.experts.used} if c.experts else {}),
-    }  # fmt: skip
-
-
 def gguf_entries(config: ModelConfig) -> dict[str, Any]:
     """The metadata of a Gemma 4, by keys without the architecture; none of other models."""
     c = config
     if not c.value_norm:
         return {}
-    local, _ = _local_dims(c)
+    local = c.layer_head_dims[next((i for i, window in enumerate(c.layer_windows) if window), 0)]
     found: dict[str, Any] = {
         "attention.key_length_swa": local, "attention.value_length_swa": local, "rope.dimension_count_swa": local,
         "attention.head_count_kv": np.array(c.layer_kv_heads, np.int32), "embedding_length_per_layer_input": c.layer_input_size,
