@@ -27,16 +27,6 @@ class GroupedIntegers:
     zeros: U8 | None = None  # [N, K / group], 0 to 2^bits - 1
     offsets: F32 | None = None  # [N, K / group]
 
-    def values(self) -> F32:
-        """The decoded matrix, F32 [N, K]."""
-        rows, groups = self.scales.shape
-        zeros = np.uint8(1 << self.bits - 1) if self.zeros is None else self.zeros[:, :, None]
-        # A damaged file may hold scales of inf or nan; values then decode to inf or nan.
-        with np.errstate(invalid="ignore", over="ignore"):
-            steps = self.codes.reshape(rows, groups, -1).astype(np.float32) - zeros.astype(np.float32)
-            values = self.scales[:, :, None] * steps
-            return (values if self.offsets is None else values + self.offsets[:, :, None]).reshape(rows, -1)
-
 
 def group_integers(tensor: QuantTensor) -> GroupedIntegers | None:
     """The matrix `tensor` as integers in groups; None for f32, f16, bf16, codes of floats such as nf4's, and rotated formats."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cpuspec.formats import FORMATS, QuantTensor
-from cpuspec.formats.grouped import group_integers
+from cpuspec.formats.grouped import GroupedIntegers, group_integers
 
 # Formats with an offset that is no multiple of the scale: f32 rounds them once more.
 WITH_OFFSETS = {name for name in FORMATS if name in ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k") or name.startswith(("int2", "int3"))}
@@ -20,13 +20,23 @@ def _tensor(name: str, seed: int = 0) -> QuantTensor:
     return QuantTensor.encode(FORMATS[name], values)
 
 
+def _values(grouped: GroupedIntegers) -> np.ndarray:
+    rows, groups = grouped.scales.shape
+    zeros = np.uint8(1 << grouped.bits - 1) if grouped.zeros is None else grouped.zeros[:, :, None]
+    with np.errstate(invalid="ignore", over="ignore"):
+        values = grouped.scales[:, :, None] * (
+            grouped.codes.reshape(rows, groups, -1).astype(np.float32) - zeros.astype(np.float32)
+        )
+        return (values if grouped.offsets is None else values + grouped.offsets[:, :, None]).reshape(rows, -1)
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_values_are_the_files(name: str) -> None:
     tensor = _tensor(name)
     grouped = group_integers(tensor)
     assert grouped is not None
     assert (grouped.offsets is not None) == (name in WITH_OFFSETS)
-    got, wanted = grouped.values(), tensor.dequantize()
+    got, wanted = _values(grouped), tensor.dequantize()
     if name not in WITH_OFFSETS:
         assert np.array_equal(got, wanted)
         return
@@ -54,7 +64,7 @@ def test_any_bytes_keep_their_values(name: str) -> None:
     tensor = QuantTensor(format, (8, 2048), data)
     grouped = group_integers(tensor)
     assert grouped is not None
-    got, wanted = grouped.values(), tensor.dequantize()
+    got, wanted = _values(grouped), tensor.dequantize()
     assert np.isfinite(wanted).mean() > 0.8
     finite = np.repeat(np.isfinite(grouped.scales), grouped.group, axis=1) & np.isfinite(wanted)
     if grouped.offsets is None or name.startswith("int4"):
@@ -75,7 +85,7 @@ def test_a_zero_point_beyond_four_bits_becomes_an_offset() -> None:
     grouped = group_integers(changed)
     assert grouped is not None
     assert grouped.zeros is None
-    assert np.array_equal(grouped.values(), changed.dequantize())
+    assert np.array_equal(_values(grouped), changed.dequantize())
 
 
 @pytest.mark.parametrize("name", FLOATS + ROTATED)
