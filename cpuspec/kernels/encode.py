@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cpuspec.errors import FormatError
-from cpuspec.formats import Format, lowbit, search
+from cpuspec.formats import Format, lowbit
 from cpuspec.formats.legacy import BLOCK
 from cpuspec.formats.tensor import F32, U8
 from cpuspec.kernels import machine_code, simd
@@ -60,8 +60,8 @@ def _lowbit(row: Format) -> Encoder:
     fields: Any = row.layout.fields
     zero_at, codes_at, high_at = (fields[name][1] if name in fields else 0 for name in ("z", "codes", "high"))
     count, largest_code = np.float32(size), np.float32(2**bits - 1)
-    shares = tuple(np.float32(share / largest_code) for share, _ in search.FEW_CODES)
-    moves = tuple(np.float32(move - largest_code / 2) for _, move in search.FEW_CODES)
+    shares = tuple(np.float32(share / largest_code) for share, _ in lowbit.STARTS)
+    moves = tuple(np.float32(move - largest_code / 2) for _, move in lowbit.STARTS)
     one_over_count, one_over_largest = 1 / count, 1 / largest_code
     steps, one_over_steps = np.float32(lowbit.ZERO_STEPS), np.float32(1 / lowbit.ZERO_STEPS)
 
