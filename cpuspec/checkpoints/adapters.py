@@ -27,8 +27,8 @@ from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.tensor import F32
 
-MAX_RANK = 1024  # of adapters that answers use
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT
+MAX_RANK = 1024  # the largest rank of an adapter that is applied to answers
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's file names
 
 _OF_PEFT = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
 _OF_GGUF = re.compile(r"(.+\.weight)\.lora_([ab])")
@@ -165,7 +165,7 @@ def adapter_facts(path: Path) -> AdapterFacts | None:
 
 
 _Pairs = dict[str, tuple[QuantTensor, QuantTensor]]
-_Scale = Callable[[str, int], float]  # of a matrix by its name in the file, and its rank
+_Scale = Callable[[str, int], float]  # (a matrix's name in the file, its rank) -> its scale
 
 
 def _read_gguf(path: Path) -> tuple[int, _Pairs, _Scale]:

@@ -52,7 +52,7 @@ class HfTokenizerFiles:
     tokenizer_json: Path
 
 
-# Of Qwen3-Reranker (its README, and llama.cpp's converter).
+# The prompt of Qwen3-Reranker (its README, and llama.cpp's converter).
 RANKING_PROMPT = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'

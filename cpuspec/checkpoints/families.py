@@ -49,7 +49,7 @@ def _renamed(names: Mapping[str, tuple[str, str]], /, **hf_names: str) -> dict[s
     return {**names, **{part: (names[part][0], hf_name) for part, hf_name in hf_names.items()}}
 
 
-# Of families whose Hugging Face files join q, k and v; GGUF files may, and are written without.
+# Families whose Hugging Face files join q, k and v in one tensor. GGUF files may do so, too; we write them apart.
 _JOINED_QKV = {
     **{part: (_LAYER_NAMES[part][0], "") for part in ("q", "k", "v", "q_bias", "k_bias", "v_bias")},
     "q+k+v": ("", "self_attn.qkv_proj.weight"),
@@ -84,7 +84,7 @@ _MISTRAL4_NAMES = {
     **_renamed(_LATENT_NAMES, expert_gate="", expert_up="", expert_down="mlp.experts.down_proj"),
     "expert_gate+expert_up": ("", "mlp.experts.gate_up_proj"),
 }
-# Of queries that are made of the row itself; and of GGUF files from before the vector was cached.
+# Names in models without a `q_a`, whose queries are made of the row itself, and in GGUF files from before the vector was cached.
 WITHOUT_Q_RANK: Mapping[str, str] = MappingProxyType(
     {"attn_q_b.weight": "attn_q.weight", "self_attn.q_b_proj.weight": "self_attn.q_proj.weight"}
 )
@@ -154,7 +154,7 @@ _GRANITE_MOE_NAMES = {
     "expert_gate+expert_up": ("", "block_sparse_moe.input_linear.weight"),
     "shared_gate+shared_up": ("", "shared_mlp.input_linear.weight"),
 }
-_GRANITE_MOE_OTHERS = {  # of models that transformers 5 has read and written
+_GRANITE_MOE_OTHERS = {  # names that transformers 5 writes
     "block_sparse_moe.experts.gate_up_proj": "expert_gate+expert_up",
     "block_sparse_moe.experts.down_proj": "expert_down",
     "block_sparse_moe.router.weight": "router",
@@ -231,7 +231,7 @@ _GEMMA4_MOE_NAMES = {
     "expert_post_norm": ("post_ffw_norm_2.weight", "post_feedforward_layernorm_2.weight"),
 }
 
-# Of the layers of Qwen3.5 and Qwen3-Next, whose queries have gates beside them, head by head.
+# Layers of Qwen3.5 and Qwen3-Next. The matrix of queries has a gate of each head beside the head's query.
 _GATED_NAMES = {
     **{part: theirs for part, theirs in _EXPERT_NAMES.items() if part not in ("q", "q_bias", "k_bias", "v_bias")},
     "q+q_gate": ("attn_q.weight", "self_attn.q_proj.weight"),
@@ -323,7 +323,7 @@ class Family:
     tells_ropes: bool = False  # `rope.scaling.finetuned` in GGUF files means that no layer rotates
     gguf_plain: str = ""  # the family that GGUF files of its models without recurrent layers belong to
     gguf_mark: str = ""  # a GGUF key that others of the same `gguf_architecture` lack, or have as 0
-    gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
+    gguf_wide_layers: int = 0  # a model with so many layers scales scores by hidden_size / num_heads, for which GGUF has no key
 
     @property
     def gguf_name(self) -> str:
@@ -463,7 +463,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 "qwen3",
                 "Qwen3ForCausalLM",
-                hf_alike=("Qwen3ForSequenceClassification",),  # of Qwen3-Reranker
+                hf_alike=("Qwen3ForSequenceClassification",),  # Qwen3-Reranker
                 flags={"qk_norm": True},
                 hf_defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
             ),
@@ -886,7 +886,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     **{"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2},
                     **{"use_expert_bias": True, "intermediate_size": 7168},
                 },
-                other_names={  # of models that transformers 5 has read and written
+                other_names={  # names that transformers 5 writes
                     "feed_forward.experts.gate_up_proj": "expert_gate+expert_up",
                     "feed_forward.experts.down_proj": "expert_down",
                 },

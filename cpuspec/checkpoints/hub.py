@@ -46,7 +46,7 @@ _SETTINGS = (
 HUB_TIMEOUT_S = 6.0  # a hub that is not there should cost seconds
 _SPARE_BYTES = 64 << 20  # left free on a disk
 _MOST_NAMED = 20
-_MOST_FILES = 10_000  # of a snapshot, and repositories of a cache
+_MOST_FILES = 10_000  # files that are listed in a snapshot, and repositories in a cache
 
 
 class Progress(Protocol):

@@ -25,7 +25,7 @@ _OLLAMA_NAME = re.compile(
 _LM_STUDIO_NAME = re.compile(r"[A-Za-z0-9][^/\\]*/[^/\\]+/[^/\\]+\.gguf", re.IGNORECASE)
 _HOST, _NAMESPACE = "registry.ollama.ai", "library"  # which names leave out
 _MODEL_LAYER, _ADAPTER_LAYER = "application/vnd.ollama.image.model", "application/vnd.ollama.image.adapter"
-_DEPTH = 4  # of a manifest below "manifests": host, namespace, name, tag
+_DEPTH = 4  # names in the path of a manifest below "manifests": host, namespace, name, tag
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ _QDATA, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 _OF_ACTIVATIONS = ("_weight_act_quant_scale", "_weight_act_quant_zero_point")
 _PRE_SCALE = "_weight_act_pre_scale"
 _FLOATS = ("F32", "F16", "BF16")
-_MOST_ROUNDED = 1 / 64  # of a step, the group's or the median one, by which a minimum in f16 may be off
+_MOST_ROUNDED = 1 / 64  # the error of a minimum in f16 that is allowed, as a share of a step: the group's or the median one
 _INSTEAD = "use a GGUF file of the model, its plain weights, or torchao's plain packing"
 
 

@@ -30,7 +30,7 @@ from cpuspec.formats.packing import bits, lanes, words
 from cpuspec.formats.search import Searches
 
 _CANDIDATES = 16
-_ROWS_AT_ONCE = 1 << 9  # of errors
+_ROWS_AT_ONCE = 1 << 9  # points whose distances are computed together
 
 # Where the largest magnitude of a group goes in a search for the scale, times the largest of the grid. The first two are for groups
 # whose magnitudes are all alike.

@@ -15,7 +15,7 @@ from cpuspec.formats.format import F32, Affine, CodeField, Format, Parts
 from cpuspec.formats.packing import bits, lanes
 from cpuspec.formats.search import inverse, rounded
 
-ZERO_STEPS = 16  # of a zero point, to a code
+ZERO_STEPS = 16  # steps of a zero point in one code
 
 
 # Starting grids of the search: the share of the span of group and zero that each covers, and the codes by which it is moved.

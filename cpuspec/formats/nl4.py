@@ -35,8 +35,8 @@ from cpuspec.formats.packing import bits, lanes
 from cpuspec.formats.search import IN_NUMPY, Searches, inverse
 
 LEVELS = (-32, -26, -20, -16, -12, -8, -5, -2, 0, 3, 6, 9, 12, 16, 21, 28)
-MOVE_BITS = 15  # of a head
-LEAST_MOVE = -7  # of both formats
+MOVE_BITS = 15  # the bits of a head that hold the move
+LEAST_MOVE = -7  # in all three formats
 _MOST_MOVE = LEAST_MOVE + MOVE_BITS
 MOVES = tuple(range(LEAST_MOVE, _MOST_MOVE + 1))
 XS_MOVES = MOVES[: MOVE_BITS + 1 : 2]
@@ -112,7 +112,7 @@ def encode_xs(values: F32, weights: F32 | None = None, find: Searches = IN_NUMPY
     first = np.maximum(np.maximum(own - _BELOW, top + (_LARGER - _TRIED)), 0)
     tried = np.minimum(first[:, :, None] + np.arange(_TRIED, dtype=np.int32), _INFINITE - 1)
     errors, grids = np.empty(tried.shape, np.float32), np.empty(tried.shape, np.uint8)
-    without = np.einsum("gk,gk->g", groups, groups if weights is None else groups * weights)  # of a scale of 0
+    without = np.einsum("gk,gk->g", groups, groups if weights is None else groups * weights)  # the error under a scale of 0
     for n in range(_TRIED):
         scale = _xs_scales(tried[:, :, n].reshape(-1))
         error, grid = find.moves_of_scales(groups, weights, scale, LEVELS, XS_MOVES)

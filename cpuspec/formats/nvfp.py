@@ -20,7 +20,7 @@ BLOCK = 64
 _GROUPS, _GROUP = 4, 16
 _CODES = (CodeField("codes", 4, stride=8),)
 
-LARGEST = 6 * 448.0  # of E2M1 and of E4M3
+LARGEST = 6 * 448.0  # the largest E2M1 times the largest E4M3
 
 
 def _half_scales() -> F32:

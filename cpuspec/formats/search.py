@@ -24,7 +24,7 @@ def scale_of_best(x: F32, weights: F32 | None, start: F32, choices: Iterable[F32
     for levels in choices:
         along = (levels * weighted).sum(axis=-1)
         scale = along * inverse((levels * levels if weights is None else levels * levels * weights).sum(axis=-1))
-        gain = along * scale if signed else np.where(along > 0, along * scale, 0)  # of the squared error over that of zeros
+        gain = along * scale if signed else np.where(along > 0, along * scale, 0)  # less squared error than zeros have
         better = gain > best_gain
         best, best_gain = np.where(better, scale, best), np.where(better, gain, best_gain)
     return best
@@ -75,7 +75,7 @@ _CUTS = (1.2, 1.5, 2.2, 3.5)
 # beyond the last code or before it; a cut leaves out one end or both.
 _LINE_STEPS_BEYOND = tuple(np.linspace(-1.2, 0.9, 9))
 _LINE_CUTS = ((0.94, 0.03), (0.85, 0.07), (0.8, 0.0), (0.8, 0.2), (0.65, 0.17))
-MOVED_SHARES = tuple(np.float32(share) for share in (0.8, 1.0))  # of the scale that just holds a group: starts of `moved`
+MOVED_SHARES = tuple(np.float32(share) for share in (0.8, 1.0))  # starts of `moved`: shares of the scale that just holds a group
 
 
 def scale_starts(levels: Sequence[float]) -> list[float]:
@@ -184,7 +184,7 @@ def level_finder(levels: Sequence[float]) -> Callable[[F32], F32]:
     return lambda scaled: by_halves[(np.clip(np.floor(scaled * 2), first, last) - first).astype(np.int16)]
 
 
-_ROWS_AT_ONCE = 1 << 9  # of errors
+_ROWS_AT_ONCE = 1 << 9  # groups whose errors are computed together
 
 
 def points(groups: F32, weights: F32 | None, magnitudes: Sequence[int], offered: F32, near: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -20,7 +20,7 @@ from cpuspec.formats import Format, QuantTensor, get_format
 from cpuspec.formats.tensor import U8
 
 _COUNT, _PREDICTING = "block_count", "nextn_predict_layers"
-_OTHERS = "q8_0"  # of matrices that no layer of the model has
+_OTHERS = "q8_0"  # the format of matrices that no layer of the model has
 
 
 def writable(checkpoint: Checkpoint) -> Head | None:

@@ -19,7 +19,7 @@ from cpuspec.quantize.rounding import encode
 from cpuspec.quantize.weights import Weights, layer_parts
 
 _RATIOS = np.linspace(0, 0.95, 11)  # exponents that AWQ tries; 0 changes nothing
-_ROWS = 256  # of a matrix, by which it judges them
+_ROWS = 256  # rows of a matrix on which AWQ measures an exponent
 _LEAST = 1e-4
 
 

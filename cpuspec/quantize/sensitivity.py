@@ -27,9 +27,9 @@ from cpuspec.sampling import kl_divergence, log_softmax
 Losses = dict[str, dict[str, float]]  # by matrix, by format
 
 _PROBE = get_format("mxfp4")  # quick to make, and its errors are of the size that budgets are about
-_ROWS = 64  # of a matrix, on which misses are measured
-_TOKENS = 256  # on which divergences are measured
-_ROWS_AT_ONCE = 32  # of logits
+_ROWS = 64  # rows of a matrix on which errors are measured
+_TOKENS = 256  # tokens of text on which divergences are measured
+_ROWS_AT_ONCE = 32  # rows of logits that are compared together
 _FITTINGS = 100
 _LEAST = 1e-12
 
