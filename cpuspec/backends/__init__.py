@@ -39,16 +39,16 @@ OWN_SETTINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingPro
 
 
 class Backend(Protocol):
-    """What a Context needs of an engine that runs one model."""
+    """One loaded model, as a `Context` runs it."""
 
     name: str
     config: ModelConfig
     row_invariant: bool  # whether a row's logits are the same bits whatever it is batched with
-    survives_fork: bool  # whether a forked child can run it, too; libraries with threads of their own would wait for ever
+    survives_fork: bool  # whether a forked child can run it, too: a library that has threads of its own would wait for ever
     max_rows: int  # rows of one forward
     threads: int
-    weight_bytes: int  # of weights; `ForwardOutput.weight_bytes` counts those that a forward read
-    shared_bytes: int  # of these, what the backend holds that it was made beside
+    weight_bytes: int  # of all weights; `ForwardOutput.weight_bytes` counts those that a forward read
+    shared_bytes: int  # of the weights that it shares with the backend it was made beside
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model."""
@@ -67,7 +67,7 @@ class Backend(Protocol):
 
 
 class HeadBackend(Backend, Protocol):
-    """A backend that runs a head, as each of ours can."""
+    """A backend that can run a draft head. All of ours can."""
 
     def project(self, rows: F32, name: str) -> F32:
         """The product [T, N] of any number of rows [T, K] with one of the head's matrices [N, K], plus its bias if it has one.
@@ -82,7 +82,7 @@ class HeadBackend(Backend, Protocol):
 
 
 def check_backend(name: str, engine: EngineConfig | None = None) -> None:
-    """Raise BackendError unless `name` is an installed backend that has these settings: before gigabytes are loaded for it."""
+    """Raise BackendError unless `name` is an installed backend that has these settings. Call it before gigabytes are loaded."""
     if name not in BACKENDS:
         raise BackendError(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")
     if engine:
@@ -100,7 +100,7 @@ def check_backend(name: str, engine: EngineConfig | None = None) -> None:
 
 
 def prepare(name: str) -> None:
-    """Begin what a first start takes long for, so that it goes on while a model is fetched and read: compiling kernels."""
+    """Begin to compile kernels, so that this goes on while a model is fetched and read."""
     if name == "numba":
         from cpuspec.kernels.isa import check_processor
         from cpuspec.kernels.team import compile_ahead
@@ -110,35 +110,35 @@ def prepare(name: str) -> None:
 
 
 def settings_on(name: str, engine: EngineConfig) -> EngineConfig:
-    """The same settings for another backend: what is not a setting of it is auto."""
+    """The same settings for another backend. Settings that it does not have are auto."""
     without: dict[str, Any] = {setting: "auto" for setting, (_, owners) in OWN_SETTINGS.items() if name not in owners}
     return replace(engine, **without)
 
 
 def settings_of(name: str, engine: EngineConfig) -> dict[str, str]:
-    """How a backend was told to compute: the KV format, and those settings that it has, but for the device and the memory."""
+    """The KV format and the settings of a backend that change its arithmetic."""
     own = (setting for setting, (_, owners) in OWN_SETTINGS.items() if name in owners and setting not in ("device", "memory"))
     return {setting: getattr(engine, setting) for setting in ("kv_format", *own)}
 
 
 def device_of(backend: Backend) -> str:
-    """Where it computes, as "cpu" and "cuda:0"."""
-    return str(getattr(backend, "device", "cpu"))  # of those that have a choice
+    """Where a backend computes, such as "cpu" or "cuda:0"."""
+    return str(getattr(backend, "device", "cpu"))  # only some backends have a choice
 
 
 def disk_reads(backend: Backend) -> DiskReads | None:
-    """What experts that stay on the disk have cost; None where all weights are in memory, or belong to another backend."""
-    store = getattr(backend, "store", None)  # of those that can leave weights there
+    """What reading experts from the disk has cost; None where all weights are in memory, or belong to another backend."""
+    store = getattr(backend, "store", None)  # only some backends can leave weights on the disk
     return store.reads() if store else None
 
 
 def has_prompt_arithmetic(backend: Backend) -> bool:
-    """Whether it gives a token of a prompt other bits than a generated one (`ForwardBatch.of_prompts`)."""
-    return getattr(backend, "prompt_arithmetic", "codes") != "codes"  # of those that have a choice
+    """Whether a backend gives a token of a prompt other bits than a generated one (`ForwardBatch.of_prompts`)."""
+    return getattr(backend, "prompt_arithmetic", "codes") != "codes"  # only some backends have a choice
 
 
 def stop_forward(backend: Backend) -> None:
-    """End the forward that runs if its batch `stops_early` and the backend can. Any thread may call this at any time."""
+    """End the running forward, if its batch `stops_early` and the backend is able to. Any thread may call this at any time."""
     if stop := getattr(backend, "stop", None):
         stop()
 
@@ -162,14 +162,14 @@ def make_backend(
 ) -> HeadBackend:
     """The backend called `name`, with the checkpoint's weights loaded. Raises BackendError for an unknown name.
 
-    share: a backend of the same kind, for models that take turns: threads, and the weights of every tensor object that both
-    checkpoints hold, are there once. A backend of another kind shares nothing.
+    share: a backend that takes turns with this one. If it is of the same kind, the two have one set of threads, and the weights of
+    every tensor object that both checkpoints hold are in memory once.
     casts: matrices that are cast to another format at load, by name. Raises FormatError where a value does not fit its format.
     """
     check_backend(name, engine)
     scaling, length = checkpoint.config.rope_scaling, engine.context_length
     if scaling is not None and scaling.kind == "longrope" and length and length < checkpoint.config.context_length:
-        # The context that was asked for chooses its factors (`RopeScaling.for_context`), and not the tokens that are there.
+        # The context length that was asked for chooses LongRoPE's factors (`RopeScaling.for_context`), not the number of tokens.
         checkpoint = replace(checkpoint, config=replace(checkpoint.config, context_length=length))
     if name == "torch":
         from cpuspec.backends.torch_backend import TorchBackend

@@ -24,7 +24,7 @@ class PackedAdapter:
             raise BackendError(
                 f"{adapter.path} changes {unknown}, which this backend does not; `cpuspec quantize --lora` merges it"
             )
-        assert adapter.rank <= MAX_RANK, "`open_adapter` has seen to it"
+        assert adapter.rank <= MAX_RANK, "`open_adapter` has checked it"
         self.pairs = np.zeros(len(numbers), layout.ADAPTER_PAIR)
         self.rank_bytes = -(-adapter.rank // TILE) * TILE * 4
         # One array: numpy asks for huge pages for it. In small ones of small pages 74 MB were read at 12 GB/s (benchmarks/LOG.md).
@@ -42,10 +42,10 @@ def _laid_bytes(matrix: F32) -> int:
     return -(-len(matrix) // TILE) * TILE * matrix.shape[1] * 4
 
 
-def _lay(matrix: F32, room: U8) -> int:
+def _lay(matrix: F32, to: U8) -> int:
     """Write [N, K] as [N / 16, K, 16], with zeros behind the last row; returns how many bytes these are."""
     tiles, inputs = -(-len(matrix) // TILE), matrix.shape[1]
-    laid = room[: _laid_bytes(matrix)].view(np.float32).reshape(tiles, inputs, TILE)
+    laid = to[: _laid_bytes(matrix)].view(np.float32).reshape(tiles, inputs, TILE)
     laid[:] = np.pad(matrix, ((0, tiles * TILE - len(matrix)), (0, 0))).reshape(tiles, TILE, inputs).transpose(0, 2, 1)
     return laid.nbytes
 
@@ -60,7 +60,7 @@ class AdaptedRows:
         self._numbers, self._num_partials = numbers, num_partials
         self._orders = {name: orders[name] for name in numbers if name in orders}
         self._packed: WeakKeyDictionary[Adapter, PackedAdapter] = WeakKeyDictionary()
-        self._room = aligned_bytes((0,))
+        self._partials = aligned_bytes((0,))
         self._held: tuple[NDArray[Any], ...] = ()
 
     def enter(self, state: NDArray[Any], adapters: Sequence[AdapterSet], starts: Sequence[int]) -> int:
@@ -85,10 +85,10 @@ class AdaptedRows:
                     entries.append((first, behind, packed.pairs.ctypes.data, at, packed.rank_bytes, scale))
                     at += (behind - first) * packed.rank_bytes * self._num_partials
                 first = behind
-        if at > self._room.nbytes:
-            self._room = aligned_bytes((at,))
+        if at > self._partials.nbytes:
+            self._partials = aligned_bytes((at,))
         adapted, ranges = np.array(entries, layout.ADAPTED), np.array(spans, layout.ADAPTED_SPAN)
-        adapted["room"] += self._room.ctypes.data
+        adapted["partials"] += self._partials.ctypes.data
         state["adapted"], state["num_adapted"] = adapted.ctypes.data, len(adapted)
         state["spans"], state["num_spans"] = ranges.ctypes.data, len(ranges)
         self._held = adapted, ranges

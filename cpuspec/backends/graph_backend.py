@@ -21,7 +21,7 @@ from cpuspec.settings import EngineConfig
 # From inputs and the names of outputs to these outputs, which may be overwritten by the next run.
 Run = Callable[[Mapping[str, NDArray[Any]], Sequence[str]], Sequence[F32]]
 
-_ROOM = 128  # tokens by which a slot's arrays grow
+_GROWTH = 128  # tokens by which a slot's arrays grow
 
 
 class _Storage:
@@ -31,13 +31,11 @@ class _Storage:
         self.arrays = [np.zeros((heads, 0, dims), np.float32) for _ in range(2 * layers)]  # keys and values of each layer
 
     def provide(self, held: int, wanted: int) -> None:
-        """Room for `wanted` tokens, the first `held` of which are kept. What was far too long is let go: a run reads it all."""
-        room = self.arrays[0].shape[1]
-        if wanted <= room <= 2 * wanted + _ROOM:
+        """Have arrays for `wanted` tokens; the first `held` stay. A run reads all of them, so much longer ones shrink."""
+        if wanted <= self.arrays[0].shape[1] <= 2 * wanted + _GROWTH:
             return
-        room = -(-wanted // _ROOM) * _ROOM
         for i, old in enumerate(self.arrays):
-            self.arrays[i] = np.zeros((old.shape[0], room, old.shape[2]), np.float32)
+            self.arrays[i] = np.zeros((old.shape[0], -(-wanted // _GROWTH) * _GROWTH, old.shape[2]), np.float32)
             self.arrays[i][:, :held] = old[:, :held]
 
 
@@ -59,7 +57,7 @@ class GraphBackend:
     def __init__(self, config: ModelConfig, engine: EngineConfig, stored: Format | None = None) -> None:
         if config.head and (config.head.injects or config.head.fuses == "alone"):
             raise BackendError(
-                f"{self.name} runs whole forwards of heads, and this one is none, or fills its cache between them; "
+                f"{self.name} cannot run this draft head: it has no layers, or its cache is filled between forwards; "
                 "use numba, numpy or torch for it, as in numba:HEAD"
             )
         if not config.has_alike_heads:
@@ -80,14 +78,8 @@ class GraphBackend:
         """An empty cache for this model: f32 keys and values, rounded as the KV format rounds them."""
         c = self.config
         per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 4
-        return KVCache(
-            num_slots,
-            capacity,
-            lambda: _Storage(c.num_layers, c.num_kv_heads, c.head_dim),
-            _copy_rows,
-            _copy_prefix,
-            per_token,
-        )
+        shape = c.num_layers, c.num_kv_heads, c.head_dim
+        return KVCache(num_slots, capacity, lambda: _Storage(*shape), _copy_rows, _copy_prefix, per_token)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""

@@ -3,9 +3,9 @@
 A slot is [kind of head][head][chunk] (`kernels.kv_rows`): heads whose keys and values are as long as each other's, and whose
 layers see as much, lie together.
 
-A layer with a window keeps its last rows alone, if the cache is much longer: chunks that no later row can see are given back to the
-system, and stay where they are in the slot's addresses. So no kernel and no bit differs. To its prefix cache these rows are states
-(`WindowRows`): a snapshot has those that the next row sees.
+In a cache that is much longer than its window, a layer keeps only its last rows. Chunks that no later row can see are given back to
+the system; the others keep their addresses, so kernels and bits are the same. The prefix cache treats these rows as states
+(`WindowRows`): a snapshot has the rows that the next row sees.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -57,9 +57,9 @@ class _Kind:
         return max(0, length + 1 - self.window) // kv_rows.CHUNK if self.window else 0
 
     def first_step(self, length: Any) -> Any:
-        """The first step of LANES rows of a snapshot of so many tokens, a number or an array of them.
+        """The first step of LANES rows of a snapshot of `length` tokens, a number or an array.
 
-        It is one more than the next row sees: a prompt that is there as a whole is fed its last token again.
+        It is one step before those that the next row sees: a prompt that is cached as a whole is fed its last token again.
         """
         return np.maximum(0, (length + 1 - self.window) // LANES - 1)
 
@@ -132,10 +132,10 @@ class KVPlaces:
 
 
 class WindowRows:
-    """The layers of a cache that keep their last rows alone: those whose window is much shorter than it. False if there are none.
+    """The layers of a cache that keep only their last rows, because their window is much shorter. False if there are none.
 
-    A slot has the rows that the row behind its `least` tokens sees, and all later ones. kinds: the layers' numbers among those of
-    `KVPlaces`. apart, most_bytes: `apart` and `num_bytes` of `StateAccess`.
+    A slot has all rows that the row after its first `least` tokens sees. kinds: the numbers of the layers' kinds in `KVPlaces`.
+    apart, most_bytes: `apart` and `num_bytes` of `StateAccess`.
     """
 
     def __init__(self, places: KVPlaces, config: ModelConfig, capacity: int) -> None:
@@ -159,17 +159,17 @@ class WindowRows:
         return SlotBytes(self._places.bytes_per_token - sum(rows.values()), per_slot, windows)
 
     def give_back(self, memory: Memory, before: int, least: int) -> None:
-        """Let rows go, after `least` tokens instead of `before`."""
+        """Give back the rows that no row after `least` tokens sees. before: the `least` of the call before."""
         for kind, heads in self._of(memory):
             first, last = kind.first_chunk(before), kind.first_chunk(least)
             if first < last:
-                # A page that holds the end of the chunk before, which is gone, too, is given back with it.
+                # The first page may hold the end of the chunk before, which is given back already.
                 first -= first > 0
                 for head in heads:
                     decommit(head[first * kind.chunk_bytes : last * kind.chunk_bytes])
 
     def clear(self, memory: Memory, num_chunks: int) -> None:
-        """Let all rows go, of a slot of so many chunks."""
+        """Give back all rows of a slot of `num_chunks` chunks."""
         for kind, heads in self._of(memory):
             for head in heads:
                 decommit(head[: num_chunks * kind.chunk_bytes])
@@ -184,7 +184,7 @@ class WindowRows:
         return found
 
     def least(self, length: int) -> int:
-        """The least length of which a slot has all rows that got them by `put` of a snapshot of so many tokens."""
+        """The least length that a slot can be truncated to after `put` of a snapshot of `length` tokens."""
         firsts = [(int(kind.first_step(length)), kind.window) for kind in (self._places.kinds[n] for n in self.kinds)]
         return max(first and first * LANES + window - 1 for first, window in firsts)
 

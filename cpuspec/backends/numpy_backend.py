@@ -14,7 +14,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import DTypeLike, NDArray
 
-from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, key_centres, unread, weight_tensors
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, drop_embeddings, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, Experts, Mamba2, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
@@ -82,7 +82,7 @@ class NumpyBackend:
         self.max_rows = engine.max_rows
         self.threads = 1
         tensors = weight_tensors(checkpoint, casts)
-        unread(tensors)
+        drop_embeddings(tensors)
         in_codes = {
             name: tensor.format.block_size * tensor.format.rotated for name, tensor in tensors.items() if tensor.format.affine
         }
@@ -146,8 +146,8 @@ class NumpyBackend:
         """Nothing to release."""
 
 
-def _told(x: Array, names: tuple[str, ...], expert: int) -> None:
-    """Ignore the inputs of matrices: the callback of a forward that nobody observes."""
+def _ignore(x: Array, names: tuple[str, ...], expert: int) -> None:
+    """The callback of a forward whose inputs of matrices nobody observes."""
 
 
 class Forward:
@@ -165,7 +165,7 @@ class Forward:
         return self._model.embedding.rows(self._batch.tokens).astype(self._model.dtype) * self._number(self._config.embedding_scale)
 
     def hidden(self, norm: str | None) -> Array:
-        assert self._batch.hidden is not None, "`ForwardBatch.check` has seen to it"
+        assert self._batch.hidden is not None, "`ForwardBatch.check` has checked it"
         return self.norm(self._batch.hidden.astype(self._model.dtype), norm)
 
     def join(self, x: Array, norms: tuple[str, str] | None) -> Array:
@@ -197,14 +197,14 @@ class Forward:
         return self.norm(heads, layer.weight(norm)) if mixer.rotates_first else heads
 
     def absorb(
-        self, layer: Layer, plain: Array, turned: Array, latent: Array, k_turned: Array, on_inputs: Callable[..., None] = _told
+        self, layer: Layer, plain: Array, turned: Array, latent: Array, k_turned: Array, on_inputs: Callable[..., None] = _ignore
     ) -> tuple[Array, Array]:
         """on_inputs: as of `experts`, for each head."""
         of_heads = self._by_head(layer, "k_b", plain, on_inputs)
         queries = _latent_row(of_heads, turned.reshape(*of_heads.shape[:2], -1))
         return queries.reshape(len(plain), -1), _latent_row(self.norm(latent, layer.weight("latent_norm")), k_turned)
 
-    def expand(self, layer: Layer, mixed: Array, on_inputs: Callable[..., None] = _told) -> Array:
+    def expand(self, layer: Layer, mixed: Array, on_inputs: Callable[..., None] = _ignore) -> Array:
         return self._by_head(layer, "v_b", mixed, on_inputs).reshape(len(mixed), -1)
 
     def _by_head(self, layer: Layer, part: str, x: Array, on_inputs: Callable[..., None]) -> Array:
@@ -332,7 +332,7 @@ class Forward:
 
     def gate(self, gate: Array, up: Array | None, activation: str) -> Array:
         if activation == "swiglu_oai":
-            assert up is not None, "`ModelConfig` has seen to it"
+            assert up is not None, "`ModelConfig` has checked it"
             limit, alpha = self._number(SWIGLU_LIMIT), self._number(SWIGLU_ALPHA)
             gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
             return gate / (1 + np.exp(-alpha * gate)) * (up + self._number(1))
@@ -368,7 +368,7 @@ class Forward:
         shared: tuple[Array, Array | None] | None,
         norm_after: str | None,
         factor: str | None,
-        on_inputs: Callable[..., None] = _told,
+        on_inputs: Callable[..., None] = _ignore,
     ) -> Array:
         """Expert by expert, each with the rows that go through it. on_inputs: told (rows, names of its matrices, the expert)."""
         feed, weight, normed = layer.feed, layer.weight, self.norm(x, norm)

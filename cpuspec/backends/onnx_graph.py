@@ -90,12 +90,7 @@ class _Writer:
     """The operations (`Operations` in `model.transformer`) as nodes. A method that appends nodes returns its output's name."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        tensors: Mapping[str, WeightTensor],
-        store: Store,
-        activations: str,
-        kv_format: str,
+        self, config: ModelConfig, tensors: Mapping[str, WeightTensor], store: Store, activations: str, kv_format: str
     ) -> None:
         import onnx
 
@@ -148,9 +143,8 @@ class _Writer:
         """The rows of the embedding that `tokens` name; it may be the output matrix, too."""
         m = self._matrix("embed")
         if isinstance(m, _Floats):
-            return self._scaled(
-                self._to_f32(self._node("Gather", m.values, "tokens", axis=0), m.type), self._config.embedding_scale
-            )
+            rows = self._to_f32(self._node("Gather", m.values, "tokens", axis=0), m.type)
+            return self._scaled(rows, self._config.embedding_scale)
         groups = m.shape[1] // m.group
         codes = self._node("Gather", m.codes, "tokens", axis=0)
         codes = self._nibbles(codes, [groups, m.group]) if m.bits == 4 else self._node("Cast", codes, to=self._types.FLOAT)
@@ -179,7 +173,7 @@ class _Writer:
         raise AssertionError("`GraphBackend` has refused these models")
 
     def input_of(self, layer: Layer, inputs: str) -> str:
-        raise AssertionError("`GraphBackend` has refused these models")
+        return self.layer_inputs(inputs)
 
     def rotate(self, layer: Layer, q: str, k: str | None) -> tuple[str, str]:
         """Queries and keys, [rows, heads, D]; both are turned at once, for fewer nodes."""
@@ -217,9 +211,7 @@ class _Writer:
         )
 
     def absorb(self, layer: Layer, plain: str, turned: str, latent: str, k_turned: str) -> tuple[str, str]:
-        raise BackendError(
-            f"layer {layer.index} has latent attention, which this graph cannot compute; use the numba, numpy or torch backend"
-        )
+        raise _refused(layer, "has latent attention")
 
     def expand(self, layer: Layer, mixed: str) -> str:
         raise AssertionError("`absorb` has refused the layer")
@@ -230,9 +222,7 @@ class _Writer:
         assert v, "`absorb` has refused layers without"
         c = self._config
         if layer.attention.sinks:
-            raise BackendError(
-                f"layer {layer.index} has attention sinks, which this graph cannot compute; use the numba, numpy or torch backend"
-            )
+            raise _refused(layer, "has attention sinks")
         if layer.index in self._centres:
             k = self._node("Sub", k, self._constant(self._centres[layer.index], np.float32))
         keys, values = (self._cached(x, f"{kind}.{layer.index}") for x, kind in ((k, "keys"), (self._heads(v), "values")))
@@ -251,10 +241,7 @@ class _Writer:
 
     def convolve(self, layer: Layer, x: str) -> str:
         kinds = {"DeltaNet": "a gated delta net", "ShortConv": "a short convolution", "Mamba2": "a state of Mamba-2"}
-        raise BackendError(
-            f"layer {layer.index} has {kinds[type(layer.recurrent).__name__]}, which this graph cannot compute; "
-            "use the numba, numpy or torch backend"
-        )
+        raise _refused(layer, f"has {kinds[type(layer.recurrent).__name__]}")
 
     def delta_net(self, layer: Layer, qkv: str, beta: str, alpha: str) -> str:
         raise AssertionError("`convolve` has refused it")
@@ -266,18 +253,21 @@ class _Writer:
         raise AssertionError("`convolve` has refused it")
 
     def gate(self, gate: str, up: str | None, activation: str) -> str:
-        if activation == "sigmoid":
-            active = self._node("Sigmoid", gate)
-            return active if up is None else self._node("Mul", active, up)
         if activation == "swiglu_oai":
-            assert up is not None, "`ModelConfig` has seen to it"
+            assert up is not None, "`ModelConfig` has checked it"
             gate = self._node("Min", gate, self._number(SWIGLU_LIMIT))
             active = self._node("Mul", gate, self._node("Sigmoid", self._scaled(gate, SWIGLU_ALPHA)))
             clamped = self._node("Clip", up, self._number(-SWIGLU_LIMIT), self._number(SWIGLU_LIMIT))
             return self._node("Mul", active, self._node("Add", clamped, self._number(1)))
-        if activation == "silu":
+        if activation == "sigmoid":
+            active = self._node("Sigmoid", gate)
+        elif activation == "silu":
             active = self._node("Mul", gate, self._node("Sigmoid", gate))
+        elif activation == "relu2":
+            above = self._node("Relu", gate)
+            active = self._node("Mul", above, above)
         else:
+            assert activation == "gelu_tanh", f"activation {activation} is no choice of `ModelConfig`"
             active = self._node("Gelu", gate, approximate="tanh")
         return active if up is None else self._node("Mul", active, up)
 
@@ -294,9 +284,7 @@ class _Writer:
         norm_after: str | None,
         factor: str | None,
     ) -> str:
-        raise BackendError(
-            f"layer {layer.index} is a mixture of experts, which this graph cannot route; use the numba, numpy or torch backend"
-        )
+        raise _refused(layer, "is a mixture of experts", "route")
 
     def keep(self, layer: Layer, x: str) -> None:
         self._output(f"hidden.{layer.index}", x, ["rows", self._config.hidden_size])
@@ -499,6 +487,10 @@ class _Writer:
             "" if m.offsets is None else self._initializer(f"{name}.offsets", m.offsets),
             "" if order is None else self._constant(order, np.int32),
         )
+
+
+def _refused(layer: Layer, what: str, verb: str = "compute") -> BackendError:
+    return BackendError(f"layer {layer.index} {what}, which this graph cannot {verb}; use the numba, numpy or torch backend")
 
 
 @dataclass(frozen=True)

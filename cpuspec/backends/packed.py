@@ -34,7 +34,7 @@ from cpuspec.environment import cache_dir, packed_limit_bytes, sources_digest, w
 from cpuspec.errors import BackendError, CheckpointError
 from cpuspec.files import replacing, write_file
 from cpuspec.formats import Cast
-from cpuspec.formats.packing import PackedTensor, aligned_bytes, num_tiles, pack, tile_bytes
+from cpuspec.formats.packing import PackedTensor, aligned_bytes, num_tiles, pack, round_up, tile_bytes
 from cpuspec.formats.tensor import U8
 from cpuspec.platform import SYSTEM
 
@@ -43,7 +43,7 @@ _SMALLEST_BYTES = 8 << 20
 
 _LAYOUT = 2  # version of the file's layout: files of another version keep names of their own
 _PAGE = 4096
-_BLOCK_BYTES = 4 << 20  # a checksum covers one block
+_CHECKED_BYTES = 4 << 20  # that one checksum covers
 _CHECKSUM_BYTES = 8
 _VERIFIED_S = 86400.0  # a verification counts for this long where the system has no boot id
 _MAX_HEAD_BYTES = 1 << 24
@@ -75,9 +75,13 @@ def packed_matrices(
                 return file.read() or file.write()
             except (OSError, ValueError) as error:
                 why = str(error)
-        num_bytes = sum(num_tiles(tensor.shape) * tile_bytes(tensor.format, tensor.shape[-1]) for tensor in tensors.values())
-        check_room(num_bytes, why_not_on_disk=why)
+        check_room(sum(map(packed_bytes, tensors.values())), why_not_on_disk=why)
         return dict(zip(tensors, pool.map(_pack, tensors.values()), strict=True))
+
+
+def packed_bytes(tensor: WeightTensor) -> int:
+    """Bytes of a tensor in kernel order."""
+    return num_tiles(tensor.shape) * tile_bytes(tensor.format, tensor.shape[-1])
 
 
 def packed_file(name: str, tensors: Mapping[str, WeightTensor], threads: int) -> tuple[DiskFile, dict[str, int]]:
@@ -152,15 +156,15 @@ class _PackedFile:
         index = []
         at = 0
         for tensor_name, tensor in tensors.items():
-            num_bytes = num_tiles(tensor.shape) * tile_bytes(tensor.format, tensor.shape[-1])
+            num_bytes = packed_bytes(tensor)
             self._offsets[tensor_name] = at
             index.append((tensor_name, tensor.format.name, tensor.shape, at, num_bytes))
-            at += _round_up(num_bytes, 64)
+            at += round_up(num_bytes, 64)
         identity = (_LAYOUT, _FINGERPRINT, sys.byteorder, index, list(pool.map(_identity, tensors.values())))
         key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
-        num_bytes = _round_up(at, _PAGE)
+        num_bytes = round_up(at, _PAGE)
         head = json.dumps({"cpuspec": "packed weights", "key": key, "bytes": num_bytes, "tensors": index}).encode()
-        self._head = head + b"\n" * (_round_up(len(head) + 1, _PAGE) - len(head))
+        self._head = head + b"\n" * (round_up(len(head) + 1, _PAGE) - len(head))
         self._start = len(self._head) + _checksum_bytes(num_bytes)
         self.num_bytes = self._start + num_bytes
         self.places = {tensor_name: self._start + offset for tensor_name, offset in self._offsets.items()}
@@ -194,10 +198,10 @@ class _PackedFile:
         except OSError:
             return None
 
-        def block_at(at: int) -> U8:
-            return file.bytes_at(self._start + at, min(_BLOCK_BYTES, self.num_bytes - self._start - at))
+        def bytes_at(at: int) -> U8:
+            return file.bytes_at(self._start + at, min(_CHECKED_BYTES, self.num_bytes - self._start - at))
 
-        if not self._accepts(file.status, lambda: checksums == _checksums_of(block_at, self.num_bytes - self._start, self._pool)):
+        if not self._accepts(file.status, lambda: checksums == _checksums_of(bytes_at, self.num_bytes - self._start, self._pool)):
             _remove_damaged(self._path)
             return None
         return file
@@ -271,9 +275,7 @@ class _PackedFile:
     def _matrices(self, data: U8) -> dict[str, PackedTensor]:
         matrices = {}
         for name, tensor in self._tensors.items():
-            shape = num_tiles(tensor.shape), tile_bytes(tensor.format, tensor.shape[-1])
-            start = self._offsets[name]
-            tiles = data[start : start + shape[0] * shape[1]].reshape(shape)
+            tiles = data[self._offsets[name] :][: packed_bytes(tensor)].reshape(num_tiles(tensor.shape), -1)
             matrices[name] = PackedTensor(tensor.format, tensor.shape, tiles)
         return matrices
 
@@ -282,32 +284,28 @@ def _readable(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower())[:60].strip("-.") or "model"
 
 
-def _round_up(value: int, to: int) -> int:
-    return -(-value // to) * to
-
-
 def _checksum_bytes(num_bytes: int) -> int:
     """Room for the checksums of `num_bytes`, in whole pages."""
-    return _round_up(_round_up(num_bytes, _BLOCK_BYTES) // _BLOCK_BYTES * _CHECKSUM_BYTES, _PAGE)
+    return round_up(round_up(num_bytes, _CHECKED_BYTES) // _CHECKED_BYTES * _CHECKSUM_BYTES, _PAGE)
 
 
 def _checksums(data: U8, pool: Executor) -> bytes:
-    """The checksums of all blocks of `data`, which is whole pages, padded with zeros to whole pages."""
-    return _checksums_of(lambda at: data[at : at + _BLOCK_BYTES], len(data), pool)
+    """The checksums of `data`, which is whole pages, padded with zeros to whole pages."""
+    return _checksums_of(lambda at: data[at : at + _CHECKED_BYTES], len(data), pool)
 
 
-def _checksums_of(block_at: Callable[[int], U8], num_bytes: int, pool: Executor) -> bytes:
-    """The checksums of `num_bytes` bytes of which `block_at` gives the block from an offset on."""
-    found = pool.map(lambda at: _checksum(block_at(at)), range(0, num_bytes, _BLOCK_BYTES))
+def _checksums_of(bytes_at: Callable[[int], U8], num_bytes: int, pool: Executor) -> bytes:
+    """The checksums of `num_bytes` bytes, of which `bytes_at` gives those of one checksum, from an offset on."""
+    found = pool.map(lambda at: _checksum(bytes_at(at)), range(0, num_bytes, _CHECKED_BYTES))
     return b"".join(found).ljust(_checksum_bytes(num_bytes), b"\0")
 
 
-def _checksum(block: U8) -> bytes:
+def _checksum(data: U8) -> bytes:
     """A hash of one sum of products for each page: only chance can hide a changed word, a changed page or a changed order.
 
     It is as fast as memory is read; CRC-32 took seven times as long. It does not protect from weights changed on purpose.
     """
-    pages = block.view("<u8").reshape(-1, _PAGE // 8)
+    pages = data.view("<u8").reshape(-1, _PAGE // 8)
     return hashlib.blake2b(np.einsum("ij,j->i", pages, _ODD).tobytes(), digest_size=_CHECKSUM_BYTES).digest()
 
 
@@ -325,11 +323,11 @@ def _is_sound(path: Path, pool: Executor) -> bool:
             line = file.readline(_MAX_HEAD_BYTES)
             head = Fields(path.name, parse_json_object(line, path.name))
             num_bytes = head.integer("bytes")
-            start = _round_up(len(line), _PAGE) + _checksum_bytes(num_bytes)
+            start = round_up(len(line), _PAGE) + _checksum_bytes(num_bytes)
             if num_bytes < _PAGE or num_bytes % _PAGE or size != start + num_bytes or path.stem[-32:] != head.text("key", ""):
                 return False
             data = map_all_pages(file.fileno(), size)
-        return data[_round_up(len(line), _PAGE) : start].tobytes() == _checksums(data[start:], pool)
+        return data[round_up(len(line), _PAGE) : start].tobytes() == _checksums(data[start:], pool)
     except FileNotFoundError:
         raise
     except (CheckpointError, OSError, ValueError):

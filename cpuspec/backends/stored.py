@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.backends.disk import PAGE, DiskReads, Reader, Reading, pages_around, resident_bytes
-from cpuspec.backends.packed import packed_file
+from cpuspec.backends.packed import packed_bytes, packed_file
 from cpuspec.backends.weights import WeightTensor
 from cpuspec.config import Experts
 from cpuspec.errors import BackendError
 from cpuspec.formats import Format
-from cpuspec.formats.packing import PackedTensor, num_tiles, tile_bytes
+from cpuspec.formats.packing import PackedTensor, num_tiles, round_up, tile_bytes
 from cpuspec.model.batch import F32
 
 _THREADS = 4  # that read
@@ -52,16 +52,11 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all tiles, padding included."""
-        return packed_bytes(self)
-
-
-def packed_bytes(tensor: "WeightTensor | StoredTensor") -> int:
-    """Bytes of a tensor in kernel order."""
-    return num_tiles(tensor.shape) * tile_bytes(tensor.format, tensor.shape[-1])
+        return num_tiles(self.shape) * self.tile_bytes
 
 
 class ExpertStore:
-    """The experts of a model on the disk, and the figures of reading them."""
+    """The experts of a model on the disk, and what reading them has cost."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -82,7 +77,7 @@ class ExpertStore:
 
 
 class LayerExperts:
-    """The experts of one layer: those in memory, and those that are being read."""
+    """The experts of one layer: which are in memory, and which are being read."""
 
     def __init__(self, store: ExpertStore, tensors: Mapping[str, WeightTensor], offsets: Mapping[str, int], num_slots: int) -> None:
         """offsets: of the tensors in the file."""
@@ -117,7 +112,7 @@ class LayerExperts:
         self._ask_from(0)
 
     def guess(self, experts: Sequence[int]) -> None:
-        """Ask for experts that may be needed soon, the likeliest first, until one of them would have to make room for another."""
+        """Ask for experts that may be needed soon, the likeliest first, until one of them would have to give up its slot."""
         kept = set(experts)
         for expert in experts:
             if expert not in self._held and expert not in self._coming:
@@ -132,13 +127,13 @@ class LayerExperts:
             slot, reading = self._coming[expert]
             if reading.is_done:
                 del self._coming[expert]
-                if reading.error:  # of a guess, or of a forward that ended: who needs the expert asks again
+                if reading.error:  # of a guess, or of a forward that ended: a forward that needs the expert asks again
                     self._empty.append(slot)
                 else:
                     self._hold(expert, slot)
 
     def rounds(self) -> Iterator[tuple[int, int]]:
-        """Go through the needed experts: each pair first, end says which of them are in memory now, to be used at once.
+        """Go through the needed experts, some at a time: those from `first` to `end` are in memory, and the caller uses them now.
 
         Raises BackendError if one cannot be read.
         """
@@ -151,7 +146,7 @@ class LayerExperts:
             if end == first:
                 self._await(needed[first])
                 continue
-            if self._num_asked < len(needed):  # their slots are wanted: a part at a time, so that reading goes on meanwhile
+            if self._num_asked < len(needed):  # others wait for their slots: use a part at a time, so that reading goes on
                 end = min(end, first + max(1, self.num_slots // 4))
             yield first, end
             for expert in needed[first:end]:
@@ -224,7 +219,7 @@ class LayerExperts:
         at = 0
         for offset, size in zip(self._offsets, self._matrix_bytes, strict=True):
             yield offset + expert * size, size, at
-            at += _room(size)
+            at += _bytes_of_pages(size)
 
     def _forget_coming(self) -> None:
         self._empty += [slot for slot, _ in self._coming.values()]
@@ -247,10 +242,10 @@ class Router:
     shift: F32 | None
 
     def likeliest(self, num_rows: int) -> list[int]:
-        """The better half of the experts that it would choose for the first rows as they are now, those of most rows first.
+        """The better half of the experts that the router would choose for the rows as they are now; those of most rows first.
 
-        Of a mixture with random weights, 98 % of the first four of eight are then chosen, and 69 % of the last four: reading those
-        early costs more than it gains (benchmarks/LOG.md).
+        In a mixture with random weights the layer then chooses 98 % of the first four of eight, and 69 % of the last four: reading
+        the last four early costs more than it gains (benchmarks/LOG.md).
         """
         rows = self.rows[:num_rows, : self.matrix.shape[1]]
         if self.norm is not None:
@@ -266,14 +261,14 @@ class Router:
         return [int(expert) for expert in np.argsort(-wanted)[: np.count_nonzero(wanted)]]
 
 
-def _room(matrix_bytes: int) -> int:
-    """Bytes of a slot for the pages that a matrix may lie in."""
-    return -(-matrix_bytes // PAGE) * PAGE + PAGE
+def _bytes_of_pages(matrix_bytes: int) -> int:
+    """Bytes of a slot for the pages that a matrix lies in, wherever it begins."""
+    return round_up(matrix_bytes, PAGE) + PAGE
 
 
 def slot_bytes(tensors: Iterable[WeightTensor]) -> int:
     """Bytes of a slot for one expert of these tensors."""
-    return sum(_room(packed_bytes(tensor) // tensor.shape[0]) for tensor in tensors)
+    return sum(_bytes_of_pages(packed_bytes(tensor) // tensor.shape[0]) for tensor in tensors)
 
 
 def stored_matrices(
@@ -297,7 +292,8 @@ def stored_matrices(
             f"memory is limited to {limit_bytes / 1e9:.3f} GB, but {what} take {always / 1e9:.3f} GB{more}; allow "
             f"{least / 1e9:.3f} GB or more, or leave memory at auto: then the system drops parts of them and reads these again"
         )
-    counts = _num_slots(limit_bytes - always, of_slots, {layer: _count(some) for layer, some in layers.items()})
+    num_experts = {layer: next(iter(some.values())).shape[0] for layer, some in layers.items()}
+    counts = _num_slots(limit_bytes - always, of_slots, num_experts)
     file, offsets = packed_file(name, tensors, threads)
     found: dict[str, PackedTensor | StoredTensor] = {}
     for one, tensor in in_memory.items():
@@ -310,11 +306,6 @@ def stored_matrices(
     for layer, some in layers.items():
         found |= LayerExperts(store, some, offsets, counts[layer]).tensors
     return store, found
-
-
-def _count(tensors: Mapping[str, WeightTensor]) -> int:
-    """Experts of a layer."""
-    return next(iter(tensors.values())).shape[0]
 
 
 def _num_slots(num_bytes: int, of_slots: Mapping[str, int], most: Mapping[str, int]) -> dict[str, int]:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from cpuspec.backends.torch_cache import KV_LAYOUTS, Storage
 from cpuspec.backends.torch_graphs import Outputs, Recorder, record_cuda_graph
 from cpuspec.backends.torch_weights import Codes, Matrix, OfExperts, Values, few_rows_kernel
-from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, key_centres, unread, weight_tensors
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, drop_embeddings, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.adapters import Adapter
 from cpuspec.checkpoints.checkpoint import is_matrix
@@ -151,7 +151,7 @@ class TorchBackend:
             cast = partial(Cast, recode=recode)
         tensors = weight_tensors(checkpoint, casts, cast)
         self._layer_embed = checkpoint.tensors.get("layer_embed")
-        unread(tensors)
+        drop_embeddings(tensors)
         sizes = {dims: hadamard_size(kv_format, dims) for mixer in mixers for dims in (mixer.dims, mixer.value_dims)}
         self._heads = _HeadChanges(
             {
@@ -466,7 +466,7 @@ class _Forward:
         if activation == "sigmoid":
             return gate.sigmoid() if up is None else gate.sigmoid() * up
         if activation == "swiglu_oai":
-            assert up is not None, "`ModelConfig` has seen to it"
+            assert up is not None, "`ModelConfig` has checked it"
             gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
             return gate * (gate * SWIGLU_ALPHA).sigmoid() * (up + 1)
         if activation == "relu2":

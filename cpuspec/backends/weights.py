@@ -65,8 +65,8 @@ def weight_tensors(
     return {name: cast(tensor, casts[name]) if name in casts else tensor for name, tensor in tensors.items()}
 
 
-def unread(tensors: dict[str, WeightTensor]) -> None:
-    """Leave out embeddings: they stay where the file is, and a forward wants a few rows of them."""
+def drop_embeddings(tensors: dict[str, WeightTensor]) -> None:
+    """Leave embeddings out of the weights to load: they stay in the file, of which a forward reads a few rows."""
     for name in ("embed", "layer_embed"):
         tensors.pop(name, None)
 
@@ -91,10 +91,10 @@ def key_centres(config: ModelConfig, kv_format: Format, tensors: Mapping[str, We
 
 
 def check_room(num_bytes: int, from_disk: bool = False, why_not_on_disk: str = "") -> None:
-    """Tell of weights that take more memory than there is, before they are loaded. from_disk: whether they are a mapped file, of
-    which pages can stay on the disk: then a warning must do. why_not_on_disk: what kept them from being one, for the error.
+    """Warn of weights that take more memory than is available, before they are loaded.
 
-    Raises BackendError if they do not fit the memory that this process may use.
+    from_disk: whether they are a mapped file, whose pages can stay on the disk. why_not_on_disk: why they are none, for the error.
+    Raises BackendError if they do not fit the memory that this process may use, unless they are a mapped file.
     """
     memory = SYSTEM.memory()
     usable, available = memory.usable, memory.available
@@ -118,8 +118,8 @@ def check_room(num_bytes: int, from_disk: bool = False, why_not_on_disk: str = "
 class LoadedWeights(Mapping[str, W]):
     """Weights by tensor name, as a backend keeps them.
 
-    load: makes the weights of tensors, by name; it is called once, with every tensor that `share` has not loaded.
-    share: weights of the same kind, of a model that this one takes turns with. Weights of a tensor object that is loaded there are
+    load: makes the weights of tensors, by name. It is called once, with every tensor that `share` has not loaded.
+    share: weights of the same kind, of a model that takes turns with this one. Weights of a tensor object that is loaded there are
     used here. Tensors are referenced weakly, so that a checkpoint can be freed while its weights stay.
     """
 

@@ -118,6 +118,11 @@ class PackedTensor:
         return self.data.nbytes
 
 
+def round_up(value: int, to: int) -> int:
+    """The least multiple of `to` that is not below a value."""
+    return -(-value // to) * to
+
+
 def panel_bytes(format: Format, inputs: int = PANEL) -> int:
     """Bytes of a panel of a tile, rounded up to whole cache lines."""
     return -(-sum(_plane_bytes(plane, inputs) for plane in format.planes) // 64) * 64

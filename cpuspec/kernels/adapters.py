@@ -7,9 +7,14 @@ one order, whatever the rows beside it.
 `down` is f32 [vectors of 16 ranks][inputs][16], `up` f32 [tiles of 16 outputs][rank][16], both zero where there is nothing.
 """
 
+from functools import partial
+
 from cpuspec.kernels import simd
+from cpuspec.kernels.linear import number_sums
+from cpuspec.kernels.ops import Ops, Value
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.products import BLOCK_ROWS
+from cpuspec.kernels.simd import emitted
 
 CHUNK = 512  # inputs whose products one item of "shrink" sums; even
 PIECE = 16  # tiles of outputs that one item of "expand" makes
@@ -34,54 +39,20 @@ def num_pieces(op):
 def _partial(entry, tensor, chunks, chunk, row):
     """Where the sums of a chunk lie for a row of an adapter."""
     rows = entry.end_row - entry.row
-    return entry.room + ((tensor * chunks + chunk) * rows + row - entry.row) * entry.rank_bytes
+    return entry.partials + ((tensor * chunks + chunk) * rows + row - entry.row) * entry.rank_bytes
 
 
-@compiled
-def _shrink_four(weights, inputs, stride, count, out, out_stride):
-    """16 ranks of four rows: `count` inputs, `stride` bytes apart, even and odd ones summed apart, then together."""
-    zero = simd.splat_f32(0.0)
-    even0 = even1 = even2 = even3 = odd0 = odd1 = odd2 = odd3 = zero
-    for _ in range(count // 2):
-        column = simd.load_f32(weights)
-        even0 = simd.fma(column, simd.splat_f32(simd.peek_f32(inputs)), even0)
-        even1 = simd.fma(column, simd.splat_f32(simd.peek_f32(inputs + 4)), even1)
-        even2 = simd.fma(column, simd.splat_f32(simd.peek_f32(inputs + 8)), even2)
-        even3 = simd.fma(column, simd.splat_f32(simd.peek_f32(inputs + 12)), even3)
-        column = simd.load_f32(weights + 64)
-        inputs += stride
-        odd0 = simd.fma(column, simd.splat_f32(simd.peek_f32(inputs)), odd0)
-        odd1 = simd.fma(column, simd.splat_f32(simd.peek_f32(inputs + 4)), odd1)
-        odd2 = simd.fma(column, simd.splat_f32(simd.peek_f32(inputs + 8)), odd2)
-        odd3 = simd.fma(column, simd.splat_f32(simd.peek_f32(inputs + 12)), odd3)
-        inputs += stride
-        weights += 128
-    if count % 2 != 0:
-        column = simd.load_f32(weights)
-        even0 = simd.fma(column, simd.splat_f32(simd.peek_f32(inputs)), even0)
-        even1 = simd.fma(column, simd.splat_f32(simd.peek_f32(inputs + 4)), even1)
-        even2 = simd.fma(column, simd.splat_f32(simd.peek_f32(inputs + 8)), even2)
-        even3 = simd.fma(column, simd.splat_f32(simd.peek_f32(inputs + 12)), even3)
-    simd.store_f32(out, even0 + odd0)
-    simd.store_f32(out + out_stride, even1 + odd1)
-    simd.store_f32(out + 2 * out_stride, even2 + odd2)
-    simd.store_f32(out + 3 * out_stride, even3 + odd3)
+@emitted
+def _shrink(
+    o: Ops, rows: Value, weights: Value, inputs: Value, stride: Value, count: Value, out: Value, out_stride: Value
+) -> None:  # fmt: skip
+    """16 ranks of `rows` rows, 1 or 4, as products of f32 weights (`linear.number_sums`): `count` inputs, `stride` bytes apart."""
 
+    def some(number: int) -> None:
+        for row, total in enumerate(number_sums(o, "f32", number, weights, count, inputs, stride)):
+            (out + out_stride * row).store(total)
 
-@compiled
-def _shrink_one(weights, inputs, stride, count, out):
-    """`_shrink_four` for one row, with the same bits."""
-    even = odd = simd.splat_f32(0.0)
-    for _ in range(count // 2):
-        simd.fetch_line(weights)
-        simd.fetch_line(weights + 64)
-        even = simd.fma(simd.load_f32(weights), simd.splat_f32(simd.peek_f32(inputs)), even)
-        odd = simd.fma(simd.load_f32(weights + 64), simd.splat_f32(simd.peek_f32(inputs + stride)), odd)
-        inputs += 2 * stride
-        weights += 128
-    if count % 2 != 0:
-        even = simd.fma(simd.load_f32(weights), simd.splat_f32(simd.peek_f32(inputs)), even)
-    simd.store_f32(out, even + odd)
+    o.switch(rows, {1: partial(some, 1), 4: partial(some, 4)})
 
 
 @compiled
@@ -103,10 +74,7 @@ def shrink(op, state, item):
         out = _partial(entry, tensor, chunks, chunk, row)
         for vector in range((pair.rank + 15) // 16):
             weights = pair.down + (vector * op.features + first) * 64
-            if together == 4:
-                _shrink_four(weights, inputs, 4 * block_rows, count, out + 64 * vector, entry.rank_bytes)
-            else:
-                _shrink_one(weights, inputs, 4 * block_rows, count, out + 64 * vector)
+            _shrink(together, weights, inputs, 4 * block_rows, count, out + 64 * vector, entry.rank_bytes)
         row += together
 
 

@@ -18,7 +18,6 @@ A call finds its queries in a `layout.WALK` at the start of the thread's scratch
 import functools
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from numba import types
 
@@ -43,13 +42,13 @@ from cpuspec.kernels.pointwise import cap_numbers, exp_f32, exp_of_parts, exp_pa
 from cpuspec.kernels.products import BLOCK_ROWS
 from cpuspec.kernels.simd import LANES, emitted
 
-# How many vectors of sums stay in registers beside what they are made of, queries are multiplied at once, share one walk over a
-# chunk, and make it worth while to widen keys and values to f32 once for all of them.
+# Vectors of sums that stay in registers beside their operands; queries that are multiplied at once; queries that share a walk over
+# a chunk; and queries from which on keys and values are widened to f32 once for all of them.
 _SUMS, _TOGETHER, QUERIES, _MANY = (16, 8, 8, 9) if "avx512f" in isa.features() else (4, 6, 64, 24)
-_MOST_QUERIES = MAX_QUERIES + BLOCK_ROWS if isa.has_bf16_dots() else QUERIES  # whose scores have room
+_MOST_QUERIES = MAX_QUERIES + BLOCK_ROWS if isa.has_bf16_dots() else QUERIES  # whose scores the scratch holds
 
-# What is widened at a time stays in the nearest cache while all queries read it: a block of keys, or of so many
-# positions so many vectors of the values' dimensions.
+# What is widened at a time stays in the first cache while all queries read it: a block of keys, or the values of this many
+# positions in this many vectors of dimensions.
 _WIDENED_POSITIONS, _WIDENED_VECTORS = 128, 2
 
 # Values of this many positions are read for all dimensions before the next ones: they stay in the nearest cache. The next values
@@ -187,28 +186,25 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
                     some, own = min(step, count - number), to + number * SCORES_STRIDE
                     score(name, some, scratch + 8 * number, keys, key_bytes, key_dims, blocks, own)
         for number in range(count):
-            own, start, end = (
-                scores + number * SCORES_STRIDE,
-                walk_start(walk, number, first, windowed),
-                walk_end(walk, number, first),
-            )
+            own, start = scores + number * SCORES_STRIDE, walk_start(walk, number, first, windowed)
+            end = walk_end(walk, number, first)
             if capped:
                 cap_numbers(own + 4 * (start // LANES * LANES), end - start // LANES * LANES, walk.caps[0])
             softmax_weights(own, start, end, scratch + POWERS, walk.partials[number], stored)
         # In the order of the positions: what each query of a window sees before the others do, what all of them see, and then the
         # ancestors of a tree row, or what each query of a chain sees more.
-        heads = count if windowed and not tree else 0
+        before = count if windowed and not tree else 0
         together = max(latest, min(shortest, inside))
-        for piece in range(2 if tree else heads + 1 + count):
+        for piece in range(2 if tree else before + 1 + count):
             number, many, values, begin, end = 0, count, chunk, latest, together
             if tree:
                 if piece:
                     values, begin, end = gathered, max(inside, latest), longest
-            elif piece < heads:
+            elif piece < before:
                 number, many, begin = piece, 1, walk_start(walk, piece, first, windowed)
                 end = min(latest, walk_end(walk, number, first))
-            elif piece > heads:
-                number, many = piece - heads - 1, 1
+            elif piece > before:
+                number, many = piece - before - 1, 1
                 begin, end = together, walk_end(walk, number, first)
             is_wide = wide and many > 1
             positions = _WIDENED_POSITIONS if is_wide else _POSITIONS
@@ -307,30 +303,21 @@ def score(
         here = [keys + (first + n) * block_bytes for n in range(together)]
         sums = [o.variables(together) for _ in queries]
 
-        def add_dims(at: Value, first_dim: Value, number: Value, half: int, scales: list[Any]) -> None:
+        for at, first_dim, number, half, factors in key_parts(o, coding, here, dims):
             with o.loop(number) as index:
                 offset = at + index * (LANES * coding.size)
                 found = []
-                for block, scale in zip(here, scales, strict=True):
+                for block, own in zip(here, factors, strict=True):
                     address = block + offset
                     if not coding.near and half == 0:
                         (address + block_bytes * together).fetch(0, LANES * coding.size)
                     key = coding.read(address, o.number(half, I32))
-                    found.append(fma(key, *scale) if scale else key)
+                    found.append(fma(key, *own) if own else key)
                 dim = first_dim + index
                 for query, totals in zip(queries, sums, strict=True):
                     number_of_query = (query + dim * 4).every(F32)
                     for key, total in zip(found, totals, strict=True):
                         total.set(fma(number_of_query, key, total.get()))
-
-        if coding.group:
-            with o.loop(dims.rounded_up(coding.group)) as group:
-                at = group * (LANES * coding.unit_bytes)
-                scales = [((block + at).f16(), (block + at + 2 * LANES).f16()) for block in here]
-                for part in key_parts(coding, at, group, dims):
-                    add_dims(*part, scales)
-        else:
-            add_dims(o.number(0), o.number(0), dims, 0, [()] * together)
         for r, totals in enumerate(sums):
             row = to + first * 64 + r * SCORES_STRIDE
             for n, total in enumerate(totals):
@@ -409,22 +396,10 @@ def _weigh_widened(name, count, step, scratch, weights, rows, row_bytes, stored,
 def _widen_keys(o: Ops, name: str, keys: Value, dims: Value, widened: Value) -> None:
     """A block of 16 keys as f32 [dims][16]."""
     coding = CODINGS[name]
-    number_bytes = LANES * coding.size
-
-    def widen_dims(at: Value, first_dim: Value, number: Value, half: int, scale: list[Value]) -> None:
+    for at, first_dim, number, half, (factors,) in key_parts(o, coding, [keys], dims):
         with o.loop(number) as index:
-            address = at + index * number_bytes
-            key = coding.read(address, o.number(half, I32))
-            (widened + (first_dim + index) * 64).store(fma(key, *scale) if scale else key)
-
-    if coding.group:
-        with o.loop(dims.rounded_up(coding.group)) as group:
-            at = keys + group * (LANES * coding.unit_bytes)
-            scale = [at.f16(), (at + 2 * LANES).f16()]
-            for part in key_parts(coding, at, group, dims):
-                widen_dims(*part, scale)
-    else:
-        widen_dims(keys, o.number(0), dims, 0, [])
+            key = coding.read(keys + at + index * (LANES * coding.size), o.number(half, I32))
+            (widened + (first_dim + index) * 64).store(fma(key, *factors) if factors else key)
 
 
 @emitted

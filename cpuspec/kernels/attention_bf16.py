@@ -187,24 +187,13 @@ def _multiply_vectors(
 def _pair_keys(o: Ops, name: str, keys: Value, dims: Value, depth: Value, paired: Value) -> None:
     """A block of 16 keys in bf16 as tile registers want columns: [dims / 2][16 keys][2], zeros up to `depth` registers."""
     coding = CODINGS[name]
-    number_bytes = LANES * coding.size
-
-    def pair_dims(at: Value, first_dim: Value, number: Value, half: int, scale: list[Value]) -> None:
+    for at, first_dim, number, half, (factors,) in key_parts(o, coding, [keys], dims):
         with o.loop((number > 0).select(number, number.like(0)) // 2) as index:
             pair = []
             for odd in range(2):
-                key = coding.read(at + (index * 2 + odd) * number_bytes, o.number(half, I32))
-                pair.append(fma(key, *scale) if scale else key)
+                key = coding.read(keys + at + (index * 2 + odd) * (LANES * coding.size), o.number(half, I32))
+                pair.append(fma(key, *factors) if factors else key)
             (paired + (first_dim + index * 2) * 32).store(bf16_pairs(*pair))
-
-    if coding.group:
-        with o.loop(dims.rounded_up(coding.group)) as group:
-            at = keys + group * (LANES * coding.unit_bytes)
-            scale = [at.f16(), (at + 2 * LANES).f16()]
-            for part in key_parts(coding, at, group, dims):
-                pair_dims(*part, scale)
-    else:
-        pair_dims(keys, o.number(0), dims, 0, [])
     with o.loop(depth * (STEP // 2) - dims // 2) as rest:
         (paired + (dims // 2 + rest) * 64).store(o.number(0.0, F32X16))
 

@@ -10,10 +10,9 @@ import numpy as np
 from cpuspec.kernels import simd
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import exp_f32, rows_of_block
-from cpuspec.kernels.products import BLOCK_ROWS, ORDERS
+from cpuspec.kernels.products import BLOCK_ROWS
 
 _LOWEST = np.float32(-np.inf)
-_INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
 
 # How a router turns its logits into scores.
 SOFTMAX, SIGMOID, CHOSEN = range(3)

@@ -65,9 +65,9 @@ class Products:
         """Whether inputs have a shift, whose factor is the sum of a group's weights."""
         return self.order == "int8"
 
-    def chunks(self, part: int, signed: bool = False) -> Iterator[tuple[list[tuple[int, int]], int]]:
-        """Yield the codes that share one scale, in chunks short enough for their integer sums: vectors of codes, each with the
-        offset of its inputs in a record, and the factor of the chunk's sum.
+    def sums_that_fit(self, part: int, signed: bool = False) -> Iterator[tuple[list[tuple[int, int]], int]]:
+        """The codes that share one scale, as sums that fit their integers: vectors of codes, each with the offset of its inputs in
+        a record, and the factor of their sum.
 
         Vectors are numbered as in `ymm.laid`. signed: codes of eight bits are multiplied whole.
         """
@@ -79,7 +79,7 @@ class Products:
             yield [(v, 4 * v) for v in own], 256 if self.order == "int16" else 1
             if self.order == "int16":
                 yield [(v, LOW_BYTES + 4 * v) for v in own], 1
-        else:  # of four bits eight sums of two products fit 16 bits, of five four, of six two, of seven one
+        else:  # 16 bits hold eight sums of two products of codes of four bits, four of five bits, two of six, one of seven
             fit = 1 if signed else min(share, {5: 4, 6: 2, 7: 1}.get(self.bits, 8))
             for first_vector, factor in ((0, 1), (8, 16)) if self.in_nibbles and not signed else ((0, 1),):
                 for first in own[::fit]:
@@ -137,8 +137,8 @@ class Products:
         """Instructions that leave the integer dots of each row with the codes of one scale in the registers of sums."""
         multiply, add = ("vpmaddwd", "vpaddd") if self.in_words else ("vpmaddubsw", "vpaddw")
         inputs = place.inputs
-        chunks = list(self.chunks(part))
-        for number, (vectors, factor) in enumerate(chunks):
+        partial_sums = list(self.sums_that_fit(part))
+        for number, (vectors, factor) in enumerate(partial_sums):
             for turn, (vector, at) in enumerate(vectors):
                 yield from place.load_codes(vector)
                 for row, (low, high) in enumerate(place.sums):
@@ -157,13 +157,13 @@ class Products:
                 yield from (f"vpmaddwd {inputs}, {total}, {total}" for *_, total in place.each)
             if number:
                 yield from (f"vpaddd {place.at(SCRATCH, row, half)}, {total}, {total}" for row, half, total in place.each)
-            if number < len(chunks) - 1:
+            if number < len(partial_sums) - 1:
                 yield from (f"vmovdqa {total}, {place.at(SCRATCH, row, half)}" for row, half, total in place.each)
 
     def _vnni_dots(self, place: "_Places", part: int) -> Iterator[str]:
         """`_dots` by instructions that multiply and add four bytes."""
         yield from (f"vpxor {total}, {total}, {total}" for *_, total in place.each)
-        for vectors, factor in self.chunks(part):
+        for vectors, factor in self.sums_that_fit(part):
             for vector, at in vectors:
                 yield from place.load_codes(vector)
                 for row, own in enumerate(place.sums):

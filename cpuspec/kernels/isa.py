@@ -34,7 +34,7 @@ def dot_isa() -> str:
 
 
 def has_sixteen_registers() -> bool:
-    """Whether linear layers have sixteen registers of 256 bits instead of 32 of 512."""
+    """Whether linear layers use sixteen registers of 256 bits instead of 32 of 512."""
     return dot_isa() != "avx512_vnni"
 
 
@@ -44,40 +44,36 @@ def lookup_isa() -> str:
     return next((name for name in ("avx512bw", "avx2") if name in features()), "generic")
 
 
-class Reading(NamedTuple):
-    """How kernels read weights from memory.
+class PrefetchPlan(NamedTuple):
+    """How kernels read weights from memory."""
 
-    streams: from how many places a thread reads at a time. ahead: how many bytes ahead it asks for them. into_first: whether into
-    the first cache, or, for few rows, the second alone.
-    """
-
-    streams: int
-    ahead: int
-    into_first: bool
+    streams: int  # places that a thread reads from at a time
+    ahead: int  # bytes between what is multiplied and what is prefetched
+    into_first: bool  # for few rows: into the first cache, too, and not into the second alone
 
 
 @cache
-def reading() -> Reading:
-    """How this processor reads weights fastest, whatever features are held back (benchmarks/LOG.md). Four places are best on Xeons
+def prefetch_plan() -> PrefetchPlan:
+    """The fastest plan on this processor, whatever features are held back (benchmarks/LOG.md). Four places are best on Xeons
     with AMX, and as good as others on Zen 3.
     """
-    known = {"znver5": Reading(1, 4096, True), "znver4": Reading(1, 8192, False)}
-    return known.get(binding.get_host_cpu_name(), Reading(4, 4096, True))
+    known = {"znver5": PrefetchPlan(1, 4096, True), "znver4": PrefetchPlan(1, 8192, False)}
+    return known.get(binding.get_host_cpu_name(), PrefetchPlan(4, 4096, True))
 
 
 @cache
 def has_tiles() -> bool:
-    """Whether bytes of many rows are multiplied in tile registers (AMX): the processor has them and the operating system lets
-    this process use them. The same bits either way.
+    """Whether the bytes of many rows are multiplied in tile registers (AMX): the processor has them, and the operating system lets
+    this process use them. Results have the same bits either way.
     """
     return {"amx-int8", "amx-tile", "avx512f"} <= features() and SYSTEM.enable_tile_registers()
 
 
 @cache
 def has_bf16_tiles() -> bool:
-    """Whether bf16 numbers are multiplied in tile registers, which vectors are rounded for. The same bits either way.
+    """Whether bf16 numbers are multiplied in tile registers. Results have the same bits either way.
 
-    A virtual machine may have the first and hide the second.
+    Vector instructions round numbers for these registers. A virtual machine may have the registers and hide the instructions.
     """
     return {"amx-bf16", "amx-tile", "avx512f", "avx512bf16"} <= features() and SYSTEM.enable_tile_registers()
 

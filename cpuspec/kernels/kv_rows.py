@@ -225,10 +225,29 @@ def _memcpy(o: Ops, to: Value, source: Value, size: Value) -> None:
 _copy = simd.operation((types.int64, types.int64, types.int64), types.void, _memcpy)
 
 
-def key_parts(coding: Coding, at: Value, group: Value, dims: Value) -> Iterator[tuple[Value, Value, Value, int]]:
-    """Of a group of dimensions of a block of keys, in the order of the dimensions, those that have one half of their bytes: where
-    in the block they lie, the first dimension, how many there are, which half.
+_Factors = tuple[Value, ...]  # the scale and the shift of a group, or none
+
+
+def key_parts(
+    o: Ops, coding: Coding, blocks: list[Value], dims: Value
+) -> Iterator[tuple[Value, Value, Value, int, list[_Factors]]]:
+    """The dimensions of blocks of keys in order, part by part: the part's offset in a block, its first dimension, how many it has,
+    which half of their bytes, and the factors of each block.
+
+    A caller takes all parts: between them it appends to the body of a loop over the groups.
     """
+    if not coding.group:
+        yield o.number(0), o.number(0), dims, 0, [()] * len(blocks)
+        return
+    with o.loop(dims.rounded_up(coding.group)) as group:
+        at = group * (LANES * coding.unit_bytes)
+        factors: list[_Factors] = [((block + at).f16(), (block + at + 2 * LANES).f16()) for block in blocks]
+        for part in parts_of_group(coding, at, group, dims):
+            yield *part, factors
+
+
+def parts_of_group(coding: Coding, at: Value, group: Value, dims: Value) -> Iterator[tuple[Value, Value, Value, int]]:
+    """`key_parts` of the group whose header lies at offset `at`, without the factors."""
     together = LANES if coding.halves == 2 else coding.group
     for offset in range(0, coding.group, together):
         first_dim, element = group * coding.group + offset, offset // (coding.halves * together) * together

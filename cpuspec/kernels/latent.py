@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from cpuspec.kernels import isa, machine_code, simd
 from cpuspec.kernels.attention import GATHERED, POWERS, SCORES, SCORES_STRIDE, even_step, score, softmax_weights, walk_end
-from cpuspec.kernels.kv_rows import CHUNK, CODINGS, copy_position, key_parts, num_units, row_shape
+from cpuspec.kernels.kv_rows import CHUNK, CODINGS, copy_position, num_units, parts_of_group, row_shape
 from cpuspec.kernels.layout import WALK, walk_at
 from cpuspec.kernels.ops import I32, I64, Ops, Value, fma, vector_of
 from cpuspec.kernels.options import compiled
@@ -79,17 +79,8 @@ def _attend(name: str, turned: int, size: int, header: int, unit: int, unit_byte
             keys, begin, end = (gathered, inside, longest) if piece else (chunk, 0, inside)
             blocks = (end - begin + LANES - 1) // LANES
             for number in range(0, count, step):
-                own = scores + 4 * begin + number * SCORES_STRIDE
-                score(
-                    name,
-                    min(step, count - number),
-                    scratch + 8 * number,
-                    keys + begin * row_bytes,
-                    row_bytes,
-                    key_dims,
-                    blocks,
-                    own,
-                )
+                some, own = min(step, count - number), scores + 4 * begin + number * SCORES_STRIDE
+                score(name, some, scratch + 8 * number, keys + begin * row_bytes, row_bytes, key_dims, blocks, own)
         for number in range(count):
             own = scores + number * SCORES_STRIDE
             softmax_weights(own, 0, walk_end(walk, number, first), scratch + POWERS, walk.partials[number], stored)
@@ -153,7 +144,7 @@ def _weigh(
         if coding.group:
             with o.loop(dims.rounded_up(coding.group)) as group:
                 at = group * (LANES * coding.unit_bytes)
-                for part in key_parts(coding, at, group, dims):
+                for part in parts_of_group(coding, at, group, dims):
                     add_dims(*part, at)
         else:
             with o.loop(o.number(2)) as half:  # rotated numbers, which are no values, and then half of the vector

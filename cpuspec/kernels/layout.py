@@ -9,9 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from cpuspec.kernels import isa
+from cpuspec.kernels.ops import I64, Value
 from cpuspec.kernels.pointers import pointer_to, to
 
 _DType = np.dtype[Any]
@@ -63,23 +66,35 @@ NUM_PLANS = 4
 ROTATION = _words("cosines", "sines")  # f32 [positions, D/2] each
 NUM_ROTATIONS, NO_ROTATION = 4, -1
 
-# A pair of a row and one of its experts (`experts`), and where its activations lie: in the block that begins at a pair.
+# A row and one of the experts that it goes through (`experts`). Its activations lie in the block that begins at pair `block`.
 PAIR = _words("row", "block", "block_rows")
-# The pairs of one expert, from the first on.
+# The pairs of one expert: `rows` of them, from pair `first` on.
 SEGMENT = _words("expert", "first", "rows")
 
-# One sequence of a forward over a model with recurrent layers (`recurrent`). source, target: addresses of the memory that its slot
-# has of these layers, and that it will have. length: tokens that it holds; row, end_row: its rows; fold: where states are folded;
-# recorded: the first token whose row is kept.
-SEQUENCE = _words("source", "target", "length", "row", "end_row", "fold", "recorded")
+# A sequence of a forward over a model with recurrent layers (`recurrent`).
+SEQUENCE = _record(
+    source=_I64,  # address of the memory that its slot has of these layers
+    target=_I64,  # address of the memory that its slot will have
+    length=_I64,  # tokens that its slot holds
+    row=_I64,
+    end_row=_I64,
+    fold=_I64,  # the number of tokens after which states are folded
+    recorded=_I64,  # the first token whose row is kept
+)
 
-# Adapters (`adapters`). A pair: both parts of one matrix; rank 0 for none. An entry: one adapter for the rows of a span, its pairs
-# by the matrices' numbers, and room for `down x`. A span: rows of one sequence, and its entries.
+# Adapters (`adapters`): both parts of one matrix (rank 0 for none), an adapter of some rows, and the adapters of a sequence's rows.
 ADAPTER_PAIR = _words("down", "up", "rank")
-ADAPTED = _record(row=_I64, end_row=_I64, pairs=to(ADAPTER_PAIR), room=_I64, rank_bytes=_I64, scale=_F32)
+ADAPTED = _record(
+    row=_I64,
+    end_row=_I64,
+    pairs=to(ADAPTER_PAIR),  # by the numbers of the matrices
+    partials=_I64,  # where `down x` goes
+    rank_bytes=_I64,
+    scale=_F32,
+)
 ADAPTED_SPAN = _words("first", "end")
 
-# `forward.enter` writes the first part for each call; addresses are of arrays that stay.
+# `program.enter` writes num_rows to places and num_sequences for each call; addresses are of arrays that stay.
 STATE = _record(
     num_rows=_I64,
     starts=to(_I64),  # [sequences + 1]: the first row of each, and the end of the last
@@ -294,10 +309,6 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
         "expand": _OF_ADAPTERS,
     }
 )
-(
-    EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, LATENT, KEEP, PICK, NORM, ROUTE, GATHER, COMBINE, CONVOLVE, RECORD, RECUR, FINISH,
-    SHRINK, EXPAND,
-) = range(len(OPERANDS))  # fmt: skip
 OPERATION: _DType = np.dtype(
     {
         "names": ["number", *OPERANDS],
@@ -305,6 +316,14 @@ OPERATION: _DType = np.dtype(
         "offsets": [0, *[8] * len(OPERANDS)],  # operands of one operation lie where those of another would
     }
 )
+
+
+@intrinsic(prefer_literal=True)
+def is_operation(typingctx, op, name):
+    """Whether the record of OPERATION at a pointer is the operation of this name, a literal."""
+    number = list(OPERANDS).index(name.literal_value)
+    return types.boolean(op, name), lambda context, builder, sig, args: Value(builder, args[0]).load(I64).equals(number).v
+
 
 # A number that threads wait to see changed. On a cache line of its own, for others look at the number all the time: how many
 # threads sleep until it changes, are about to, or just woke up. Each sleeper subtracts itself. If the waker did, a thread that

@@ -3,8 +3,10 @@
 A tile is 16 output rows in 16 lanes. For each group of 32 inputs its weights are unpacked into registers once (`readers`), and
 every row of the batch, some at a time, is multiplied with them (`products`). Each output sums its groups in the order of the
 inputs, whatever the number of rows, the thread or the tile: a row's result does not depend on its company, bit for bit.
-Numbers (f32, f16) and codes of floats (fp8, nf4) are multiplied with f32 activations, and bf16 with activations rounded to bf16, as
-tile registers do it.
+
+Formats are of four kinds. Codes are integers under scales (q4_k). Numbers are f32 or f16. Codes of floats (fp8, nf4) become numbers
+under scales. These two are multiplied with f32 activations. bf16 weights lie in pairs of inputs, and are multiplied with
+activations rounded to bf16, as tile registers do it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,16 +21,16 @@ from cpuspec.kernels.passes import Operands, Pass, block_of, pass_of
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_group, add_rotated_group, end_panel, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, FLOAT_CODES, INTO_FIRST, NUMBERS, PAIRED, READERS
 
-# Rows that one pass over a tile serves at most; then eight, or what is left of them: a tile that is unpacked again for one row
-# more costs as much as three rows more. Each is code to compile, once per format. Sixteen are not wanted of numbers, which need
-# two registers for the sums of a row, of 32, nor where tile registers serve that many. Without AVX-512 a vector takes two of 16
-# registers, and numbers of several rows are multiplied at even inputs and then at odd ones, with half of the sums at a time.
+# The most rows that one pass over a tile serves. Fewer rows are served eight at a time, and then the rest: unpacking a tile once
+# more costs as much as three rows. Each number of rows is code to compile, once per format. Numbers need two of 32 registers for a
+# row's sums, so sixteen rows do not fit; and tile registers, where there are some, serve sixteen rows better. Without AVX-512 a
+# vector takes two of 16 registers, so several rows of numbers are multiplied at even inputs, and then at odd ones.
 _MOST_ROWS, _MOST_OF_NUMBERS = 16, 6 if isa.has_sixteen_registers() else 8
 
-# For fewer rows than a block, or one block in tile registers, a thread reads its tiles as several streams in turns: from several
-# places at once memory gives a core of an Intel processor more, one of Zen 4 and 5 less (benchmarks/LOG.md). A pass of more rows
-# than these keeps its sums in registers: one tile.
-_STREAMS = isa.reading().streams
+# For fewer rows than a block, or for one block in tile registers, a thread reads several streams of tiles in turns: a core of an
+# Intel processor gets more from memory when it reads from several places at once, one of Zen 4 and 5 less (benchmarks/LOG.md). A
+# pass of more rows than _STREAMED_ROWS keeps the sums of one tile in registers.
+_STREAMS = isa.prefetch_plan().streams
 _STREAMED_ROWS = 8
 # The least bytes of a stream that make it worth while, without and with tile registers: its first AHEAD bytes are not prefetched.
 _LEAST_STREAM, _LONG = 16 << 10, 128 << 10
@@ -42,8 +44,8 @@ _Sums = Callable[[Value, int], Value]  # (stream, row) -> 16 sums of products
 
 
 def activation_order(format_name: str, precise: bool = False) -> str:
-    """The order of activations that a format wants: of ORDERS, "int16" rather than "int8" where precise. Rotated activations in 8
-    bits are precise (benchmarks/LOG.md).
+    """The order of ORDERS in which a format reads activations. precise: 16 bits instead of 8. Rotated activations stay in 8 bits,
+    whose error is a fiftieth of that of the weights (benchmarks/LOG.md).
     """
     if format_name == PAIRED:
         return "bf16" if isa.has_bf16_tiles() else "rounded"
@@ -55,32 +57,31 @@ def activation_order(format_name: str, precise: bool = False) -> str:
 
 
 def prompt_order(format_name: str, precise: bool = False) -> str:
-    """`activation_order` for tokens of prompts in bf16, for which codes are dequantized where bf16 has tile registers, but those of
-    rotated weights.
-    """
+    """`activation_order` for tokens of prompts in bf16: where bf16 has tile registers, codes are dequantized, unless rotated."""
     dequantizes = format_name in READERS and not FORMATS[format_name].rotated and isa.has_bf16_tiles()
     return activation_order(PAIRED if dequantizes else format_name, precise)
 
 
 def _few_rows(name: str, order: str, counts: Iterable[int]) -> Callable[[Pass], None]:
-    """A pass of so many rows as one of `counts` says, which keeps its sums in registers or near them."""
+    """A pass for the numbers of rows in `counts`. Its sums stay in registers, or in the first cache."""
     step = _bytes_between_rows(order)
 
     def emit(p: Pass) -> None:
         o, (acts, block_rows) = p.o, block_of(p, step)
 
         def of(count: int) -> None:
-            streams = p.num_tiles if name in READERS and count <= _STREAMED_ROWS else o.number(1)
-            if name in NUMBERS:
-                sums = _number_sums(p, name, count, acts, block_rows)
-            elif name in FLOAT_CODES:
-                sums = _float_codes_sums(p, name, count, acts, block_rows)
-            elif name == PAIRED:
-                sums = _paired_sums(p, count, acts, block_rows)
-            else:
+            if name in READERS:
+                streams = p.num_tiles if count <= _STREAMED_ROWS else o.number(1)
                 sums = _quantized_sums(p, name, order, count, acts, block_rows, streams)
-            with o.loop(streams) as stream:
-                p.finish_rows(stream, [(row, sums(stream, row)) for row in range(count)])
+                with o.loop(streams) as stream:
+                    p.finish_rows(stream, [(row, sums(stream, row)) for row in range(count)])
+                return
+            stride = block_rows * 4
+            if name in NUMBERS:
+                found = number_sums(o, name, count, p.weights, p.operands.in_features, acts, stride)
+            else:
+                found = _paired_sums(p, count, acts, stride) if name == PAIRED else _float_codes_sums(p, name, count, acts, stride)
+            p.finish_rows(o.number(0), list(enumerate(found)))
 
         o.switch(p.rows, {count: partial(of, count) for count in counts})
 
@@ -93,43 +94,43 @@ def _counts(most: int) -> list[int]:
 
 
 def _bytes_between_rows(order: str) -> int:
-    """Bytes from what a block of activations has of a row to what it has of the next."""
+    """Bytes from the first activations of a row to those of the next row of its block."""
     return 4 if order in ("f32", "rounded") else ORDERS[order]
 
 
 def _quantized_sums(p: Pass, name: str, order: str, rows: int, acts: Value, block_rows: Value, streams: Value) -> _Sums:
     """The sums of `rows` rows and one tile of each stream, from activations in records."""
     o, record_bytes = p.o, ORDERS[order]
-    panel = panel_bytes(FORMATS[name])
-    share = panel // _GROUPS
+    panel_size = panel_bytes(FORMATS[name])
+    share = panel_size // _GROUPS
     groups = p.operands.in_features >> 5
     stride = block_rows * record_bytes
     rotated = order == "rotated"
     if rows > _STREAMED_ROWS:  # of one tile, in registers
         sums = o.variables(rows)
     else:
-        room = o.room(64 * rows * _STREAMS)
+        place = o.stack(64 * rows * _STREAMS)
     if rotated:
-        of_panels = o.room(64 * rows * _STREAMS)
+        place_of_all = o.stack(64 * rows * _STREAMS)
 
     def total(stream: Value, row: int, align: int | None = None) -> Variable:
         if rows > _STREAMED_ROWS:
             return sums[row]
-        return o.variable_at(room + stream * (64 * rows) + 64 * row, F32X16, align)
+        return o.variable_at(place + stream * (64 * rows) + 64 * row, F32X16, align)
 
     def of_all(stream: Value, row: int) -> Variable:
         """The sums of all panels, where `total` has those of one."""
-        return o.variable_at(of_panels + stream * (64 * rows) + 64 * row, F32X16) if rotated else total(stream, row)
+        return o.variable_at(place_of_all + stream * (64 * rows) + 64 * row, F32X16) if rotated else total(stream, row)
 
     with o.loop(streams) as stream:
         for row in range(rows):
             total(stream, row).set(o.number(0.0, F32X16))
             of_all(stream, row).set(o.number(0.0, F32X16))
-    with o.loop(groups.rounded_up(_GROUPS)) as panels:
-        first = panels * _GROUPS
+    with o.loop(groups.rounded_up(_GROUPS)) as panel:
+        first = panel * _GROUPS
         inside = (groups - first).smaller(_GROUPS)
         with o.loop(inside) as index, o.loop(streams) as stream:
-            here = p.weights + stream * p.bytes_apart + panels * panel
+            here = p.weights + stream * p.bytes_apart + panel * panel_size
             (here + index * share).fetch(AHEAD, share, INTO_FIRST or rows > _STREAMED_ROWS)
             records = acts + (first + index) * stride
             if isa.has_sixteen_registers():
@@ -149,14 +150,16 @@ def _quantized_sums(p: Pass, name: str, order: str, rows: int, acts: Value, bloc
     return lambda stream, row: of_all(stream, row).get()
 
 
-def _number_sums(p: Pass, name: str, rows: int, acts: Value, block_rows: Value) -> _Sums:
-    """As `_quantized_sums`, of one tile, from f32 activations: even and odd inputs are summed apart, then together."""
-    o, (size, load), in_features = p.o, NUMBERS[name], p.operands.in_features
+def number_sums(o: Ops, name: str, rows: int, matrix: Value, in_features: Value, acts: Value, stride: Value) -> list[Value]:
+    """For each row the sums of one tile of numbers times f32 activations: even and odd inputs are summed apart, then together.
+
+    matrix: the address of the tile. acts: of the first row; rows lie side by side, inputs `stride` bytes apart.
+    """
+    size, load = NUMBERS[name]
     sums = [o.variables(2) for _ in range(rows)]
-    stride = block_rows * 4
 
     def add_input(k: Value, parity: int) -> None:
-        address = p.weights + k * size
+        address = matrix + k * size
         weights = address.f32() if load == "f32" else address.f16()
         here = acts + k * stride
         for row in range(rows):
@@ -167,12 +170,12 @@ def _number_sums(p: Pass, name: str, rows: int, acts: Value, block_rows: Value) 
         with o.loop(in_features >> 1) as pair:
             even = pair << 1
             if parities[0] == 0:
-                (p.weights + even * size).fetch(AHEAD, 2 * size, INTO_FIRST)
+                (matrix + even * size).fetch(AHEAD, 2 * size, INTO_FIRST)
             for parity in parities:
                 add_input(even + parity, parity)
     with o.when(in_features.trunc(I1)):
         add_input(in_features - 1, 0)
-    return lambda _, row: sums[row][0].get() + sums[row][1].get()
+    return [even.get() + odd.get() for even, odd in sums]
 
 
 def _turns_of_parities(many: bool) -> tuple[tuple[int, ...], ...]:
@@ -200,20 +203,20 @@ def _add_pairs(
     return [even.get() + odd.get() for even, odd in zip(evens, odds, strict=True)]
 
 
-def _float_codes_sums(p: Pass, name: str, rows: int, acts: Value, block_rows: Value) -> _Sums:
-    """As `_quantized_sums`, of one tile, from f32 activations: the sums of a group of 32 (`_add_pairs`) times the group's scale are
+def _float_codes_sums(p: Pass, name: str, rows: int, acts: Value, stride: Value) -> list[Value]:
+    """For each row the sums of one tile, from f32 activations: the sums of a group of 32 (`_add_pairs`) times the group's scale are
     added to the groups before.
     """
     o, codes = p.o, FLOAT_CODES[name]
-    panel, stride, shift = panel_bytes(FORMATS[name]), block_rows * 4, codes.size.bit_length() - 6
+    panel_size, shift = panel_bytes(FORMATS[name]), codes.size.bit_length() - 6
     totals, groups = o.variables(rows), p.operands.in_features >> 5
-    with o.loop(groups.rounded_up(_GROUPS)) as panels:
-        first = panels * _GROUPS
+    with o.loop(groups.rounded_up(_GROUPS)) as panel:
+        first = panel * _GROUPS
         inside = (groups - first).smaller(_GROUPS)
-        here = p.weights + panels * panel
+        here = p.weights + panel * panel_size
         scales = here + inside * (16 * codes.input_bytes)
         with o.loop(inside) as index:
-            (here + index * (panel // _GROUPS)).fetch(AHEAD, panel // _GROUPS, INTO_FIRST)
+            (here + index * (panel_size // _GROUPS)).fetch(AHEAD, panel_size // _GROUPS, INTO_FIRST)
             at = here + index * (16 * codes.input_bytes)
             sums = _add_pairs(
                 o, rows, acts + (first + index) * (stride * GROUP), stride, lambda pair: codes.pair(at + pair * codes.input_bytes),
@@ -222,14 +225,14 @@ def _float_codes_sums(p: Pass, name: str, rows: int, acts: Value, block_rows: Va
             scale = (scales + (index >> shift) * 64).f32()
             for own, total in zip(sums, totals, strict=True):
                 total.set(fma(own * codes.factor, scale, total.get()))
-    return lambda _, row: totals[row].get()
+    return [total.get() for total in totals]
 
 
-def _paired_sums(p: Pass, rows: int, acts: Value, block_rows: Value) -> _Sums:
-    """As `_quantized_sums`, of one tile, from "rounded" activations, with the bits of `tiles.bf16_pass`: the sums of a group of 32
+def _paired_sums(p: Pass, rows: int, acts: Value, stride: Value) -> list[Value]:
+    """For each row the sums of one tile, from "rounded" activations, with the bits of `tiles.bf16_pass`: the sums of a group of 32
     (`_add_pairs`) are added to the groups before.
     """
-    o, stride = p.o, block_rows * 4
+    o = p.o
     totals = o.variables(rows)
     restore = o.flush_small_numbers()
     with o.loop(p.operands.in_features.rounded_up(GROUP)) as group:
@@ -245,7 +248,7 @@ def _paired_sums(p: Pass, rows: int, acts: Value, block_rows: Value) -> _Sums:
         for own, total in zip(sums, totals, strict=True):
             total.set(total.get() + own)
     restore()
-    return lambda _, row: totals[row].get()
+    return [total.get() for total in totals]
 
 
 @cache

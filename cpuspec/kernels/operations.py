@@ -6,48 +6,18 @@ Operands are fields of `layout`'s records. The backend that writes a program kno
 from numba import types
 
 from cpuspec.formats.packing import PANEL
-from cpuspec.kernels import layout, simd
+from cpuspec.kernels import layout, pointwise, sharing, simd
 from cpuspec.kernels.adapters import expand, num_chunks, num_pieces, shrink
 from cpuspec.kernels.argmax import peak, peaks_of_row, pick
 from cpuspec.kernels.attention import finish, first_chunk, merge, put_query, sees
 from cpuspec.kernels.experts import combine, gather, route
 from cpuspec.kernels.kv_rows import CHUNK
 from cpuspec.kernels.latent import assemble
-from cpuspec.kernels.layout import DONE, team_at, walk_at
-from cpuspec.kernels.ops import Ops, Value
+from cpuspec.kernels.layout import DONE, is_operation, team_at, walk_at
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
-from cpuspec.kernels.pointwise import (
-    add_normed,
-    cap_numbers,
-    hadamard_head,
-    norm_row,
-    prepare_row,
-    rotate_head,
-    rows_of_block,
-    scale_numbers,
-    subtract,
-)
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS
 from cpuspec.kernels.recurrent import convolve, finish_heads, num_convolved, record, recur
-from cpuspec.kernels.sharing import (
-    APART_BYTES,
-    PIECES,
-    PUBLISHED,
-    claims,
-    held_pieces,
-    is_last,
-    part_of_row,
-    parts_of_row,
-    piece,
-    pieces_of,
-    published,
-    repeats,
-    share,
-    take,
-    taken,
-)
-from cpuspec.kernels.simd import emitted
 from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
 from cpuspec.platform import SYSTEM
 
@@ -59,21 +29,15 @@ _INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES, _ROTATED_BYTES = (
 )
 
 
-@emitted
-def _call(o: Ops, kernel: Value, operands: tuple[Value, ...]) -> None:
-    """Call a kernel by its address, with a tuple of int64."""
-    o.call_address(kernel, operands)
-
-
 @compiled
 def _embed(op, state, row):
     """A row of the embedding times its scale, padded with zeros."""
     out = op.out + row * op.stride
-    _call(op.decoder, (op.data + state.tokens[row] * op.row_bytes, op.blocks, out))
+    simd.call_at(op.decoder, (op.data + state.tokens[row] * op.row_bytes, op.blocks, out))
     for at in range(4 * op.features, op.stride, 4):
         simd.poke_f32(out + at, simd.to_float(0))
     if op.scale != 1:
-        scale_numbers(out, op.features, op.scale)
+        pointwise.scale_numbers(out, op.features, op.scale)
 
 
 @compiled
@@ -89,21 +53,21 @@ def _rows_to_prepare(op, state):
 def _prepare(op, state, threads, item):
     """A part of a row to activations."""
     rows, features = _rows_to_prepare(op, state), op.features
-    parts = parts_of_row(op.features, rows, threads)
-    part = part_of_row(features, parts, PANEL if op.rotated != 0 else 32)
+    parts = sharing.parts_of_row(op.features, rows, threads)
+    part = sharing.part_of_row(features, parts, PANEL if op.rotated != 0 else 32)
     place, first = item // parts, item % parts * part
     if op.used != 0:
         place += state.first_pair
     row = state.logit_rows[place] if op.select != 0 else place
     source, other = op.rows + row * op.stride, op.other + row * op.other_stride
-    block, block_rows = place // BLOCK_ROWS * BLOCK_ROWS, rows_of_block(place, rows)
+    block, block_rows = place // BLOCK_ROWS * BLOCK_ROWS, pointwise.rows_of_block(place, rows)
     if op.used != 0:
         pair = state.pairs[place]
         block, block_rows = pair.block, pair.block_rows
     if op.heads != 0:
         head, row = place // state.num_rows, place % state.num_rows
         source = op.rows + row * op.stride + head * op.apart
-        block, block_rows = place - row % BLOCK_ROWS, rows_of_block(row, state.num_rows)
+        block, block_rows = place - row % BLOCK_ROWS, pointwise.rows_of_block(row, state.num_rows)
     inputs = block * ((features + 31) // 32)
     int8 = op.int8 + inputs * _INT8_BYTES if op.int8 != 0 else 0
     int16 = op.int16 + inputs * _INT16_BYTES if op.int16 != 0 else 0
@@ -111,7 +75,7 @@ def _prepare(op, state, threads, item):
     bf16 = op.bf16 + inputs * _BF16_BYTES if op.bf16 != 0 else 0
     rounded = op.rounded + inputs * _F32_BYTES if op.rounded != 0 else 0
     rotated = op.rotated + inputs * _ROTATED_BYTES if op.rotated != 0 else 0
-    prepare_row(
+    pointwise.prepare_row(
         op.kind, source, other, op.weight, op.order, op.eps, features, first, min(features, first + part),
         int8, int16, f32, bf16, rounded, rotated, place - block, block_rows,
     )  # fmt: skip
@@ -154,11 +118,13 @@ def _linear(op, state, counters, stride, done, step, here, threads, thread):
         return _linear_apart(op, state, counters, stride, done, step, here, rows, items, copy, threads, thread)
     for turn in range(threads):
         owner = (thread + turn) % threads
-        start, tiles = share(items, owner, threads)
+        start, tiles = sharing.share(items, owner, threads)
         counter = counters + owner * stride
-        while piece(tiles, simd.acquire(counter)) < tiles:  # to look costs less than to take in vain where many threads help
-            number = take(counter, PIECES, 1)
-            first, end = start + piece(tiles, number), start + piece(tiles, number + 1)
+        while (
+            sharing.piece(tiles, simd.acquire(counter)) < tiles
+        ):  # to look costs less than to take in vain where many threads help
+            number = sharing.take(counter, sharing.PIECES, 1)
+            first, end = start + sharing.piece(tiles, number), start + sharing.piece(tiles, number + 1)
             if first == end:
                 break
             if op.used == 0 and op.heads == 0:
@@ -169,11 +135,13 @@ def _linear(op, state, counters, stride, done, step, here, threads, thread):
             if op.vocab:
                 if op.cap != 0:
                     for row in range(rows):
-                        cap_numbers(state.logits + row * op.tensors[0].stride + 64 * first, simd.LANES * (end - first), op.cap)
+                        pointwise.cap_numbers(
+                            state.logits + row * op.tensors[0].stride + 64 * first, simd.LANES * (end - first), op.cap
+                        )
                 for row in range(state.num_picked):
                     largest = peak(state.logits + row * op.tensors[0].stride, first, end, op.vocab)
-                    simd.poke_f32(peaks_of_row(state, row, threads) + 4 * (owner * PIECES + number), largest)
-    return is_last(done, completed, items)
+                    simd.poke_f32(peaks_of_row(state, row, threads) + 4 * (owner * sharing.PIECES + number), largest)
+    return sharing.is_last(done, completed, items)
 
 
 @compiled
@@ -181,7 +149,7 @@ def _goes_apart(op, rows, items, threads):
     """Whether threads multiply into memory of their own first, so that a piece that one of them holds can be multiplied again."""
     if threads == 1 or op.vocab != 0 or op.used != 0 or op.heads != 0:
         return False
-    return 64 * rows * piece((items + threads - 1) // threads, 1) <= APART_BYTES
+    return 64 * rows * sharing.piece((items + threads - 1) // threads, 1) <= sharing.APART_BYTES
 
 
 @compiled
@@ -194,23 +162,23 @@ def _linear_apart(op, state, counters, stride, done, step, here, rows, items, co
     own, begun, multiplied = state.scratch + thread * state.scratch_bytes, simd.cycles(), 0
     for turn in range(threads):
         owner = (thread + turn) % threads
-        start, tiles = share(items, owner, threads)
-        counter, pieces = counters + owner * stride, pieces_of(tiles)
-        if taken(simd.acquire(counter)) >= pieces:  # to look costs less than to take in vain where many threads help
+        start, tiles = sharing.share(items, owner, threads)
+        counter, pieces = counters + owner * stride, sharing.pieces_of(tiles)
+        if sharing.taken(simd.acquire(counter)) >= pieces:  # to look costs less than to take in vain where many threads help
             continue
-        number = taken(simd.fetch_add(counter, 1))
+        number = sharing.taken(simd.fetch_add(counter, 1))
         while number < pieces:
-            first, end = start + piece(tiles, number), start + piece(tiles, number + 1)
+            first, end = start + sharing.piece(tiles, number), start + sharing.piece(tiles, number + 1)
             multiplied += end - first
             _multiply(op, state, rows, copy, first, end, own)
             change = 1
-            if claims(counter, number):
+            if sharing.claims(counter, number):
                 _put(op, rows, first, end, own)
-                change += PUBLISHED
+                change += sharing.PUBLISHED
             before = simd.fetch_add(counter, change)  # one change of what threads share, as each waits for memory
-            if change != 1 and published(before) + 1 == pieces and is_last(done, tiles, items):
+            if change != 1 and sharing.published(before) + 1 == pieces and sharing.is_last(done, tiles, items):
                 return True
-            number = taken(before)
+            number = sharing.taken(before)
     tile_cycles, idle_since, looks = (simd.cycles() - begun) // max(1, multiplied), simd.cycles(), 0
     while simd.acquire(step) == here:
         waited, is_any_held = simd.cycles() - idle_since, False
@@ -220,19 +188,21 @@ def _linear_apart(op, state, counters, stride, done, step, here, rows, items, co
         looks += 1
         for turn in range(threads):
             owner = (thread + turn) % threads
-            start, tiles = share(items, owner, threads)
-            counter, pieces = counters + owner * stride, pieces_of(tiles)
-            held = held_pieces(simd.acquire(counter), pieces)
+            start, tiles = sharing.share(items, owner, threads)
+            counter, pieces = counters + owner * stride, sharing.pieces_of(tiles)
+            held = sharing.held_pieces(simd.acquire(counter), pieces)
             for number in range(pieces if held != 0 else 0):
                 if held >> number & 1 != 0:
-                    first, end = start + piece(tiles, number), start + piece(tiles, number + 1)
+                    first, end = start + sharing.piece(tiles, number), start + sharing.piece(tiles, number + 1)
                     if waited < 2 * tile_cycles * (end - first):
                         is_any_held = True
-                    elif repeats(counter, number):
+                    elif sharing.repeats(counter, number):
                         _multiply(op, state, rows, copy, first, end, own)
-                        if claims(counter, number):
+                        if sharing.claims(counter, number):
                             _put(op, rows, first, end, own)
-                            if published(simd.fetch_add(counter, PUBLISHED)) + 1 == pieces and is_last(done, tiles, items):
+                            if sharing.published(simd.fetch_add(counter, sharing.PUBLISHED)) + 1 == pieces and sharing.is_last(
+                                done, tiles, items
+                            ):
                                 return True
         if not is_any_held:
             break
@@ -278,7 +248,7 @@ def _multiply(op, state, rows, copy, first, end, own):
                 tensor.tiles + copy * tensor.copies_apart, tensor.tile_bytes, op.features, max(first, 0), min(end, tiles),
                 tensor.inputs, tensor.row_bytes, rows, tensor.bias, residual, out, stride,
             )  # fmt: skip
-            _call(tensor.kernel, operands)
+            simd.call_at(tensor.kernel, operands)
         first -= tiles
         end -= tiles
 
@@ -312,7 +282,7 @@ def _multiply_experts(op, state, tiles_of_all, copy, first, end):
                     matrix, tensor.tile_bytes, op.features, max(start, 0), min(stop, tiles), inputs, tensor.row_bytes,
                     rows, bias, 0, out, tensor.stride,
                 )  # fmt: skip
-                _call(tensor.kernel, operands)
+                simd.call_at(tensor.kernel, operands)
             start -= tiles
             stop -= tiles
 
@@ -320,7 +290,7 @@ def _multiply_experts(op, state, tiles_of_all, copy, first, end):
 @compiled
 def _combine(op, state, threads, item):
     """A part of a row."""
-    parts = parts_of_row(op.features, state.num_rows, threads)
+    parts = sharing.parts_of_row(op.features, state.num_rows, threads)
     part = (op.features // parts + 31) // 32 * 32
     first = item % parts * part
     combine(op, state, item // parts, first, min(op.features, first + part))
@@ -344,9 +314,9 @@ def _rotate(op, state, item):
         cosines, sines = table.cosines + turn, table.sines + turn
     if head < heads:
         query = op.queries + row * op.q_stride + head * dims * 4
-        rotate_head(query, dims, cosines, sines, op.q_norm, op.norm_last, op.eps, op.scale)
+        pointwise.rotate_head(query, dims, cosines, sines, op.q_norm, op.norm_last, op.eps, op.scale)
         if op.hadamard != 0:
-            hadamard_head(query, dims, op.hadamard)
+            pointwise.hadamard_head(query, dims, op.hadamard)
     else:
         head -= heads
         key, value = op.keys + row * op.k_stride + head * dims * 4, op.values + row * op.v_stride + head * value_dims * 4
@@ -354,16 +324,16 @@ def _rotate(op, state, item):
             for at in range(0, 4 * dims, 4):
                 simd.poke_f32(value + at, simd.peek_f32(key + at))
         if op.v_norm != 0:
-            rotate_head(value, value_dims, 0, 0, op.v_norm, 0, op.eps, simd.to_float(1))
-        rotate_head(key, dims, cosines, sines, op.k_norm, op.norm_last, op.eps, simd.to_float(1))
+            pointwise.rotate_head(value, value_dims, 0, 0, op.v_norm, 0, op.eps, simd.to_float(1))
+        pointwise.rotate_head(key, dims, cosines, sines, op.k_norm, op.norm_last, op.eps, simd.to_float(1))
         if op.centres != 0:
-            subtract(key, op.centres + 4 * head * dims, dims)
+            pointwise.subtract(key, op.centres + 4 * head * dims, dims)
         if op.hadamard != 0:
-            hadamard_head(key, dims, op.hadamard)
+            pointwise.hadamard_head(key, dims, op.hadamard)
         if op.v_hadamard != 0:
-            hadamard_head(value, value_dims, op.v_hadamard)
+            pointwise.hadamard_head(value, value_dims, op.v_hadamard)
         cached = _cached_head(op, state, row, head)
-        _call(op.append, (cached, dims, value_dims, state.places[row].cache_index, key, value))
+        simd.call_at(op.append, (cached, dims, value_dims, state.places[row].cache_index, key, value))
 
 
 @compiled
@@ -378,7 +348,7 @@ def _attend(op, state, counter, threads, thread):
     walk_at(scratch).caps[0] = op.cap
     number, completed = plan.num_tasks - 1, 0
     while True:
-        item = take(counter, items, 1)
+        item = sharing.take(counter, items, 1)
         if item == items:
             return completed
         completed += 1
@@ -412,7 +382,7 @@ def _attend(op, state, counter, threads, thread):
             out = op.out + here * op.out_stride + head * op.value_dims * 4
             finish(partial, size, op.value_dims, out, op.sinks + 4 * head if op.sinks != 0 else 0)
             if op.hadamard != 0:
-                hadamard_head(out, op.value_dims, op.hadamard)
+                pointwise.hadamard_head(out, op.value_dims, op.hadamard)
 
 
 @compiled
@@ -446,7 +416,7 @@ def _attend_chunk(op, state, task, kv_head, chunk, separate, partials, stride, s
                 source = op.queries + here * op.stride + (kv_head * group + member) * dims * 4
                 put_query(walk, number, source, partial, max(0, length - op.window), length)
             path = state.paths + row * state.path_length * 8
-            _call(op.kernel, (count, head, dims, op.value_dims, start, straight, path, scratch))
+            simd.call_at(op.kernel, (count, head, dims, op.value_dims, start, straight, path, scratch))
             if not separate:
                 for number in range(count):
                     if chunk > first_chunk(places[(query + number) // group].length, op.window):
@@ -464,7 +434,7 @@ def _sees_straight(place, start, window):
 @compiled
 def _add(op, row):
     """The norm of a branch's row added to the residual's."""
-    add_normed(op.rows + row * op.stride, op.branch + row * op.stride, op.weight, op.eps, op.features, op.scale, op.after)
+    pointwise.add_normed(op.rows + row * op.stride, op.branch + row * op.stride, op.weight, op.eps, op.features, op.scale, op.after)
 
 
 @compiled
@@ -478,78 +448,78 @@ def _keep(op, state, row):
 @compiled
 def _num_items(op, state, threads):
     """How many items of work an operation has in this forward, 0 where there is nothing to do."""
-    if op.number == layout.PREPARE:
+    if is_operation(op, "prepare"):
         rows = _rows_to_prepare(op.prepare, state)
-        return rows * parts_of_row(op.prepare.features, rows, threads)
-    if op.number == layout.LINEAR:
+        return rows * sharing.parts_of_row(op.prepare.features, rows, threads)
+    if is_operation(op, "linear"):
         if op.linear.used != 0 or op.linear.heads != 0:
             return _num_tiles(op.linear) * _num_segments(op.linear, state)
         return _num_tiles(op.linear) if not op.linear.vocab or state.num_logit_rows > 0 else 0
-    if op.number == layout.ROTATE:
+    if is_operation(op, "rotate"):
         return state.num_rows * (op.rotate.heads + op.rotate.kv_heads)
-    if op.number == layout.ADD:
+    if is_operation(op, "add"):
         return state.num_rows * op.add.parts
-    if op.number == layout.ATTEND:
+    if is_operation(op, "attend"):
         return state.plans[op.attend.plan].num_items
-    if op.number == layout.LATENT:
+    if is_operation(op, "latent"):
         return state.num_rows * (op.latent.heads + 1)
-    if op.number == layout.KEEP:
+    if is_operation(op, "keep"):
         return state.num_rows if address(state.kept) != 0 and state.kept[op.keep.layer] != 0 else 0
-    if op.number == layout.PICK:
+    if is_operation(op, "pick"):
         return min(1, state.num_picked)
-    if op.number == layout.GATHER:  # one row's activations are read where they are
+    if is_operation(op, "gather"):  # one row's activations are read where they are
         return state.num_rows * op.gather.used if state.num_rows > 1 else 0
-    if op.number == layout.CONVOLVE:
+    if is_operation(op, "convolve"):
         return num_convolved(op.convolve, state)
-    if op.number == layout.RECORD:
+    if is_operation(op, "record"):
         return state.num_rows * op.record.key_heads
-    if op.number == layout.RECUR:
+    if is_operation(op, "recur"):
         return state.num_sequences * op.recur.value_heads * (op.recur.value_dims // simd.LANES)
-    if op.number == layout.FINISH:
+    if is_operation(op, "finish"):
         return state.num_rows * op.finish.groups
-    if op.number == layout.SHRINK:
+    if is_operation(op, "shrink"):
         return state.num_adapted * op.shrink.num_tensors * num_chunks(op.shrink.features)
-    if op.number == layout.EXPAND:
+    if is_operation(op, "expand"):
         return state.num_spans * num_pieces(op.expand)
-    if op.number == layout.COMBINE:
-        return state.num_rows * parts_of_row(op.combine.features, state.num_rows, threads)
+    if is_operation(op, "combine"):
+        return state.num_rows * sharing.parts_of_row(op.combine.features, state.num_rows, threads)
     return state.num_rows
 
 
 @compiled
 def _do(op, state, threads, thread, item):
     """One item of an operation that shares its items out one by one."""
-    if op.number == layout.EMBED:
+    if is_operation(op, "embed"):
         _embed(op.embed, state, item)
-    elif op.number == layout.PREPARE:
+    elif is_operation(op, "prepare"):
         _prepare(op.prepare, state, threads, item)
-    elif op.number == layout.ROTATE:
+    elif is_operation(op, "rotate"):
         _rotate(op.rotate, state, item)
-    elif op.number == layout.ADD:
+    elif is_operation(op, "add"):
         _add(op.add, item)
-    elif op.number == layout.LATENT:
+    elif is_operation(op, "latent"):
         assemble(op.latent, item)
-    elif op.number == layout.KEEP:
+    elif is_operation(op, "keep"):
         _keep(op.keep, state, item)
-    elif op.number == layout.NORM:
-        norm_row(op.norm.rows + item * op.norm.stride, op.norm.weight, op.norm.eps, op.norm.features)
-    elif op.number == layout.ROUTE:
+    elif is_operation(op, "norm"):
+        pointwise.norm_row(op.norm.rows + item * op.norm.stride, op.norm.weight, op.norm.eps, op.norm.features)
+    elif is_operation(op, "route"):
         route(op.route, state, item)
-    elif op.number == layout.GATHER:
+    elif is_operation(op, "gather"):
         gather(op.gather, state, item)
-    elif op.number == layout.CONVOLVE:
+    elif is_operation(op, "convolve"):
         convolve(op.convolve, state, item)
-    elif op.number == layout.RECORD:
+    elif is_operation(op, "record"):
         record(op.record, state, item)
-    elif op.number == layout.RECUR:
+    elif is_operation(op, "recur"):
         recur(op.recur, state, item, state.scratch + thread * state.scratch_bytes)
-    elif op.number == layout.FINISH:
+    elif is_operation(op, "finish"):
         finish_heads(op.finish, item)
-    elif op.number == layout.COMBINE:
+    elif is_operation(op, "combine"):
         _combine(op.combine, state, threads, item)
-    elif op.number == layout.SHRINK:
+    elif is_operation(op, "shrink"):
         shrink(op.shrink, state, item)
-    elif op.number == layout.EXPAND:
+    elif is_operation(op, "expand"):
         expand(op.expand, state, item, state.scratch + thread * state.scratch_bytes)
     else:
         pick(op.pick, state, threads)
@@ -560,17 +530,18 @@ def _take_part(job, number, items, step, here, threads, thread):
     """Take items of an operation until none is left. Returns whether this thread did the last one."""
     op, state, counter = job.operations[number], job.state, job.counters + 8 * number
     done = job.counters + 8 * (threads * job.num_operations + number)
-    if op.number == layout.LINEAR:
+    if is_operation(op, "linear"):
         return _linear(op.linear, state, counter, 8 * job.num_operations, done, step, here, threads, thread)
-    if op.number == layout.ATTEND:
-        return is_last(done, _attend(op.attend, state, counter, threads, thread), items)
-    shares = 4 if op.number == layout.ROTATE else 2 if op.number >= layout.SHRINK else 16  # adapters are read in long runs
+    if is_operation(op, "attend"):
+        return sharing.is_last(done, _attend(op.attend, state, counter, threads, thread), items)
+    reads_adapters = is_operation(op, "shrink") or is_operation(op, "expand")
+    shares = 4 if is_operation(op, "rotate") else 2 if reads_adapters else 16  # adapters are read in long runs
     count = max(1, items // (threads * shares))
     completed = 0
     while True:
-        first = take(counter, items, count)
+        first = sharing.take(counter, items, count)
         if first == items:
-            return is_last(done, completed, items)
+            return sharing.is_last(done, completed, items)
         end = min(items, first + count)
         for item in range(first, end):
             _do(op, state, threads, thread, item)

@@ -1,6 +1,6 @@
 """LLVM instructions in the notation of arithmetic: the one way in which kernels emit code that Numba does not.
 
-A `Value` appends the instruction of its type to its builder. `Ops` makes what has no operands: loops, variables, room on the stack.
+A `Value` appends instructions to its builder. `Ops` makes what has no operands: loops, variables, memory on the stack.
 No instruction here allows reassociation or contraction: what is written is what is computed.
 """
 
@@ -249,8 +249,8 @@ class Ops:
         """A variable in memory, aligned as its type wants it or to `align`."""
         return Variable(self.b, address.pointer(), typ, align)
 
-    def room(self, size: int) -> Value:
-        """Address of some bytes on the stack, at a multiple of 64."""
+    def stack(self, size: int) -> Value:
+        """The address of `size` new bytes on the stack, a multiple of 64."""
         with self.b.goto_entry_block():
             where = self.b.alloca(ir.ArrayType(I8, size))
             where.align = 64

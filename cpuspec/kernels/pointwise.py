@@ -7,29 +7,21 @@ from numba import types
 
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT
 from cpuspec.formats.packing import PANEL
-from cpuspec.kernels import isa, simd
+from cpuspec.kernels import isa, products, simd
 from cpuspec.kernels.options import compiled, inlined
-from cpuspec.kernels.products import (
-    BLOCK_ROWS,
-    CODE_SUM,
-    LOW_BYTES,
-    MINUS_8_SUMS,
-    MINUS_16_SUMS,
-    MINUS_32_HIGH,
-    MINUS_32_LOW,
-    MINUS_40_SUMS,
-    MINUS_128_SUMS,
-    ORDERS,
-    SCALE,
-    SHIFT,
-    VALUE_SUM,
-)
 
-_INT8_RECORD, _INT16_RECORD, _BF16_RECORD, _ROTATED_RECORD = (ORDERS[order] for order in ("int8", "int16", "bf16", "rotated"))
+_INT8_RECORD, _INT16_RECORD, _BF16_RECORD, _ROTATED_RECORD = (
+    products.ORDERS[order] for order in ("int8", "int16", "bf16", "rotated")
+)
 
 _IN_PAIRS = isa.dot_isa() == "avx2"  # how "int16" records hold their numbers, see `products`
 
-_room_for_panel = simd.operation((), types.int64, lambda o: o.room(4 * PANEL))
+_stack_for_panel = simd.operation((), types.int64, lambda o: o.stack(4 * PANEL))
+
+# Of exp(r), of (tanh(x) - x) / x^3 by x^2, and of artanh(z) / z by z^2.
+_exp = simd.polynomial(1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+_tanh = simd.polynomial(-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+_artanh = simd.polynomial(*(1 / n for n in range(17, 0, -2)))
 
 # What `prepare_row` does before it writes activations.
 PLAIN, NORM, SILU, GELU, LAYER_NORM, SILU_ALONE, GELU_ALONE, SWIGLU_OAI, SIGMOID, RELU2, RELU2_ALONE = range(11)
@@ -59,29 +51,16 @@ def exp_parts(x):
 @compiled
 def exp_of_parts(r, power):
     """`exp_f32` of what `exp_parts` gives."""
-    p = simd.splat_f32(1.0 / 5040.0)
-    p = simd.fma(p, r, simd.splat_f32(1.0 / 720.0))
-    p = simd.fma(p, r, simd.splat_f32(1.0 / 120.0))
-    p = simd.fma(p, r, simd.splat_f32(1.0 / 24.0))
-    p = simd.fma(p, r, simd.splat_f32(1.0 / 6.0))
-    p = simd.fma(p, r, simd.splat_f32(0.5))
-    p = simd.fma(p, r, simd.splat_f32(1.0))
-    p = simd.fma(p, r, simd.splat_f32(1.0))
-    return p * power
+    return _exp(r) * power
 
 
 @compiled
 def tanh_f32(x):
     """tanh of sixteen numbers: a polynomial below 0.625 (Cephes' tanhf), 1 - 2 / (exp(2x) + 1) above."""
     square = x * x
-    p = simd.splat_f32(-5.70498872745e-3)
-    p = simd.fma(p, square, simd.splat_f32(2.06390887954e-2))
-    p = simd.fma(p, square, simd.splat_f32(-5.37397155531e-2))
-    p = simd.fma(p, square, simd.splat_f32(1.33314422036e-1))
-    p = simd.fma(p, square, simd.splat_f32(-3.33332819422e-1))
     one, two = simd.splat_f32(1.0), simd.splat_f32(2.0)
     far = one - two / (exp_f32(x * two) + one)
-    return simd.where_less(simd.abs_f32(x), simd.splat_f32(0.625), simd.fma(p * square, x, x), far)
+    return simd.where_less(simd.abs_f32(x), simd.splat_f32(0.625), simd.fma(_tanh(square) * square, x, x), far)
 
 
 @compiled
@@ -172,17 +151,7 @@ def softplus_f32(x):
     """log(1 + exp(x)): max(x, 0) + log1p(u), u = exp(-|x|), of which log1p(u) = 2 artanh(z), z = u / (2 + u) <= 1 / 3."""
     u = exp_f32(simd.splat_f32(0.0) - simd.abs_f32(x))
     z = u / (simd.splat_f32(2.0) + u)
-    square = z * z
-    p = simd.splat_f32(1.0 / 17.0)
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 15.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 13.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 11.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 9.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 7.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 5.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0 / 3.0))
-    p = simd.fma(p, square, simd.splat_f32(1.0))
-    return simd.fma(simd.splat_f32(2.0) * z, p, simd.max_f32(x, simd.splat_f32(0.0)))
+    return simd.fma(simd.splat_f32(2.0) * z, _artanh(z * z), simd.max_f32(x, simd.splat_f32(0.0)))
 
 
 @compiled
@@ -259,7 +228,7 @@ def prepare_row(
         scale = _norm_factor(row, features, eps)
     elif kind == LAYER_NORM:
         mean, scale = _mean_and_factor(row, features, eps)
-    panel = _room_for_panel() if rotated != 0 else 0
+    panel = _stack_for_panel() if rotated != 0 else 0
     for start in range(first, end, 32):
         low = _prepared(kind, row, other, weight, order, scale, mean, start * 4)
         high = _prepared(kind, row, other, weight, order, scale, mean, start * 4 + 64)
@@ -299,7 +268,7 @@ def quantize_to_int8(low, high, record):
     high_codes = simd.nearest_i32((high - middle) * inverse)
     simd.store_i8(record, low_codes)
     simd.store_i8(record + 16, high_codes)
-    simd.poke_f32(record + SHIFT, shift)
+    simd.poke_f32(record + products.SHIFT, shift)
     _write_sums(record, scale, shift, simd.sum_lanes_i32(low_codes), simd.sum_lanes_i32(high_codes))
 
 
@@ -313,7 +282,7 @@ def quantize_to_int16(low, high, record):
     high_codes = simd.nearest_i32(high * inverse)
     if _IN_PAIRS:
         simd.store_i16(record, simd.swap_middles(low_codes))
-        simd.store_i16(record + LOW_BYTES, simd.swap_middles(high_codes))
+        simd.store_i16(record + products.LOW_BYTES, simd.swap_middles(high_codes))
     else:
         _split_bytes(low_codes, record)
         _split_bytes(high_codes, record + 16)
@@ -335,10 +304,10 @@ def quantize_rotated(numbers, record, stride):
         low_codes, high_codes = (simd.nearest_i32(simd.load_f32(at) * inverse), simd.nearest_i32(simd.load_f32(at + 64) * inverse))
         simd.store_i8(record, low_codes)
         simd.store_i8(record + 16, high_codes)
-        simd.poke_f32(record + SCALE, scale)
+        simd.poke_f32(record + products.SCALE, scale)
         total = simd.int32(simd.sum_lanes_i32(low_codes) + simd.sum_lanes_i32(high_codes))
-        simd.poke_i32(record + MINUS_40_SUMS, simd.int32(-40 * total))
-        simd.poke_i32(record + CODE_SUM, total)
+        simd.poke_i32(record + products.MINUS_40_SUMS, simd.int32(-40 * total))
+        simd.poke_i32(record + products.CODE_SUM, total)
         record += stride
 
 
@@ -346,19 +315,19 @@ def quantize_rotated(numbers, record, stride):
 def _split_bytes(codes, to):
     half = simd.splat_i32(128)
     simd.store_i8(to, (codes + half) >> simd.splat_i32(8))
-    simd.store_i8(to + LOW_BYTES, codes)
+    simd.store_i8(to + products.LOW_BYTES, codes)
 
 
 @compiled
 def _write_sums(record, scale, shift, low_sum, high_sum):
     total = simd.int32(low_sum + high_sum)
-    simd.poke_f32(record + SCALE, scale)
-    simd.poke_f32(record + VALUE_SUM, simd.fma_f32(scale, simd.to_float(total), simd.to_float(32) * shift))
-    simd.poke_i32(record + MINUS_8_SUMS, simd.int32(-8 * total))
-    simd.poke_i32(record + MINUS_16_SUMS, simd.int32(-16 * total))
-    simd.poke_i32(record + MINUS_128_SUMS, simd.int32(-128 * total))
-    simd.poke_i32(record + MINUS_32_LOW, simd.int32(-32 * low_sum))
-    simd.poke_i32(record + MINUS_32_HIGH, simd.int32(-32 * high_sum))
+    simd.poke_f32(record + products.SCALE, scale)
+    simd.poke_f32(record + products.VALUE_SUM, simd.fma_f32(scale, simd.to_float(total), simd.to_float(32) * shift))
+    simd.poke_i32(record + products.MINUS_8_SUMS, simd.int32(-8 * total))
+    simd.poke_i32(record + products.MINUS_16_SUMS, simd.int32(-16 * total))
+    simd.poke_i32(record + products.MINUS_128_SUMS, simd.int32(-128 * total))
+    simd.poke_i32(record + products.MINUS_32_LOW, simd.int32(-32 * low_sum))
+    simd.poke_i32(record + products.MINUS_32_HIGH, simd.int32(-32 * high_sum))
 
 
 @compiled
@@ -428,4 +397,4 @@ def subtract(numbers, others, count):
 @compiled
 def rows_of_block(row, rows):
     """The number of rows in the block of `row`, in a batch of `rows`."""
-    return min(BLOCK_ROWS, rows - row // BLOCK_ROWS * BLOCK_ROWS)
+    return min(products.BLOCK_ROWS, rows - row // products.BLOCK_ROWS * products.BLOCK_ROWS)

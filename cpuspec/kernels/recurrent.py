@@ -176,11 +176,7 @@ def recur(op, state, item, tile):
         begin = simd.peek_i64(seq.source + op.folded_at + 8 * number)
     if seq.source != seq.target or seq.length == 0:
         simd.poke_i64(folded_at, 0)
-    if begin > 0:
-        _copy(seq.source + op.state_at + number * size, tile, size)
-    else:
-        for at in range(tile, tile + size, 64):
-            simd.store_f32(at, simd.splat_f32(0.0))
+    _read_tile(seq.source + op.state_at + number * size, begin, tile, size)
     padded, keys_row = (op.value_heads + 15) // 16 * 64, 4 * op.key_heads * op.key_dims
     updates_row = 4 * op.value_heads * op.value_dims
     key_at, update_at = 4 * key_head * op.key_dims, op.updates_at + 64 * number
@@ -230,17 +226,23 @@ def _write_states(states, folded, decays, keys, updates, value_heads, tiles, num
     size, padded, keys_row = _TILE * key_dims, (value_heads + 15) // 16 * 64, 4 * num_key_heads * key_dims
     for number in range(value_heads * tiles):
         tile, begin, head = to + number * size, simd.peek_i64(folded + 8 * number), number // tiles
-        if begin > 0:
-            _copy(states + number * size, tile, size)
-        else:
-            for at in range(tile, tile + size, 64):
-                simd.store_f32(at, simd.splat_f32(0.0))
+        _read_tile(states + number * size, begin, tile, size)
         key_at = keys + 4 * key_dims * simd.peek_i64(key_heads + 8 * head)
         for position in range(begin, length):
             slot = position % RING
             update = simd.load_f32(updates + 64 * (number + slot * value_heads * tiles))
             decay = simd.splat_f32(simd.peek_f32(decays + slot * padded + 4 * head))
             _step(tile, key_dims, decay, key_at + slot * keys_row, update)
+
+
+@compiled
+def _read_tile(state, length, tile, size):
+    """Copy a tile of a state that covers `length` tokens; it is zeros where there are none."""
+    if length > 0:
+        _copy(state, tile, size)
+    else:
+        for at in range(tile, tile + size, 64):
+            simd.store_f32(at, simd.splat_f32(0.0))
 
 
 @compiled

@@ -6,6 +6,7 @@ bits on every processor (`ops`).
 
 import operator
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -41,13 +42,7 @@ def operation(arguments: tuple[types.Type, ...], result: types.Type, emit: Emit)
 
     def typed(typingctx: Any, *given: Any) -> Any:
         assert len(given) == len(arguments), f"an operation of {len(arguments)} arguments got {len(given)}"
-
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            o = Ops(builder)
-            value = emit(o, *map(o.value, cgutils.unpack_tuple(builder, args[0], len(arguments))))
-            return context.get_dummy_value() if value is None else value.v
-
-        return result(types.StarArgTuple(arguments)), codegen
+        return result(types.StarArgTuple(arguments)), _body(emit, arguments)
 
     return intrinsic(typed)
 
@@ -59,14 +54,21 @@ def emitted(emit: Callable[..., None]) -> Any:
     """
 
     def typed(typingctx: Any, *arguments: Any) -> Any:
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            o = Ops(builder)
-            emit(o, *[_argument(o, *both) for both in zip(arguments, cgutils.unpack_tuple(builder, args[0]), strict=True)])
-            return context.get_dummy_value()
-
-        return types.void(types.StarArgTuple(arguments)), codegen
+        return types.void(types.StarArgTuple(arguments)), _body(emit, arguments)
 
     return intrinsic(prefer_literal=True)(typed)
+
+
+def _body(emit: Emit, arguments: tuple[types.Type, ...]) -> Callable[..., Any]:
+    """The function that Numba calls to append the instructions of an intrinsic."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        o = Ops(builder)
+        given = cgutils.unpack_tuple(builder, args[0], len(arguments))
+        value = emit(o, *[_argument(o, *both) for both in zip(arguments, given, strict=True)])
+        return context.get_dummy_value() if value is None else value.v
+
+    return codegen
 
 
 def _argument(o: Ops, typ: Any, value: Any) -> Any:
@@ -100,8 +102,19 @@ for _symbol in (operator.lshift, operator.rshift, operator.or_, operator.and_):
     _operator(_symbol, i32x16)
 
 
-def _call_address(o: Ops, address: Value, *values: Value) -> None:
-    o.call_address(address, values)
+@emitted
+def call_at(o: Ops, function: Value, operands: tuple[Value, ...]) -> None:
+    """Call a C function that returns nothing, by its address, with a tuple of int64s."""
+    o.call_address(function, operands)
+
+
+def polynomial(*coefficients: float) -> Any:
+    """A Numba function of a vector: a polynomial by Horner's rule, the coefficient of the highest power first."""
+
+    def emit(o: Ops, x: Value) -> Value:
+        return reduce(lambda total, coefficient: ops.fma(total, x, x.like(coefficient)), coefficients[1:], x.like(coefficients[0]))
+
+    return operation((f32x16,), f32x16, emit)
 
 
 def _either(relation: str, x: Value, y: Value) -> Value:
@@ -185,7 +198,6 @@ inverse_or_zero = operation((_f,), _f, lambda o, x: (x > 0.0).select(1.0 / x, x.
 is_nan = operation((_f,), types.boolean, lambda o, x: x.unordered("uno", x))
 sqrt_f32 = operation((_f,), _f, lambda o, x: call("llvm.sqrt.f32", F32, x))
 fma_f32 = operation((_f, _f, _f), _f, lambda o, x, y, z: call("llvm.fma.f32", F32, x, y, z))
-call_3 = operation((_a, _a, _a, _a), types.void, _call_address)  # a C function of three int64s that returns nothing
 
 # Vectors at an address.
 load_f32 = operation((_a,), f32x16, lambda o, at: at.f32())

@@ -61,7 +61,7 @@ def _lead(at, job, threads, run, numbers):
     enter(job_at(job).state, numbers)
     asleep = _publish(team_at(at), job_at(job), threads)
     if asleep == 0:
-        simd.call_3(run, at, threads, 0)
+        simd.call_at(run, (at, threads, 0))
     return asleep
 
 
@@ -69,7 +69,7 @@ def _work(at, threads, thread, run):
     """Run every published forward. Returns PARK when it is time to sleep, and END to end."""
     simd.exchange(address(team_at(at).workers[thread]), 0)
     while True:
-        simd.call_3(run, at, threads, thread)
+        simd.call_at(run, (at, threads, thread))
         next = await_work(team_at(at), thread)
         if next != WORK:
             return next

@@ -50,7 +50,7 @@ class _Stack:
         self.groups = min(_GROUPS, 16 // self._dots)  # whose dots stay in the nearest cache
         self._code_bytes, self._factor_bytes, self._dot_bytes = GROUP * TILE, 64 * (self._scales + 3), 64 * BLOCK_ROWS * self._dots
         self._codes, self._factors, self._found = (
-            o.room(size * self.groups) for size in (self._code_bytes, self._factor_bytes, self._dot_bytes)
+            o.stack(size * self.groups) for size in (self._code_bytes, self._factor_bytes, self._dot_bytes)
         )
         self._minima = 0
 
@@ -102,22 +102,22 @@ def many_rows_pass(name: str, order: str, p: Pass) -> None:
     summed, in the order of the groups. A block's missing rows get sums of what follows the block, which no code reads.
     """
     o, rows, streams, row_bytes, acts = p.o, p.rows, p.num_tiles, p.operands.row_bytes, p.acts
-    panel, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
+    panel_size, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
     groups = p.operands.in_features >> 5
-    stack, sums = _Stack(o, name, order), o.room(64 * MANY)  # or of BLOCK_ROWS for each stream
+    stack, sums = _Stack(o, name, order), o.stack(64 * MANY)  # or of BLOCK_ROWS for each stream
     num_blocks = rows.rounded_up(BLOCK_ROWS)
     with o.loop(streams * (num_blocks * BLOCK_ROWS)) as index:
         (sums + index * 64).store(o.number(0.0, F32X16))
-    with o.loop(groups.rounded_up(_GROUPS)) as panels, o.loop(streams) as stream:
-        first = panels * _GROUPS
+    with o.loop(groups.rounded_up(_GROUPS)) as panel, o.loop(streams) as stream:
+        first = panel * _GROUPS
         inside = (groups - first).smaller(_GROUPS)
-        here = p.weights + stream * p.bytes_apart + panels * panel
+        here = p.weights + stream * p.bytes_apart + panel * panel_size
         own_sums = sums + stream * (64 * BLOCK_ROWS)
         with o.loop(inside.rounded_up(stack.groups)) as batches:
             begin = batches * stack.groups
             count = (inside - begin).smaller(stack.groups)
             with o.loop(count) as place:
-                _ask(here, begin + place, panel, 0)
+                _prefetch(here, begin + place, panel_size, 0)
                 stack.put(place, READERS[name](here, inside, begin + place))
             with o.loop(num_blocks) as blocks:
                 block = blocks * BLOCK_ROWS
@@ -125,7 +125,7 @@ def many_rows_pass(name: str, order: str, p: Pass) -> None:
                 stride = block_rows * record_bytes
                 records = acts + block * row_bytes + (first + begin) * stride
                 with o.loop(count) as place:
-                    _ask(here, begin + place, panel, 1)
+                    _prefetch(here, begin + place, panel_size, 1)
                     stack.multiply(place, records + place * stride)
                 with o.loop(block_rows.rounded_up(_TOGETHER)) as some:
                     row = some * _TOGETHER
@@ -133,7 +133,7 @@ def many_rows_pass(name: str, order: str, p: Pass) -> None:
                     totals = [o.variable(address.f32()) for address in addresses]
                     own = records + row * record_bytes
                     with o.loop(count) as place:
-                        _ask(here + some * 64, begin + place, panel, 2)
+                        _prefetch(here + some * 64, begin + place, panel_size, 2)
                         stack.add(place, (own + place * stride).base(), row, totals)
                     for address, total in zip(addresses, totals, strict=True):
                         address.store(total.get())
@@ -141,7 +141,7 @@ def many_rows_pass(name: str, order: str, p: Pass) -> None:
         p.finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())
 
 
-def _ask(panel: Value, group: Value, size: int, turn: int) -> None:
+def _prefetch(panel: Value, group: Value, size: int, turn: int) -> None:
     """Prefetch some lines of the weights AHEAD of a group of a panel of `size` bytes, other lines in each turn: so memory is read
     during all turns. Into the second cache only: the first one is for the rows.
     """
@@ -164,7 +164,6 @@ def bf16_pass(p: Pass) -> None:
 def _bf16_pass(p: Pass, width: int, blocks: int) -> None:
     """`bf16_pass` of `width` tiles and `blocks` blocks of rows, each of which has a row."""
     o, rows, acts = p.o, p.rows, p.acts
-    assert width * blocks <= len(_TOTALS), "each tile and block has a register for its sums"
     group_bytes, line = ORDERS["bf16"] * TILE, ORDERS["bf16"]
     # Of each block: where it begins, and the bytes from a group to the next.
     parts = [
@@ -172,7 +171,7 @@ def _bf16_pass(p: Pass, width: int, blocks: int) -> None:
         for first in range(0, BLOCK_ROWS * blocks, BLOCK_ROWS)
     ]
     places = [p.weights + p.operands.tile_bytes * number for number in range(width)]
-    totals = {(number, block): _TOTALS[number * blocks + block] for number in range(width) for block in range(blocks)}
+    totals = paired_totals(width, blocks)
     for total in totals.values():
         o.tile_zero(total)
     with o.loop(p.operands.in_features.rounded_up(GROUP)) as group:
@@ -185,7 +184,7 @@ def _bf16_pass(p: Pass, width: int, blocks: int) -> None:
                 if not number:
                     o.tile_load(_PAIRED_ACTS[block], start + group * stride, line)
                 o.tile_dot_bf16(totals[number, block], _PAIRED_ACTS[block], weights)
-    sums = o.room(64 * BLOCK_ROWS * len(_TOTALS))
+    sums = o.stack(64 * BLOCK_ROWS * len(_TOTALS))
     for (number, block), total in totals.items():
         o.tile_store(total, sums + 64 * BLOCK_ROWS * (number * blocks + block), line)
     with o.loop(rows) as row:
@@ -194,7 +193,7 @@ def _bf16_pass(p: Pass, width: int, blocks: int) -> None:
 
 
 def paired_totals(rows: int, columns: int) -> dict[tuple[int, int], int]:
-    """The registers of sums for up to two blocks of rows and two of columns."""
+    """The registers of sums of each pair of a row and a column, up to four pairs."""
     return {(n, m): _TOTALS[n * columns + m] for n in range(rows) for m in range(columns)}
 
 
@@ -225,11 +224,11 @@ def dequantized_pass(name: str, p: Pass) -> None:
     their order, as `bf16_pass` does, with the same bits.
     """
     o, rows, num_tiles, acts, row_bytes = p.o, p.rows, p.num_tiles, p.acts, p.operands.row_bytes
-    panel, line = panel_bytes(FORMATS[name]), ORDERS["bf16"]
+    panel_size, line = panel_bytes(FORMATS[name]), ORDERS["bf16"]
     group_bytes, block_bytes = line * TILE, 64 * BLOCK_ROWS
     tile_sums = block_bytes * (MOST_ROWS // BLOCK_ROWS)
     groups = p.operands.in_features >> 5
-    weights, sums = o.room(4 * _STEP * group_bytes), o.room(MOST_TILES * tile_sums)
+    weights, sums = o.stack(4 * _STEP * group_bytes), o.stack(MOST_TILES * tile_sums)
     with o.loop(num_tiles) as number, o.loop(rows.rounded_up(BLOCK_ROWS) * BLOCK_ROWS) as row:
         (sums + number * tile_sums + row * 64).store(o.number(0.0, F32X16))
 
@@ -240,26 +239,26 @@ def dequantized_pass(name: str, p: Pass) -> None:
     def of_turn(turn: Value) -> tuple[Value, Value, Value, Value, Value]:
         """The first tile and how many, the first group and how many, and where their weights are put."""
         first, number = turn // pairs_of_tiles * _STEP, turn % pairs_of_tiles * 2
-        room = weights + (turn & 1) * (2 * _STEP * group_bytes)
-        return number, (num_tiles - number).smaller(2), first, (groups - first).smaller(_STEP), room
+        buffer = weights + (turn & 1) * (2 * _STEP * group_bytes)
+        return number, (num_tiles - number).smaller(2), first, (groups - first).smaller(_STEP), buffer
 
     def dequantize(turn: Value, part: Value, parts: Value) -> None:
         """One of some equal parts of a turn's groups."""
-        number, width, first, count, room = of_turn(turn)
+        number, width, first, count, buffer = of_turn(turn)
         total = width * count
         start = total * part // parts
         with o.loop(total * (part + 1) // parts - start) as index:
             place = start + index
             own, group = place // count, first + place % count
             begin = group & -_GROUPS
-            here = p.weights + (number + own) * p.operands.tile_bytes + (group >> 3) * panel
-            (here + (group - begin) * (panel // _GROUPS)).fetch(AHEAD, panel // _GROUPS, into_first=False)
+            here = p.weights + (number + own) * p.operands.tile_bytes + (group >> 3) * panel_size
+            (here + (group - begin) * (panel_size // _GROUPS)).fetch(AHEAD, panel_size // _GROUPS, into_first=False)
             pairs = dequantized(READERS[name](here, (groups - begin).smaller(_GROUPS), group - begin))
-            to = room + own * (_STEP * group_bytes) + (group - first) * group_bytes
+            to = buffer + own * (_STEP * group_bytes) + (group - first) * group_bytes
             for n, words in enumerate(pairs):
                 (to + 64 * n).store(words)
 
-    def multiply(width: int, blocks: int, room: Value, own_sums: Value, block: Value, first: Value, count: Value) -> None:
+    def multiply(width: int, blocks: int, buffer: Value, own_sums: Value, block: Value, first: Value, count: Value) -> None:
         """A pass over `count` groups for `width` tiles and `blocks` blocks of rows."""
         parts = []
         for n in range(blocks):
@@ -269,7 +268,7 @@ def dequantized_pass(name: str, p: Pass) -> None:
         places = {(n, number): own_sums + number * tile_sums + (block + n) * block_bytes for n, number in totals}
         for key, total in totals.items():
             o.tile_load(total, places[key], 64)
-        add_paired_products(o, count, parts, [room + number * (_STEP * group_bytes) for number in range(width)], totals)
+        add_paired_products(o, count, parts, [buffer + number * (_STEP * group_bytes) for number in range(width)], totals)
         for key, total in totals.items():
             o.tile_store(total, places[key], 64)
 
@@ -277,11 +276,11 @@ def dequantized_pass(name: str, p: Pass) -> None:
         with o.when(turn < turns):
             dequantize(turn, pair, pairs_of_blocks)
         with o.when(turn > 0):
-            number, width, first, count, room = of_turn(turn - 1)
+            number, width, first, count, buffer = of_turn(turn - 1)
             block, own_sums = pair * 2, sums + number * tile_sums
             blocks = (num_blocks - block).smaller(2)
             passes: dict[int, Callable[[], None]] = {
-                2 * w + b: partial(multiply, w, b, room, own_sums, block, first, count) for w in (1, 2) for b in (1, 2)
+                2 * w + b: partial(multiply, w, b, buffer, own_sums, block, first, count) for w in (1, 2) for b in (1, 2)
             }
             o.switch(width * 2 + blocks, passes)
     with o.loop(rows) as row, o.loop(num_tiles) as number:

@@ -59,7 +59,7 @@ def add_rows(order: str, read: Callable[[Value], Group], address: Value, records
         dots.append([[None, None] for _ in totals])
         of_codes: list[Any] = [None, None]
         for halves in [_HALVES] if len(totals) <= _WHOLE else [(half,) for half in _HALVES]:
-            for vectors, factor in products.chunks(part, signed):
+            for vectors, factor in products.sums_that_fit(part, signed):
                 sums: _Halves = [[None for _ in halves] for _ in totals]
                 for vector, at in vectors:
                     codes = (read(address).codes if signed else laid(products, read(address)))[vector]
@@ -149,8 +149,8 @@ class _Unpacked:
         self._products = Products.of(order, sample)
         self._code_bytes = 64 * len(laid(self._products, sample))
         self._factor_bytes = 64 * (len(sample.scales) + len(sample.minima) + self._products.shifted + self._products.moved)
-        self._codes, self._factors = o.room(self._code_bytes * _GROUPS), o.room(self._factor_bytes * _GROUPS)
-        self._scratch = o.room(SCRATCH_BYTES)
+        self._codes, self._factors = o.stack(self._code_bytes * _GROUPS), o.stack(self._factor_bytes * _GROUPS)
+        self._scratch = o.stack(SCRATCH_BYTES)
 
     def put(self, place: Value, group: Group) -> None:
         """Keep a group: its codes, its scales, its minima, the factor of shifts or moves."""
@@ -186,19 +186,19 @@ def rows_pass(name: str, order: str, p: Pass) -> None:
     tile of each stream, panel by panel in turns.
     """
     o, rows, streams = p.o, p.rows, p.num_tiles
-    panel, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
-    share = panel // _GROUPS
+    panel_size, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
+    share = panel_size // _GROUPS
     groups = p.operands.in_features >> 5
-    sums = o.room(64 * MANY)  # or of BLOCK_ROWS for each stream
-    of_panels = o.room(64 * MANY) if order == "rotated" else sums  # sums of one panel, where those of all are apart
+    sums = o.stack(64 * MANY)  # or of BLOCK_ROWS for each stream
+    of_panel = o.stack(64 * MANY) if order == "rotated" else sums  # sums of one panel, where those of all are apart
     num_blocks = rows.rounded_up(BLOCK_ROWS)
     with o.loop(streams * (num_blocks * BLOCK_ROWS)) as index:
         (sums + index * 64).store(o.number(0.0, F32X16))
-        (of_panels + index * 64).store(o.number(0.0, F32X16))
-    with o.loop(groups.rounded_up(_GROUPS)) as panels, o.loop(streams) as stream:
-        first = panels * _GROUPS
+        (of_panel + index * 64).store(o.number(0.0, F32X16))
+    with o.loop(groups.rounded_up(_GROUPS)) as panel, o.loop(streams) as stream:
+        first = panel * _GROUPS
         inside = (groups - first).smaller(_GROUPS)
-        here = p.weights + stream * p.bytes_apart + panels * panel
+        here = p.weights + stream * p.bytes_apart + panel * panel_size
         with o.loop(inside) as place:
             group = READERS[name](here, inside, place)
             unpacked = _Unpacked(o, order, group)
@@ -209,7 +209,7 @@ def rows_pass(name: str, order: str, p: Pass) -> None:
             stride = block_rows * record_bytes
             records = p.acts + block * p.operands.row_bytes + first * stride
             at = (stream * BLOCK_ROWS + block) * 64
-            totals = of_panels + at
+            totals = of_panel + at
             pieces, step = _pieces(block_rows)
             with o.loop(pieces) as piece:
                 row = piece * step
@@ -225,7 +225,7 @@ def rows_pass(name: str, order: str, p: Pass) -> None:
                 o.switch((block_rows - row).smaller(step), {number: partial(add, number) for number in counts})
             if order == "rotated":
                 with o.loop(block_rows) as row:
-                    own, all_panels = (o.variable_at(room + at + row * 64, F32X16) for room in (of_panels, sums))
+                    own, all_panels = (o.variable_at(place + at + row * 64, F32X16) for place in (of_panel, sums))
                     end_panel(own, records + row * record_bytes, all_panels)
     with o.loop(streams) as stream, o.loop(rows) as row:
         p.finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())

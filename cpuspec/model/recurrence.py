@@ -49,7 +49,7 @@ class RecurrentState:
         if length == 0:
             self.folded, self.records = 0, []
             self.state, self.inputs = self.zeros(self.state_shape), self.zeros((self.taps - 1, self.channels))
-        assert length >= self.folded, "`KVCache.reachable` has seen to it"
+        assert length >= self.folded, "`KVCache.reachable` has checked it"
         del self.records[length - self.folded :]
         self.inputs = self.inputs[: length - self.folded + self.taps - 1]
         while self.folded < length - KEPT_ROWS:

@@ -87,9 +87,9 @@ class Operations(Protocol[V]):
         ...
 
     def layer_inputs(self, x: V) -> V:
-        """What each layer is given besides, of the embedded tokens `x`, [T, layers * `layer_input_size`].
+        """A second input of each layer (Gemma 4), made of the embedded tokens `x`: [T, layers * size], size `layer_input_size`.
 
-        For each (RMS norm of the product of x / sqrt(C) with `layer_input` + sqrt(size) * the token's `layer_embed`) / sqrt(2).
+        It is (norm(`layer_input` x / sqrt(C)) + sqrt(size) * `layer_embed` of the token) / sqrt(2): an RMS norm for each layer.
         """
         ...
 
@@ -100,13 +100,13 @@ class Operations(Protocol[V]):
     def experts(
         self, layer: Layer, x: V, norm: str | None, shared: tuple[V, V | None] | None, norm_after: str | None, factor: str | None
     ) -> V:
-        """`x` plus what a mixture makes of its RMS norm (None for none), times `residual_scale`: the weighed sum of the outputs of
-        the experts that the router chooses for the row, best first.
+        """`x` plus a mixture of experts of its RMS norm (None for none), times `residual_scale`. The mixture is the weighted sum of
+        the outputs of the experts that the router chooses for the row, best first.
 
-        shared: the gated rows of a part that all rows go through, whose product with `shared_down` is added to the sum; and the
-        number of each row whose sigmoid is the factor of that, None for no factor. norm_after, factor: as `norm` and `factor` of
-        `add`, of that sum. Of experts that are `normed_apart`, the router reads the norm by `router_norm` instead, and the weighed
-        sum and the product have norms (`expert_post_norm`, `shared_post_norm`) before they are added.
+        shared: the gated rows of the shared expert, whose product with `shared_down` is added to the sum; and for each row a number
+        whose sigmoid is the factor of that product, None for no factor. norm_after, factor: `norm` and `factor` of `add`, for the
+        sum. Where experts are `normed_apart`, the router reads the norm by `router_norm` instead, and the weighted sum and the
+        product have norms (`expert_post_norm`, `shared_post_norm`) before they are added.
         """
         ...
 
@@ -120,7 +120,7 @@ class Operations(Protocol[V]):
 
 
 class Injection(Operations[V], Protocol[V]):
-    """And what `inject` needs besides."""
+    """The operations that `inject` needs."""
 
     def append(self, layer: Layer, k: V, v: V) -> None:
         """Append keys, rotated as by `rotate`, and values to the cache."""
@@ -225,7 +225,7 @@ def _two(rows: tuple[V, ...]) -> tuple[V, V | None]:
 def _parallel(ops: Operations[V], layer: Layer, x: V) -> V:
     """Attention and a dense part, both of the same normed rows."""
     weight, feed = layer.weight, layer.feed
-    assert feed, "`ModelConfig` has seen to it"
+    assert feed, "`ModelConfig` has checked it"
     q, k, v, *inner = ops.linears(x, tuple(map(weight, ("q", "k", "v", *_inner(feed)))), weight("attn_norm"))
     of_queries, of_keys = ops.rotate(layer, q, k)
     x = ops.add(x, ops.attention(layer, of_queries, of_keys, v), weight("o"), None)
@@ -233,9 +233,9 @@ def _parallel(ops: Operations[V], layer: Layer, x: V) -> V:
 
 
 def inject(config: ModelConfig, ops: Injection[V]) -> None:
-    """Rows of hidden states alone: every layer's keys and values are made of the normed ones, and nothing else is computed.
+    """Append to the cache the keys and values that every layer makes of the normed hidden states. Nothing else is computed.
 
-    Of a head that `reads`, only its first layers, each of numbers of its own.
+    In a head that `reads`, the first layers alone do so, each from numbers of its own.
     """
     reads = config.head.reads if config.head else 0
     x = ops.hidden(None if reads else "hidden_norm")

@@ -40,30 +40,6 @@ def populated_file(descriptor: int, num_bytes: int) -> mmap:
     return mmap(descriptor, num_bytes, access=ACCESS_READ)
 
 
-def release_pages(pages: mmap, first: int, num_bytes: int) -> None:
-    pass
-
-
-def lock_pages(address: int, num_bytes: int) -> bool:
-    return False
-
-
-def nothing() -> None:
-    pass
-
-
-def no() -> bool:
-    return False
-
-
-def place_new_pages(nodes: Sequence[int]) -> bool:
-    return False
-
-
-def move_pages(count: int, pages: int, nodes: int | None, result: int) -> None:
-    pass
-
-
 def open_pages(path: Path) -> int:
     return os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
 
@@ -111,20 +87,20 @@ SYSTEM = System(
     processor_flags=frozenset,
     settings=dict,
     boot_id=str,
-    enable_tile_registers=no,
+    enable_tile_registers=lambda: False,
     zeroed_pages=zeroed_pages,
     reserved_pages=zeroed_pages,
     commit_pages=lambda address, num_bytes: None,
     decommit_pages=lambda address, num_bytes: None,
     prefer_huge_pages=lambda address, num_bytes: None,
     populated_file=populated_file,
-    release_pages=release_pages,
-    lock_pages=lock_pages,
-    keep_freed_memory=nothing,
+    release_pages=lambda pages, first, num_bytes: None,
+    lock_pages=lambda address, num_bytes: False,
+    keep_freed_memory=lambda: None,
     may_execute_memory=lambda: True,
     why_pages_stay=lambda: "this system has no calls for it",
-    place_new_pages=place_new_pages,
-    move_pages=move_pages,
+    place_new_pages=lambda nodes: False,
+    move_pages=lambda count, pages, nodes, result: None,
     open_pages=open_pages,
     read_at=read_at,
     try_lock=try_lock,

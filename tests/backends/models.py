@@ -1,13 +1,15 @@
 """Tiny checkpoints and forwards for the backend tests."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
+from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend, stop_forward
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
@@ -194,6 +196,31 @@ def in_chunks(backend: Backend, tokens: Sequence[int], size: int = 64, capacity:
     """Logits of `tokens`, fed `size` at a time to a new cache."""
     cache = backend.new_cache(1, capacity or max(64, len(tokens)))
     return np.concatenate([forward(backend, cache, {0: tokens[i : i + size]}).logits for i in range(0, len(tokens), size)])
+
+
+@contextmanager
+def asked_to_stop(backend: Backend) -> Iterator[None]:
+    """Another thread asks all the time for the end of the forward that runs."""
+    over = Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            stop_forward(backend)
+
+    thread = Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def read_until_stopped(backend: Backend, cache: KVCache) -> None:
+    """Run forwards until one is stopped: another thread may not come to run within one, which takes a millisecond."""
+    while True:
+        backend.forward(ForwardBatch(TOKENS, list(range(len(TOKENS))), [0], [0, len(TOKENS)], stops_early=True), cache)
+        cache.truncate(0, 0)
 
 
 def reference(checkpoint: Checkpoint, tokens: Sequence[int] = TOKENS, kv_format: str = "f32") -> np.ndarray:

@@ -3,13 +3,12 @@
 import ctypes
 import mmap
 import sys
-import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cpuspec.backends import BACKENDS, OWN_SETTINGS, Backend, make_backend, packed, stop_forward
+from cpuspec.backends import BACKENDS, OWN_SETTINGS, Backend, make_backend, packed
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import RopeScaling
@@ -17,7 +16,6 @@ from cpuspec.errors import BackendError, CacheError
 from cpuspec.formats import FORMATS, QuantTensor, packing
 from cpuspec.kernels.kv_rows import CHUNK
 from cpuspec.model.batch import ForwardBatch, ForwardStoppedError, Lists
-from cpuspec.model.cache import KVCache
 from cpuspec.platform import SYSTEM
 from cpuspec.sampling import argmax
 from cpuspec.settings import EngineConfig
@@ -30,11 +28,13 @@ from tests.backends.models import (
     SMALLEST,
     TOKENS,
     TREE,
+    asked_to_stop,
     computed,
     every_backend,
     forward,
     in_chunks,
     missing,
+    read_until_stopped,
     reference,
     tiny,
 )
@@ -450,34 +450,16 @@ def test_threads_that_slept_wake_for_the_next_forward(tmp_path_factory) -> None:
     backend.close()
 
 
-def _read_again_and_again(backend: Backend, cache: KVCache) -> None:
-    """Until a forward is stopped: another thread may not come to run within one, which takes a millisecond."""
-    while True:
-        backend.forward(ForwardBatch(TOKENS, list(range(len(TOKENS))), [0], [0, len(TOKENS)], stops_early=True), cache)
-        cache.truncate(0, 0)
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_forward_that_was_stopped_leaves_the_cache_as_it_was(tmp_path_factory, threads: int) -> None:
     backend = _backend(tiny(tmp_path_factory, **SMALLEST), threads=threads)
-    cache, over = backend.new_cache(1, 64), threading.Event()
-
-    def ask() -> None:
-        while not over.is_set():
-            stop_forward(backend)
-
-    wanted = forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
+    cache, wanted = backend.new_cache(1, 64), forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits
+    with asked_to_stop(backend):
         with pytest.raises(ForwardStoppedError):
-            _read_again_and_again(backend, cache)
+            read_until_stopped(backend, cache)
         assert cache.lengths == [0]
         got = forward(backend, cache, {0: TOKENS}).logits  # a batch that does not stop early
-    finally:
-        over.set()
-        thread.join()
-        backend.close()
+    backend.close()
     assert np.array_equal(got, wanted)
 
 

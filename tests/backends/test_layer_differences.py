@@ -46,6 +46,7 @@ FAMILIES = {
     "a part of a head turns": {"rope_dims": 24},
     "queries that grow": {"query_growth": 0.3, "query_growth_length": 5, "rope_dims": 16, "layer_ropes": ("local", "global")},
     "a clamped gate": {"activation": "swiglu_oai"},
+    "a squared ReLU": {"activation": "relu2"},
     "short factors": {"rope_scaling": replace(LONGROPE, original_context_length=512)},
     "long factors": {"rope_scaling": LONGROPE},
     "heads of layers": {"num_layers": 3, "layer_head_dims": (32, 64, 32), "layer_kv_heads": (2, 1, 3), "layer_windows": (9, 0, 9)},

@@ -506,7 +506,7 @@ def test_where_no_boot_is_known_a_verification_counts_for_a_day(model: Path, che
 
 
 def test_checksums_see_every_bit_and_the_order_of_words_pages_and_blocks() -> None:
-    data = np.random.default_rng(3).integers(0, 256, 2 * packed._BLOCK_BYTES + 4096, dtype=np.uint8)
+    data = np.random.default_rng(3).integers(0, 256, 2 * packed._CHECKED_BYTES + 4096, dtype=np.uint8)
 
     def sums(changed: np.ndarray) -> bytes:
         with ThreadPoolExecutor(2) as pool:
@@ -514,12 +514,12 @@ def test_checksums_see_every_bit_and_the_order_of_words_pages_and_blocks() -> No
 
     wanted, page = sums(data), data[:4096].copy()
     assert len(wanted) % 4096 == 0
-    for at in (0, 1, 4095, 4096, packed._BLOCK_BYTES, len(data) - 1):
+    for at in (0, 1, 4095, 4096, packed._CHECKED_BYTES, len(data) - 1):
         for bit in range(8):
             changed = data.copy()
             changed[at] ^= 1 << bit
             assert sums(changed) != wanted
-    for size in (8, 4096, packed._BLOCK_BYTES):
+    for size in (8, 4096, packed._CHECKED_BYTES):
         changed = data.copy()
         changed[:size], changed[size : 2 * size] = data[size : 2 * size], data[:size]
         assert sums(changed) != wanted

@@ -3,19 +3,18 @@ compiled rows have the same bits however the rows before them came, went and wer
 """
 
 from itertools import pairwise
-from threading import Event, Thread
 
 import numpy as np
 import pytest
 
-from cpuspec.backends import Backend, make_backend, stop_forward
+from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import DeltaNet
 from cpuspec.errors import BackendError
 from cpuspec.model.batch import ForwardBatch, ForwardStoppedError
 from cpuspec.model.cache import KEPT_ROWS
 from cpuspec.settings import EngineConfig
-from tests.backends.models import RECURRENT, every_backend, forward, tiny
+from tests.backends.models import RECURRENT, asked_to_stop, every_backend, forward, tiny
 from tests.backends.test_packed import resident_bytes
 
 LENGTH = 150
@@ -141,26 +140,17 @@ def test_a_forward_that_is_stopped_changes_nothing(checkpoints, decoded, model: 
         held = cache.lengths[0]
         wrong = ForwardBatch((TEXTS[1] * 2)[:size], list(range(held, held + size)), [0], [0, size], logit_rows=[], stops_early=True)
         for _ in range(10):
-            ended = Event()
-            stopper = Thread(target=_stop_until, args=(backend, ended))
-            stopper.start()
             try:
-                backend.forward(wrong, cache)
+                with asked_to_stop(backend):
+                    backend.forward(wrong, cache)
                 if cache.truncate(0, held) < held:
                     forward(backend, cache, {0: TEXTS[0][:held]})
             except ForwardStoppedError:
                 stops += 1
-            ended.set()
-            stopper.join()
             assert cache.lengths[0] == cache.reachable(0, held) == held
         assert np.array_equal(forward(backend, cache, {0: TEXTS[0][held : held + 5]}).logits, decoded[model][0][held : held + 5])
     assert stops
     backend.close()
-
-
-def _stop_until(backend: Backend, ended: Event) -> None:
-    while not ended.is_set():
-        stop_forward(backend)
 
 
 @pytest.mark.parametrize("model", ["mamba2", "qwen35"])
@@ -177,7 +167,7 @@ def test_a_wrong_state_would_be_seen(checkpoints, decoded, model: str) -> None: 
     cache = backend.new_cache(1, 256)
     forward(backend, cache, {0: TEXTS[0][:60]})
     memory = cache.storage(0).recurrent
-    covered = memory.block.view(np.int64)
+    covered = memory.buffer.view(np.int64)
     (first, *_) = np.flatnonzero(covered == memory.folded)
     covered[first] = 59  # of the 36 that it covers
     assert not np.array_equal(forward(backend, cache, {0: [TEXTS[0][60]]}).logits[0], decoded[model][0][60])

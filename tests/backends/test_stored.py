@@ -2,12 +2,11 @@
 
 import os
 from pathlib import Path
-from threading import Event, Thread
 
 import numpy as np
 import pytest
 
-from cpuspec.backends import disk_reads, make_backend, stop_forward
+from cpuspec.backends import disk_reads, make_backend
 from cpuspec.backends.numba_backend import NumbaBackend
 from cpuspec.backends.packed import packed_directory
 from cpuspec.backends.stored import packed_bytes, slot_bytes
@@ -17,9 +16,9 @@ from cpuspec.cli.bench import describe_bench, show_markdown
 from cpuspec.environment import cache_dir
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.speed import Plan, measure_speed
-from cpuspec.model.batch import ForwardBatch, ForwardStoppedError
+from cpuspec.model.batch import ForwardStoppedError
 from cpuspec.settings import EngineConfig
-from tests.backends.models import TOKENS, every_backend, forward, in_chunks, tiny
+from tests.backends.models import TOKENS, asked_to_stop, every_backend, forward, in_chunks, read_until_stopped, tiny
 
 SIZES = {"num_layers": 3, "num_experts": 12, "num_used": 3, "expert_size": 256}
 
@@ -231,26 +230,11 @@ def test_a_bench_tells_what_came_from_the_disk(mixture: Checkpoint, capsys: pyte
 
 def test_a_forward_that_was_stopped_leaves_all_as_it_was(mixture: Checkpoint) -> None:
     backend = stored(mixture, 2)
-    wanted, cache, over = logits(backend), backend.new_cache(1, 64), Event()
-
-    def ask() -> None:
-        while not over.is_set():
-            stop_forward(backend)
-
-    def read_again_and_again() -> None:
-        while True:
-            backend.forward(ForwardBatch(TOKENS, list(range(len(TOKENS))), [0], [0, len(TOKENS)], stops_early=True), cache)
-            cache.truncate(0, 0)
-
-    thread = Thread(target=ask)
-    thread.start()
-    try:
+    wanted, cache = logits(backend), backend.new_cache(1, 64)
+    with asked_to_stop(backend):
         for _ in range(5):
             with pytest.raises(ForwardStoppedError):
-                read_again_and_again()
+                read_until_stopped(backend, cache)
             assert cache.lengths == [0]
             assert np.array_equal(logits(backend), wanted)
-    finally:
-        over.set()
-        thread.join()
-        backend.close()
+    backend.close()

@@ -1,6 +1,5 @@
 """Damaged heads are refused or drafted with: directories and GGUF files of every layout. See `drive`."""
 
-import json
 import random
 import tempfile
 from contextlib import closing
@@ -16,10 +15,9 @@ from cpuspec.checkpoints.heads import find_reader, own_mtp
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.settings import EngineConfig
 from tests import block_heads, heads
-from tests.fuzz.drive import check, mutate_bytes, mutate_json
+from tests.fuzz.drive import check, mutate_bytes
 from tests.fuzz.gguf_fields import structural_fields
-from tests.fuzz.test_models import both, write_files
-from tests.model_files import join_safetensors, split_safetensors
+from tests.fuzz.test_models import both, damage, made_files, write_files
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf, prediction_weights, random_weights, tiny_config, write_gguf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 4, "vocab_size": 320}
@@ -45,15 +43,15 @@ def target() -> Checkpoint:
 
 @cache
 def directory_sample(kind: str) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "head"
+    def make(directory: Path) -> None:
         if kind == MTP:
-            path.mkdir()
-            make_tiny_hf(path, "qwen2", **SMALL)
-            heads.add_mtp(path)
+            make_tiny_hf(directory, "qwen2", **SMALL)
+            heads.add_mtp(directory)
         else:
-            DIRECTORIES[kind](path, target().config)
-        return {one.name: one.read_bytes() for one in path.iterdir()}
+            directory.rmdir()
+            DIRECTORIES[kind](directory, target().config)
+
+    return made_files(make)
 
 
 @cache
@@ -99,14 +97,7 @@ def use(path: Path) -> None:
 
 def head_directory(rng: random.Random, directory: Path) -> None:
     files = dict(directory_sample(rng.choice([*DIRECTORIES, MTP])))
-    content, kind = files["model.safetensors"], rng.choice(("config", "config", "header", "header", "bytes"))
-    if kind == "config":
-        files["config.json"] = mutate_json(json.loads(files["config.json"]), rng)
-    elif kind == "header":
-        header, payload = split_safetensors(content)
-        files["model.safetensors"] = join_safetensors(mutate_json(header, rng), payload)
-    else:
-        files["model.safetensors"] = mutate_bytes(content, rng, [(0, 8)])
+    damage(files, rng.choice(("config", "config", "header", "header", "bytes")), rng)
     write_files(directory, files)
     use(directory)
 

@@ -3,6 +3,7 @@
 import json
 import random
 import tempfile
+from collections.abc import Callable
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,24 @@ OFTEN = ("version", "count", "type of", "item type", "dimension", "offset", "end
 def write_files(directory: Path, files: dict[str, bytes]) -> None:
     for name, content in files.items():
         (directory / name).write_bytes(content)
+
+
+def made_files(make: Callable[[Path], object]) -> dict[str, bytes]:
+    """The files that a function writes into a directory."""
+    with tempfile.TemporaryDirectory() as directory:
+        make(Path(directory))
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def damage(files: dict[str, bytes], kind: str, rng: random.Random, shard: str = "model.safetensors") -> None:
+    """Damage the settings of a directory, the header of a file of tensors, or any of its bytes."""
+    if kind == "config":
+        files["config.json"] = mutate_json(json.loads(files["config.json"]), rng)
+    elif kind == "header":
+        header, payload = split_safetensors(files[shard])
+        files[shard] = join_safetensors(mutate_json(header, rng), payload)
+    else:
+        files[shard] = mutate_bytes(files[shard], rng, [(0, 8)])
 
 
 def generate(checkpoint: Checkpoint, backend: str = "numpy") -> list[int]:
@@ -103,9 +122,8 @@ def open_checkpoint_start(content: bytes) -> int:
 
 @cache
 def huggingface_sample(num_shards: int) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory() as directory:
-        make_tiny_hf(Path(directory), "llama", dtype="bf16", num_shards=num_shards, vocab_size=260, **SMALL)
-        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+    options = {"dtype": "bf16", "num_shards": num_shards, "vocab_size": 260, **SMALL}
+    return made_files(lambda directory: make_tiny_hf(directory, "llama", **options))
 
 
 SCALINGS = [
@@ -121,27 +139,19 @@ def huggingface(rng: random.Random, directory: Path) -> None:
     config = json.loads(files["config.json"])
     config["rope_parameters"] = rng.choice(SCALINGS)
     files["config.json"] = json.dumps(config).encode()
-    kind = rng.choice(("config", "config", "header", "header", "bytes", "index"))
+    kind, index = rng.choice(("config", "config", "header", "header", "bytes", "index")), "model.safetensors.index.json"
     shard = rng.choice([name for name in files if name.endswith(".safetensors")])
-    content = files[shard]
-    if kind == "config":
-        files["config.json"] = mutate_json(config, rng)
-    elif kind == "header":
-        header, payload = split_safetensors(content)
-        files[shard] = join_safetensors(mutate_json(header, rng), payload)
-    elif kind == "bytes" or "model.safetensors.index.json" not in files:
-        files[shard] = mutate_bytes(content, rng, [(0, 8)])
+    if kind == "index" and index in files:
+        files[index] = mutate_json(json.loads(files[index]), rng)
     else:
-        files["model.safetensors.index.json"] = mutate_json(json.loads(files["model.safetensors.index.json"]), rng)
+        damage(files, kind, rng, shard)
     write_files(directory, files)
     generate(open_checkpoint(directory))
 
 
 @cache
 def openvino_sample(kind: str) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory() as directory:
-        _write(Path(directory), kind, **SMALL)
-        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+    return made_files(lambda directory: _write(directory, kind, **SMALL))
 
 
 def openvino(rng: random.Random, directory: Path) -> None:
@@ -156,28 +166,22 @@ def openvino(rng: random.Random, directory: Path) -> None:
 
 @cache
 def quantized_sample(kind: str) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory() as directory:
-        (config, quantize), _ = QUANTIZED[kind]
-        write(Path(directory), config, quantize, vocab_size=260, **{**SMALL, "hidden_size": 128, "head_dim": 64})
-        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+    (config, quantize), _ = QUANTIZED[kind]
+    options = {"vocab_size": 260, **SMALL, "hidden_size": 128, "head_dim": 64}
+    return made_files(lambda directory: write(directory, config, quantize, **options))
 
 
 def quantized(rng: random.Random, directory: Path) -> None:
     """Of every package: its settings, the types and shapes of tensors, their bytes, and tensors that are not there."""
     files = dict(quantized_sample(rng.choice(list(QUANTIZED))))
-    content, kind = files["model.safetensors"], rng.choice(("config", "settings", "header", "tensor", "tensor", "bytes"))
-    if kind == "config":
-        files["config.json"] = mutate_json(json.loads(files["config.json"]), rng)
-    elif kind == "settings":
+    kind = rng.choice(("config", "settings", "header", "tensor", "tensor", "bytes"))
+    if kind == "settings":
         config = json.loads(files["config.json"])
         text = mutate_json(config.pop("quantization_config"), rng)
         rest = json.dumps(config)
         files["config.json"] = rest[:-1].encode() + b', "quantization_config": ' + text + b"}"
-    elif kind == "header":
-        header, payload = split_safetensors(content)
-        files["model.safetensors"] = join_safetensors(mutate_json(header, rng), payload)
-    elif kind == "bytes":
-        files["model.safetensors"] = mutate_bytes(content, rng, [(0, 8)])
+    elif kind != "tensor":
+        damage(files, kind, rng)
     write_files(directory, files)
     if kind == "tensor":
         path = directory / "model.safetensors"

@@ -12,7 +12,7 @@ OUTER = np.dtype(
     [("number", np.int64), ("one", INNER), ("many", INNER, 3), ("elsewhere", to(INNER)), ("words", np.int64, 2)], align=True
 )
 
-outer_at = pointer_to(OUTER)
+outer_at, operation_at = pointer_to(OUTER), pointer_to(layout.OPERATION)
 
 
 @njit
@@ -29,6 +29,11 @@ def _write(at):  # type: ignore[no-untyped-def]
     records[1].many[1].ratio = 0.5
     records[1].elsewhere = records[0].elsewhere
     records[1].words[1] = address(records[1].one) - at
+
+
+@njit
+def _is_linear(at):  # type: ignore[no-untyped-def]
+    return layout.is_operation(operation_at(at), "linear")
 
 
 def test_compiled_code_reads_the_fields_that_python_wrote() -> None:
@@ -54,7 +59,8 @@ def test_python_reads_the_fields_that_compiled_code_wrote() -> None:
 def test_a_program_holds_operations_by_name_and_refuses_an_operand_that_there_is_not() -> None:
     operations = [("keep", {"layer": 3}), ("linear", {"num_tensors": 2, "cap": 30.0, "tensors": [{"out": 5}, {"stride": 6}]})]
     records, [tensors] = layout.program(operations)
-    assert [records[0]["number"], records[0]["keep"]["layer"]] == [layout.KEEP, 3]
+    assert [list(layout.OPERANDS)[records[0]["number"]], records[0]["keep"]["layer"]] == ["keep", 3]
+    assert [_is_linear(record.ctypes.data) for record in records.reshape(-1, 1)] == [False, True]
     linear = records[1]["linear"]
     assert [linear["num_tensors"], linear["cap"], tensors[0]["out"], tensors[1]["stride"]] == [2, 30, 5, 6]
     assert linear["tensors"] == tensors.ctypes.data
