@@ -43,7 +43,7 @@ def _laid_bytes(matrix: F32) -> int:
 
 
 def _lay(matrix: F32, to: U8) -> int:
-    """Write [N, K] as [N / 16, K, 16], with zeros behind the last row; returns how many bytes these are."""
+    """Write [N, K] as [N / 16, K, 16], with zeros after the last row; returns its bytes."""
     tiles, inputs = -(-len(matrix) // TILE), matrix.shape[1]
     laid = to[: _laid_bytes(matrix)].view(np.float32).reshape(tiles, inputs, TILE)
     laid[:] = np.pad(matrix, ((0, tiles * TILE - len(matrix)), (0, 0))).reshape(tiles, TILE, inputs).transpose(0, 2, 1)
@@ -75,16 +75,16 @@ class AdaptedRows:
         for one, start, end in zip(adapters, starts, starts[1:], strict=False):
             first = start
             while one and first < end:
-                behind = min(end, (first // _SPAN_ROWS + 1) * _SPAN_ROWS)
+                stop = min(end, (first // _SPAN_ROWS + 1) * _SPAN_ROWS)
                 spans.append((len(entries), len(entries) + len(one)))
                 for adapter, scale in one:
                     packed = self._packed.get(adapter)
                     if packed is None:
                         packed = self._packed[adapter] = PackedAdapter(adapter, self._numbers, self._orders)
                     used[id(packed)] = packed.num_bytes
-                    entries.append((first, behind, packed.pairs.ctypes.data, at, packed.rank_bytes, scale))
-                    at += (behind - first) * packed.rank_bytes * self._num_partials
-                first = behind
+                    entries.append((first, stop, packed.pairs.ctypes.data, at, packed.rank_bytes, scale))
+                    at += (stop - first) * packed.rank_bytes * self._num_partials
+                first = stop
         if at > self._partials.nbytes:
             self._partials = aligned_bytes((at,))
         adapted, ranges = np.array(entries, layout.ADAPTED), np.array(spans, layout.ADAPTED_SPAN)

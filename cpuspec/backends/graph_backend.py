@@ -122,7 +122,7 @@ class GraphBackend:
     def _run_sequence(
         self, run: Run, batch: ForwardBatch, sequence: int, cache: KVCache, slot: int, logit_rows: I32, hidden_layers: list[int]
     ) -> Sequence[F32]:
-        """The rows of one sequence: their keys and values go behind the slot's, and logits and hidden states come back."""
+        """The rows of one sequence: their keys and values are appended to the slot's, and logits and hidden states come back."""
         start, end = batch.q_start[sequence : sequence + 2].tolist()
         held, rows = cache.lengths[slot], end - start
         storage: _Storage = cache.storage(slot)

@@ -53,7 +53,7 @@ class _Kind:
     heads: int = 0
 
     def first_chunk(self, length: int) -> int:
-        """The first chunk that the row behind so many tokens sees."""
+        """The first chunk that the row after `length` tokens sees."""
         return max(0, length + 1 - self.window) // kv_rows.CHUNK if self.window else 0
 
     def first_step(self, length: Any) -> Any:
@@ -153,7 +153,7 @@ class WindowRows:
         return bool(self.kinds)
 
     def sizes(self, per_slot: int) -> SlotBytes:
-        """The bytes of a slot, with so many of other states."""
+        """The bytes of a slot. per_slot: of other states."""
         rows = {n: self._places.kinds[n].heads * self._places.kinds[n].chunk_bytes // kv_rows.CHUNK for n in self.kinds}
         windows = tuple((self._rows[n], size) for n, size in rows.items())
         return SlotBytes(self._places.bytes_per_token - sum(rows.values()), per_slot, windows)
@@ -175,7 +175,7 @@ class WindowRows:
                 decommit(head[: num_chunks * kind.chunk_bytes])
 
     def bytes_at(self, length: Any) -> Any:
-        """Bytes of a snapshot of so many tokens, one number or an array of them."""
+        """Bytes of a snapshot of `length` tokens, a number or an array."""
         found = 0 * length
         for n in self.kinds:
             kind = self._places.kinds[n]

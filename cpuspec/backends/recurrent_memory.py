@@ -22,7 +22,7 @@ from cpuspec.model.batch import F32
 from cpuspec.model.cache import KEPT_ROWS
 from cpuspec.model.recurrence import recurrent_mixers, state_numbers
 
-_SHORT = 8  # rows of a forward that folds in place, those that it found
+_SHORT = 8  # the most rows of a forward that folds in place; it folds rows of forwards before it
 _STEP = 8  # tokens between two folds of such forwards
 _LONG_KEPT = 24  # rows that a longer forward leaves to be truncated
 assert 2 * _SHORT + KEPT_ROWS + _STEP - 1 <= RING, "a ring holds the rows since the fold of a short forward, and another's"
@@ -99,7 +99,7 @@ class RecurrentLayers:
                 write_states(places, mixer.key_head_of_values, *shape, length, states.ctypes.data)
 
     def put(self, memory: RecurrentMemory, length: int, snapshot: U8) -> None:
-        """Have what `take` wrote, and nothing else."""
+        """Replace everything in a slot's memory by what `take` wrote."""
         for mixer, offsets, inputs, states in self._parts_of(snapshot):
             ring, positions = self._ring(memory, mixer, offsets), np.arange(length - len(inputs), length)
             ring[positions % len(ring), : mixer.channels] = inputs
@@ -152,7 +152,7 @@ class RecurrentLayers:
         state["num_sequences"] = len(memories)
 
     def commit(self) -> None:
-        """The forward has ended: what it wrote is the slots' now. One of the blocks that they had is kept as a spare."""
+        """The forward has ended: give the slots what it wrote. One of the blocks that they had is kept as a spare."""
         for memory, (buffer, fold) in self._pending.items():
             self._spare, memory.buffer, memory.folded = memory.buffer, buffer, fold
         self._pending.clear()

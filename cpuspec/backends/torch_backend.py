@@ -136,7 +136,7 @@ class TorchBackend:
         self._kind = _WeightKind.chosen(engine, self.device)
         # The host decides which experts run and when a state is folded: a forward with these cannot be recorded as a graph.
         recorded = self.device.type == "cuda" and not self.config.experts and not self.config.is_recurrent
-        self._recorder = Recorder(record_cuda_graph) if recorded else None
+        self.recorder = Recorder(record_cuda_graph) if recorded else None
         kv_format = get_kv_format(engine.kv_format)
         self._kv_layout = KV_LAYOUTS[kv_format.name]
         self._embed = checkpoint.tensors["embed"]  # stays where the file is: a forward wants a few rows of it
@@ -178,7 +178,7 @@ class TorchBackend:
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model, on its device."""
-        c, layout, recorder = self.config, self._kv_layout, self._recorder
+        c, layout, recorder = self.config, self._kv_layout, self.recorder
         zeros, mixers = partial(torch.zeros, device=self.device), recurrent_mixers(c)
         heads = [(mixer.kv_heads, mixer.dims, mixer.value_dims) for mixer in (layer.attention for layer in keeping_layers(c))]
 
@@ -206,7 +206,7 @@ class TorchBackend:
         batch.check(self.config, cache, self.max_rows)
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)  # torch has one number for the whole process
-        recorder = self._recorder if len(batch.tokens) <= _RECORDED_ROWS and not batch.adapters else None
+        recorder = self.recorder if len(batch.tokens) <= _RECORDED_ROWS and not batch.adapters else None
         step = self._step(batch, cache, for_recording=recorder is not None)
         tensors, run = list(step.tensors.values()), partial(self._run, step, self._adapted(batch))
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
@@ -273,8 +273,8 @@ class TorchBackend:
             storage, prefix = cache.storage(slot), cache.lengths[slot]
             start, stop = batch.q_start[b : b + 2].tolist()
             end = prefix + stop - start
-            if storage.provide(end) and self._recorder:
-                self._recorder.clear()
+            if storage.provide(end) and self.recorder:
+                self.recorder.clear()
             span = min(storage.size, max(_SPAN, 1 << (end - 1).bit_length())) if for_recording else end
             parts.append(_Part(slice(start, stop), storage, prefix, span))
             arrays["at", b] = np.arange(prefix, end)

@@ -16,26 +16,27 @@ _MAX_RECORDINGS = 64  # each holds some memory of its own, and costs two forward
 class Recorder:
     """Runs what comes for the first time, records what comes for the second, and then replays it over new inputs.
 
-    A key says all that a run depends on besides the contents of its inputs: shapes, and which memory it reads and writes. When
-    such memory goes away, whoever owns it calls `clear`. Outputs of a replay are valid until the next one.
+    A key says all that a run depends on besides the contents of its inputs: shapes, and which memory it reads and writes. The owner
+    of such memory calls `clear` before it goes away. Outputs of a replay are valid until the next one.
+    seen: keys that came once. recordings: by key the inputs, the outputs, and what runs it again.
     """
 
     def __init__(self, record: Record) -> None:
         self.num_replays = 0
         self._record = record
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
-        self._recordings: OrderedDict[Hashable, tuple[Sequence[Tensor], Outputs, Callable[[], object]]] = OrderedDict()
+        self.seen: OrderedDict[Hashable, None] = OrderedDict()
+        self.recordings: OrderedDict[Hashable, tuple[Sequence[Tensor], Outputs, Callable[[], object]]] = OrderedDict()
 
     def run(self, key: Hashable, inputs: Sequence[Tensor], device: torch.device, run: Run) -> Outputs:
         """What `run` returns for `inputs`, which lie in the host's memory and are brought to the device."""
-        recording = self._recordings.get(key)
-        if recording is None and key not in self._seen:
-            _keep(self._seen, key, None)
+        recording = self.recordings.get(key)
+        if recording is None and key not in self.seen:
+            _keep(self.seen, key, None)
             return run([each.to(device) for each in inputs])
         if recording is None:
             own = [each.to(device, copy=True) for each in inputs]
             recording = own, *self._record(lambda: run(own))
-            _keep(self._recordings, key, recording)
+            _keep(self.recordings, key, recording)
         held, outputs, replay = recording
         for ours, new in zip(held, inputs, strict=True):
             ours.copy_(new)
@@ -45,8 +46,8 @@ class Recorder:
 
     def clear(self) -> None:
         """Forget all recordings."""
-        self._recordings.clear()
-        self._seen.clear()
+        self.recordings.clear()
+        self.seen.clear()
 
 
 def _keep(kept: OrderedDict, key: Hashable, value: object) -> None:

@@ -2,9 +2,9 @@
 
 The backend owns the storage of a slot; this file owns lengths and limits. Keys and values can be truncated anywhere. A recurrent
 layer's state covers some first tokens of the slot, and the inputs of later ones are kept as rows: it can be truncated among these.
-Likewise a layer with a window may keep its last rows alone, which are then its state. Below, the lengths are left that a snapshot
-of the states was taken at, and the empty slot. `truncate`, `keep_path` and `copy` therefore return the length that the slot really
-holds, and the caller feeds the rest again.
+Likewise a layer with a window may keep only its last rows, which are then its state. A slot that is truncated further goes back to a
+length at which a snapshot of the states was taken, or to 0. `truncate`, `keep_path` and `copy` therefore return the length that the
+slot really holds, and the caller feeds the rest again.
 """
 
 from collections.abc import Callable
@@ -41,9 +41,9 @@ class BlockAccess:
 
 @dataclass(frozen=True)
 class SlotBytes:
-    """Bytes of a slot that holds tokens. per_token: of what is kept of every token; per_slot: of states, however many there are.
+    """Bytes of a slot that holds tokens. per_token: of what is kept of every token; per_slot: of states, for any number of tokens.
 
-    windows: of layers that keep their last rows alone, the most rows, and the bytes of one.
+    windows: for layers that keep only their last rows, the most rows, and the bytes of a row.
     """
 
     per_token: int
@@ -51,7 +51,7 @@ class SlotBytes:
     windows: tuple[tuple[int, int], ...] = ()
 
     def of(self, length: int) -> int:
-        """Bytes of so many tokens."""
+        """Bytes for `length` tokens."""
         rows = sum(min(length, most) * size for most, size in self.windows)
         return length * self.per_token + rows + (self.per_slot if length else 0)
 
@@ -60,30 +60,30 @@ class SlotBytes:
 class StateAccess:
     """How the states of layers that do not keep rows of all tokens leave a storage and come back, bit for bit.
 
-    reach(storage, length): the longest length, up to `length`, that the storage has all states of. A forward forgets those beyond
-    its slot's length.
-    take(storage, length, states): write those after `length` tokens, which the storage reaches, to U8 [num_bytes]. They depend on
-    the tokens alone, wherever the storage has them folded. put(storage, states, length): the storage has these and no others.
-    num_bytes: of states after many tokens; bytes_at: after a number of tokens, or an array of numbers; None for always the same.
-    apart: tokens between snapshots of a long prompt. passed: rows that a forward may have behind a length that it still reaches.
-    waits: tokens that may follow before the next forward forgets a state.
+    reach(storage, length): the longest length, up to `length`, whose states the storage has. A forward forgets the states of
+    lengths beyond its slot's.
+    save(storage, length, states): write the states after `length` tokens, which the storage reaches, to U8 [num_bytes]. They
+    depend only on the tokens. restore(storage, states, length): replace the storage's states by these.
+    num_bytes: of states after many tokens. bytes_at: of states after a number of tokens, or an array of numbers; None if they are
+    always num_bytes. apart: tokens between snapshots of a long prompt. passed: rows after a length that a forward may have, and
+    still reach it. waits: tokens that may follow before the next forward forgets a state.
     """
 
     num_bytes: int
     reach: Callable[[Any, int], int]
-    take: Callable[[Any, int, U8], None]
-    put: Callable[[Any, U8, int], None]
+    save: Callable[[Any, int, U8], None]
+    restore: Callable[[Any, U8, int], None]
     bytes_at: Callable[[Any], Any] | None = None
     apart: int = 1024
     passed: int = KEPT_ROWS
     waits: int = 0
 
     def size(self, length: int) -> int:
-        """Bytes of the states after so many tokens."""
+        """Bytes of the states after `length` tokens."""
         return int(self.bytes_at(length)) if self.bytes_at else self.num_bytes
 
     def sizes(self, capacity: int) -> list[int]:
-        """The different ones, after up to `capacity` tokens."""
+        """The sizes that occur after 1 to `capacity` tokens."""
         every = self.bytes_at(np.arange(1, capacity + 1)) if self.bytes_at else self.num_bytes
         return [int(size) for size in np.unique(every)]
 
@@ -161,7 +161,7 @@ class KVCache:
         return self.bytes_of(max(self.lengths[slot], self._longest[slot]))
 
     def bytes_of(self, length: int) -> int:
-        """Bytes of a slot that holds so many tokens."""
+        """Bytes of a slot that holds `length` tokens."""
         return self.sizes.of(length)
 
     def reachable(self, slot: int, length: int) -> int:
@@ -179,7 +179,7 @@ class KVCache:
     def take_snapshot(self, slot: int, length: int, beside: U8 = _NOTHING) -> bool:
         """Keep the states after the first `length` tokens, if the slot can still be truncated to them; returns whether it is there.
 
-        beside: bytes to keep behind them. It stays until the slot is truncated below or dropped, or something forgets it.
+        beside: bytes to keep after them. The snapshot stays until the slot is truncated below or dropped, or something forgets it.
         """
         assert self.states, "asked of caches with states only"
         if length in self._snapshots[slot]:
@@ -188,7 +188,7 @@ class KVCache:
             return False
         size = self.states.size(length)
         taken = np.empty(size + len(beside), np.uint8)
-        self.states.take(self.storage(slot), length, taken[:size])
+        self.states.save(self.storage(slot), length, taken[:size])
         taken[size:] = beside
         self._snapshots[slot] = dict(sorted([*self._snapshots[slot].items(), (length, taken)]))
         return True
@@ -206,7 +206,7 @@ class KVCache:
                 f"slot {slot} holds {self.lengths[slot]} tokens and takes uint8 [{size}] or more, "
                 f"got {taken.dtype} {taken.shape} of {length} tokens"
             )
-        self.states.put(self.storage(slot), taken[:size], length)
+        self.states.restore(self.storage(slot), taken[:size], length)
         self._snapshots[slot] = {length: taken}
 
     def truncate(self, slot: int, length: int) -> int:
@@ -259,7 +259,7 @@ class KVCache:
         if length and self.states:
             self.take_snapshot(source, length)
             self._snapshots[slot] = {taken: one for taken, one in self._snapshots[source].items() if taken <= length}
-            self.states.put(self.storage(slot), self._snapshots[slot][length][: self.states.size(length)], length)
+            self.states.restore(self.storage(slot), self._snapshots[slot][length][: self.states.size(length)], length)
         return length
 
     def block_shape(self, length: int) -> tuple[int, int]:
@@ -315,7 +315,7 @@ class KVCache:
         if self.states and self._snapshots[slot]:
             held = self._snapshots[slot]
             if length in held and self.states.reach(self.storage(slot), length) < length:
-                self.states.put(self.storage(slot), held[length][: self.states.size(length)], length)
+                self.states.restore(self.storage(slot), held[length][: self.states.size(length)], length)
             self._snapshots[slot] = {taken: one for taken, one in held.items() if taken <= length}
         return length
 

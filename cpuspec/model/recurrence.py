@@ -45,7 +45,7 @@ class RecurrentState:
     records: list[Record] = field(default_factory=list)
 
     def begin(self, length: int) -> None:
-        """Forget everything from token `length` on, and fold what no later truncation asks for. Call it before a forward's rows."""
+        """Forget everything from token `length` on, and fold rows that no later truncation needs. Call it before a forward's rows."""
         if length == 0:
             self.folded, self.records = 0, []
             self.state, self.inputs = self.zeros(self.state_shape), self.zeros((self.taps - 1, self.channels))
@@ -69,7 +69,7 @@ class RecurrentState:
         return self.last(length), self.inputs[start : start + self.taps - 1]
 
     def put(self, length: int, state: Any, inputs: Any) -> None:
-        """Have what `taken` returned, and nothing else."""
+        """Replace everything by what `taken` returned."""
         self.folded, self.records, self.state, self.inputs = length, [], state, inputs
 
 
@@ -86,7 +86,7 @@ def new_state(mixer: Recurrent, zeros: Callable[[tuple[int, ...]], Any]) -> Recu
 
 
 def state_numbers(config: ModelConfig, rows: int) -> int:
-    """Numbers that the recurrent layers of a slot keep: their states, and records and inputs of so many rows."""
+    """Numbers that the recurrent layers of a slot keep: their states, and records and inputs of `rows` rows."""
     found = 0
     for mixer in recurrent_mixers(config):
         found += (rows + mixer.taps - 1) * mixer.channels

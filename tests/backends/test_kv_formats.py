@@ -32,9 +32,8 @@ class _Case:
     checkpoint: Checkpoint
     kv_format: str
 
-    def backend(self, threads: int = 1, name: str = "numba") -> Backend:
-        settings = EngineConfig(threads=threads, max_rows=64, kv_format=self.kv_format)
-        return make_backend(name, self.checkpoint, settings)
+    def backend(self, threads: int = 1) -> Backend:
+        return make_backend("numba", self.checkpoint, EngineConfig(threads=threads, max_rows=64, kv_format=self.kv_format))
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -62,14 +61,18 @@ def alone(case: _Case) -> np.ndarray:
     return logits
 
 
+@every_backend(("numba", "torch"))
 def test_logits_agree_with_the_reference_to_what_rounding_the_other_way_makes(
-    case: _Case, alone: np.ndarray, unrounded: np.ndarray
+    case: _Case, unrounded: np.ndarray, name: str
 ) -> None:
-    wanted = reference(case.checkpoint, TOKENS, case.kv_format)
+    wanted, got = (
+        reference(case.checkpoint, TOKENS, case.kv_format),
+        computed(name, case.checkpoint, TOKENS, kv_format=case.kv_format),
+    )
     budgets = {"f32": 1e-4, "f16": 3e-3, "bf16": 2e-2, "int8": 3e-2, "int4": 0.3}
-    assert np.abs(alone - wanted).max() < budgets[case.kv_format]
+    assert np.abs(got - wanted).max() < budgets[case.kv_format]
     # The format shows: without rounding the reference is much further away than with it.
-    apart = np.square(alone - wanted).mean() / np.square(alone - unrounded).mean()
+    apart = np.square(got - wanted).mean() / np.square(got - unrounded).mean()
     assert apart < 0.2 or case.kv_format == "f32"
 
 

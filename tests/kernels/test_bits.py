@@ -59,6 +59,12 @@ def _products(tensor: QuantTensor, order: str, x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(out[:, : tensor.shape[0]])
 
 
+def _check(tensor: QuantTensor, order: str, x: np.ndarray, wanted: np.ndarray) -> None:
+    """Compare the bits of the products of any number of rows."""
+    for rows in ROWS:
+        assert np.array_equal(_bits(_products(tensor, order, x[:rows])), _bits(wanted)[:rows]), f"{rows} rows"
+
+
 def _wanted(tensor: QuantTensor, inputs: reference.Inputs) -> np.ndarray:
     if tensor.format.rotated:
         return reference.rotated_times(tensor, inputs)
@@ -72,9 +78,7 @@ CODES = [(name, order) for name in READERS for order in (("rotated",) if FORMATS
 def test_products_of_codes_are_those_of_the_reference_for_any_number_of_rows(name: str, order: str) -> None:
     tensor = _codes(name)
     x = _rows(max(ROWS), tensor.shape[1])
-    wanted = _bits(_wanted(tensor, reference.quantized(x, order)))
-    for rows in ROWS:
-        assert np.array_equal(_bits(_products(tensor, order, x[:rows])), wanted[:rows]), f"{rows} rows"
+    _check(tensor, order, x, _wanted(tensor, reference.quantized(x, order)))
 
 
 @pytest.mark.parametrize("name", FLOAT_CODES)
@@ -89,9 +93,9 @@ def test_products_of_codes_of_floats_are_those_of_the_reference_for_any_number_o
     finite = QuantTensor(tensor.format, tensor.shape, tensor.format.join(parts))
     wanted_of_finite = reference.float_codes_times(finite, x)
     assert np.isfinite(wanted_of_finite).all()
+    _check(finite, "f32", x, wanted_of_finite)
     for rows in ROWS:
         assert np.array_equal(np.isnan(_products(tensor, "f32", x[:rows])), np.isnan(wanted[:rows])), f"{rows} rows"
-        assert np.array_equal(_bits(_products(finite, "f32", x[:rows])), _bits(wanted_of_finite[:rows])), f"{rows} rows"
 
 
 @pytest.mark.parametrize("in_features", [1, 2, 51])
@@ -99,9 +103,7 @@ def test_products_of_codes_of_floats_are_those_of_the_reference_for_any_number_o
 def test_products_of_numbers_are_those_of_the_reference_for_any_number_of_rows(name: str, in_features: int) -> None:
     tensor = QuantTensor.encode(FORMATS[name], np.random.default_rng(3).standard_normal((OUT_FEATURES, in_features)))
     x = _rows(max(ROWS), in_features)
-    wanted = _bits(reference.numbers_times(tensor.dequantize(), x))
-    for rows in ROWS:
-        assert np.array_equal(_bits(_products(tensor, activation_order(name), x[:rows])), wanted[:rows]), f"{rows} rows"
+    _check(tensor, activation_order(name), x, reference.numbers_times(tensor.dequantize(), x))
 
 
 @pytest.mark.parametrize("order", sorted({"rounded", activation_order("bf16")}))
