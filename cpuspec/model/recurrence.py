@@ -45,7 +45,7 @@ class RecurrentState:
     records: list[Record] = field(default_factory=list)
 
     def begin(self, length: int) -> None:
-        """Forget everything from token `length` on, and fold rows that no later truncation needs. Call it before a forward's rows."""
+        """Forget everything from token `length` on, and fold rows that no truncation needs. Call it before a forward's rows."""
         if length == 0:
             self.folded, self.records = 0, []
             self.state, self.inputs = self.zeros(self.state_shape), self.zeros((self.taps - 1, self.channels))
