@@ -2,9 +2,9 @@
 
 The backend owns the storage of a slot; this file owns lengths and limits. Keys and values can be truncated anywhere. A recurrent
 layer's state covers some first tokens of the slot, and the inputs of later ones are kept as rows: it can be truncated among these.
-Likewise a layer with a window may keep only its last rows, which are then its state. A slot that is truncated further goes back to a
-length at which a snapshot of the states was taken, or to 0. `truncate`, `keep_path` and `copy` therefore return the length that the
-slot really holds, and the caller feeds the rest again.
+Likewise a layer with a window may keep only its last rows, which are then its state. A slot that is truncated further goes back to
+a length at which a snapshot of the states was taken, or to 0. `truncate`, `keep_path` and `copy` therefore return the length that
+the slot really holds, and the caller feeds the rest again.
 """
 
 from collections.abc import Callable
