@@ -112,6 +112,8 @@ class LLM:
     Other threads change no answer. An interrupt in a step, or a forward that fails, ends the requests of all threads: their streams
     end as "aborted", and `generate` and `chat` raise CpuspecError. A forked child has the model, too, and none of the parent's
     requests. With another backend than numba, any use of it in the child raises BackendError.
+
+    engine, backend, context, drafts: the parts that it is made of, for tools. Their calls are for the thread that runs the steps.
     """
 
     def __init__(
@@ -216,22 +218,22 @@ class LLM:
         self.quantization = checkpoint.quantization if checkpoint else ""  # as `Checkpoint.quantization`
         self.num_parameters = sum(prod(one.shape) for one in checkpoint.tensors.values()) if checkpoint else 0
         self._final_norm = final_norm(checkpoint) if checkpoint else None
-        self._backend = backend
-        self._drafts = proposer.levels
+        self.backend = backend
+        self.drafts = proposer.levels  # the models that draft, the cheapest first
         self._planner = proposer if isinstance(proposer, Planner) else None
-        self._context = context
-        self._contexts: list[tuple[str, LevelContext]] = [(draft.name, draft.context) for draft in self._drafts]
+        self.context = context
+        self._contexts: list[tuple[str, LevelContext]] = [(draft.name, draft.context) for draft in self.drafts]
         self._contexts.append(("target", context))
-        self._choose = partial(build_chosen, default=proposer, opened=opened, vocab_size=self._context.vocab_size)
+        self._choose = partial(build_chosen, default=proposer, opened=opened, vocab_size=self.context.vocab_size)
         chosen = ChosenDrafts(proposer, self._choose)
-        self._guard = GuardedProposer(chosen, self._context, settings.plain_on_draft_error)
+        self._guard = GuardedProposer(chosen, self.context, settings.plain_on_draft_error)
         contexts = [one for _, one in self._contexts]
         max_bytes = _bytes_left(contexts, settings) if device_of(backend) == "cpu" else None  # else keys and values lie elsewhere
-        self._engine = Engine(self._context, self._guard, tokenizer, max_bytes)
-        if self._engine.most_tokens < self.context_length:
-            _warn_of_long_contexts(self._engine, self.context_length, contexts)
+        self.engine = Engine(self.context, self._guard, tokenizer, max_bytes)
+        if self.engine.most_tokens < self.context_length:
+            _warn_of_long_contexts(self.engine, self.context_length, contexts)
         self._prefix_queue = _keep_prefixes(contexts, settings)
-        self._shared = SharedEngine(self._engine, all(one.backend.survives_fork for one in contexts))
+        self._shared = SharedEngine(self.engine, all(one.backend.survives_fork for one in contexts))
         # If it is dropped without `close`, or the process exits, no step may outlive the memory that it uses.
         weakref.finalize(self, self._shared.close)
 
@@ -251,13 +253,13 @@ class LLM:
         replaces an adapter of the same name.
         Raises ConfigError, CheckpointError for an adapter of another model, and BackendError if the backend applies none.
         """
-        check_adapts(self._backend)
+        check_adapts(self.backend)
         self.adapters.load(Path(path), name, scale, replaces)
 
     def adapter_set(self, lora: Lora = None) -> AdapterSet:
         """The adapters of a request that names `lora`; for None those that this LLM applies by itself."""
         if lora is not None:
-            check_adapts(self._backend)
+            check_adapts(self.backend)
         found = self.adapters.chosen(lora)
         return self.adapters.default if found is None else found
 
@@ -394,7 +396,7 @@ class LLM:
             self._shared.check_open()
             with self._shared.exclusive():
                 self.job_step(job)
-            if self._engine.has_work:  # of other threads, which would wait until all is read
+            if self.engine.has_work:  # of other threads, which would wait until all is read
                 self._shared.step()
 
     def embedding_job(
@@ -419,7 +421,7 @@ class LLM:
             )
         ids = self._checked_ids(prompts, parse_special=False)
         used = self.adapters.default if adapters is None else adapters
-        return EmbeddingJob(self._backend, self._final_norm, ids, pooling, dimensions, self.max_sequences, used)
+        return EmbeddingJob(self.backend, self._final_norm, ids, pooling, dimensions, self.max_sequences, used)
 
     def ranking_job(
         self, pairs: Seq[tuple[str, str]], pooling: str | None = None, adapters: AdapterSet | None = None
@@ -448,18 +450,18 @@ class LLM:
         cache_salt: of later requests that may use the texts as cached prefixes; None for no such requests.
         """
         used = self.adapters.default if adapters is None else adapters
-        keep = None if cache_salt is None else partial(self._context.insert_rows, salt=salt_of(cache_salt, used))
-        return ScoringJob(self._backend, self._checked_ids(prompts), num_top, used, keep)
+        keep = None if cache_salt is None else partial(self.context.insert_rows, salt=salt_of(cache_salt, used))
+        return ScoringJob(self.backend, self._checked_ids(prompts), num_top, used, keep)
 
     def _checked_ids(self, prompts: Prompt | Seq[Prompt], parse_special: bool = True) -> list[list[int]]:
         ids = [self._prompt_ids(prompt, parse_special) for prompt in _listed(prompts)]
         for tokens in ids:
-            self._engine.check(tokens, SamplingParams())
+            self.engine.check(tokens, SamplingParams())
         return ids
 
     def job_step(self, job: Job) -> None:
         """Run one forward of the job, a short one where answers wait. The thread that calls `step` calls this, between steps."""
-        job.step(self._context.prompt_rows if self._engine.has_work else None)
+        job.step(self.context.prompt_rows if self.engine.has_work else None)
 
     def submit(self, wanted: RequestedAnswer, receiver: Receiver) -> int:
         """Queue an answer for a program with an event loop, whose own thread calls `step`; returns the request's id.
@@ -490,16 +492,16 @@ class LLM:
         self._shared.check_open()
         if params.draft is not None:
             self._choose(params.draft)
-        self._engine.check(prompt, params)
+        self.engine.check(prompt, params)
 
     def has_compiled(self, params: SamplingParams) -> bool:
         """Whether the grammar of params is compiled already. Any thread may call this at any time."""
-        return self._engine.has_compiled(params)
+        return self.engine.has_compiled(params)
 
     @property
     def levels(self) -> dict[str, LevelCounters]:
         """Drafted and accepted tokens of each drafter, over all requests that have ended."""
-        return dict(self._engine.levels)
+        return dict(self.engine.levels)
 
     @property
     def num_draft_failures(self) -> int:
@@ -543,7 +545,7 @@ class LLM:
         tokens = self._prompt_ids(prompt)
         self._check_unadapted()
         with self._shared.exclusive():
-            write = self._context.prefix_writer(tokens, Path(path), cache_salt)
+            write = self.context.prefix_writer(tokens, Path(path), cache_salt)
 
         def written() -> int:
             try:
@@ -564,13 +566,13 @@ class LLM:
     def read_prefix(self, path: str | Path) -> PrefixPart:
         """The first part of `restore_prefix`, which reads the file and may run beside steps. `hold_prefix` is the second part."""
         self._shared.check_open()
-        return self._context.read_prefix(Path(path))
+        return self.context.read_prefix(Path(path))
 
     def hold_prefix(self, part: PrefixPart, cache_salt: str = "") -> int:
         """See `read_prefix`."""
         self._check_unadapted()
         with self._shared.exclusive():
-            return self._context.insert_prefix(part, cache_salt)
+            return self.context.insert_prefix(part, cache_salt)
 
     def _check_unadapted(self) -> None:
         if self.adapters.default:
@@ -595,7 +597,7 @@ class LLM:
     def round_parts(self) -> list[RoundPart]:
         """The parts of the time of all steps so far: reading prompts, drafting, verifying, and the rest."""
         with self._shared.exclusive():
-            return round_parts(self._context, self._drafts, self._planner)
+            return round_parts(self.context, self.drafts, self._planner)
 
     def close(self) -> None:
         """Release the models as soon as no step runs. Further calls do nothing; any other use then raises ConfigError.
@@ -622,7 +624,7 @@ class LLM:
     def __repr__(self) -> str:
         state = ", closed" if self._shared.closed else ""
         shape = f"{self.config.architecture}, {self.config.num_layers} layers, context_length={self.context_length}"
-        return f"<LLM {self.name!r} on {self._backend.name}: {shape}, spec={str(self.spec)!r}, threads={self.threads}{state}>"
+        return f"<LLM {self.name!r} on {self.backend.name}: {shape}, spec={str(self.spec)!r}, threads={self.threads}{state}>"
 
     def _adapter_sets(self, wanted: Loras, num_prompts: int) -> list[AdapterSet]:
         """Of each prompt. Raises ConfigError as `adapter_set` does."""

@@ -83,8 +83,9 @@ class Context:
 
     vocab_size: length of the rows of logits, None for the model's own. Vocabularies of one family may be padded to different
     lengths, as Qwen2.5's are. A draft model's rows then get the target's length: further ids are cut off, missing ones are
-    impossible. possible: [vocab_size] whether each token is possible in its rows; None for all. prompt_rows: rows of prompts that
-    one score feeds beside sequences that generate (`EngineConfig.prompt_rows`).
+    impossible.
+    possible: [vocab_size] whether each token is possible in its rows; None for all.
+    prompt_rows: rows of prompts that one score feeds beside sequences that generate (`EngineConfig.prompt_rows`).
     """
 
     waiting_bytes = 0

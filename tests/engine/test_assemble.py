@@ -241,7 +241,7 @@ def test_auto_stands_first_and_joins_no_models(text: str, message: str) -> None:
 def test_models_verify_what_stands_before_them(models: Path) -> None:
     target = open_checkpoint(models / "target.gguf")
     with LLM(target, f"ngram,{models / 'draft.gguf'}@3,self:q4_0@5:0.5+ngram,skip:1") as llm:
-        chosen = llm._engine._proposer._inner  # the guard is around every proposer
+        chosen = llm.engine._proposer._inner  # the guard is around every proposer
         assert isinstance(chosen, ChosenDrafts)
         skip = chosen.default
         assert isinstance(skip, ChainProposer)
@@ -408,7 +408,7 @@ def test_greedy_answers_are_the_same_with_every_chain_in_a_batch(
         assert plain.stats.levels == {}
         assert max(len(level.num_accepted_tokens_per_pos) for level in capped.stats.levels.values()) == 1
         most = max(len(ids) for ids in wanted)
-        assert llm.memory()[-1].kv_bytes > most * llm._context.cache.bytes_per_token
+        assert llm.memory()[-1].kv_bytes > most * llm.context.cache.bytes_per_token
 
 
 ACROSS = {
@@ -432,7 +432,7 @@ def test_levels_may_run_on_other_backends_than_the_target(models: Path, backend:
     with LLM(models / "target.gguf", spec, backend, threads=1, max_sequences=3) as llm:
         answers = llm.generate(PROMPTS, params)
         assert [answer.token_ids for answer in answers] == plain
-        ran = {draft.name: draft.context.backend.name for draft in llm._drafts}
+        ran = {draft.name: draft.context.backend.name for draft in llm.drafts}
         assert list(ran) == [level.name for level in llm.memory()[:-1]]
         for name, where in ran.items():
             assert where == (name.partition(":")[0] if name.partition(":")[0] in BACKENDS else backend)
@@ -441,7 +441,7 @@ def test_levels_may_run_on_other_backends_than_the_target(models: Path, backend:
 
 def test_a_level_may_have_settings_of_its_own(models: Path) -> None:
     with LLM(models / "target.gguf", f"ngram,numba:kv_format=f32:{models / 'draft.gguf'}", threads=1) as llm:
-        [draft] = llm._drafts
+        [draft] = llm.drafts
         assert draft.name == "numba:kv_format=f32:draft.gguf"
         assert draft.context.cache.bytes_per_token == 2 * 32 * 4  # keys and values of one head in one layer
         assert len(llm.generate("x", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
@@ -451,7 +451,7 @@ def test_a_level_may_have_settings_of_its_own(models: Path) -> None:
 
 def test_a_draft_on_another_backend_has_none_of_the_settings_of_the_targets(models: Path) -> None:
     with LLM(models / "target.gguf", f"numba:{models / 'draft.gguf'}", "torch:cpu,dtype=bf16", threads=1) as llm:
-        assert [draft.context.backend.name for draft in llm._drafts] == ["numba"]
+        assert [draft.context.backend.name for draft in llm.drafts] == ["numba"]
         assert len(llm.generate("x", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
 
 

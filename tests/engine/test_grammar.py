@@ -168,7 +168,7 @@ def test_forced_tokens_save_forwards_and_change_nothing(name: str, plain: LLM) -
         num_forced = jumps.stats.levels["grammar"].num_accepted_tokens
         # The last forward's own token is behind the end where forced tokens lead there. Those that follow the prompt have a forward
         # of their own where prompts are computed in another arithmetic.
-        least = num_forced - 1 - has_prompt_arithmetic(plain._backend)
+        least = num_forced - 1 - has_prompt_arithmetic(plain.backend)
         assert least <= none.stats.num_forwards - jumps.stats.num_forwards <= num_forced
         assert jumps.stats.num_forwards < none.stats.num_forwards
         assert jumps.stats.levels["grammar"].accepted_per_proposed == 1
@@ -187,7 +187,7 @@ def test_an_answer_ends_where_its_grammar_does_without_another_forward(plain: LL
     (answer,) = plain.generate(PROMPT, choices="the house")
     assert (answer.text, answer.finish_reason) == ("the house", "stop")
     # Tokens behind the prompt have a forward of their own where prompts are computed in another arithmetic.
-    assert answer.stats.num_forwards == 1 + has_prompt_arithmetic(plain._backend)
+    assert answer.stats.num_forwards == 1 + has_prompt_arithmetic(plain.backend)
     assert not plain.tokenizer.eos_ids & set(answer.token_ids)
 
 

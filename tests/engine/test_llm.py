@@ -28,7 +28,7 @@ def expected(prompt: list[int], params: SamplingParams = PARAMS) -> dict[str, An
 
 
 def num_free_slots(llm: LLM) -> int:
-    return llm._engine._context.num_free_slots
+    return llm.context.num_free_slots
 
 
 @pytest.mark.parametrize("spec", [None, "none", *LOOKUPS])
@@ -54,7 +54,7 @@ def test_the_parts_of_rounds_add_up_to_the_time_of_steps(spec: str) -> None:
     llm.generate(["abab", "ab"], PARAMS)
     parts = {part.name: part for part in llm.round_parts()}
     assert sum(part.count for name, part in parts.items() if "forwards over" in name) == llm.reads()[-1].num_forwards
-    whole_s = llm._engine._context.spent.of("step")
+    whole_s = llm.context.spent.of("step")
     assert sum(part.seconds for part in parts.values()) == pytest.approx(whole_s)
     assert all(part.seconds >= 0 for part in parts.values())
 
@@ -102,7 +102,7 @@ def test_closing_or_leaving_a_stream_frees_its_slot() -> None:
     unstarted = llm.stream("ab", PARAMS)
     del unstarted
     assert num_free_slots(llm) == 1
-    assert not llm._engine.has_work
+    assert not llm.engine.has_work
     assert not llm._shared._inboxes
 
 
@@ -123,7 +123,7 @@ def test_streams_and_batches_interleave() -> None:
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, MemoryError])
 def test_an_interrupted_call_leaves_the_model_usable(interrupt: type[BaseException]) -> None:
     llm = toy_llm(max_sequences=1)
-    whole, calls = llm._backend.forward, []
+    whole, calls = llm.backend.forward, []
 
     def forward(batch: Any, cache: Any) -> Any:
         calls.append(batch)
@@ -131,7 +131,7 @@ def test_an_interrupted_call_leaves_the_model_usable(interrupt: type[BaseExcepti
             raise interrupt
         return whole(batch, cache)
 
-    llm._backend.forward = forward  # type: ignore[method-assign]
+    llm.backend.forward = forward  # type: ignore[method-assign]
     with pytest.raises(interrupt):
         llm.generate(["ab", "c"], PARAMS)
     assert num_free_slots(llm) == 1
@@ -146,36 +146,36 @@ def test_an_answer_that_is_broken_off_leaves_its_figures(interrupt: bool) -> Non
     assert llm.aborted_stats is None
     stream = llm.stream("ab", PARAMS)
     num_tokens = sum(len(next(stream).token_ids) for _ in range(2))
-    whole = llm._backend.forward
+    whole = llm.backend.forward
 
     def interrupted(batch: Any, cache: Any) -> Any:
         raise KeyboardInterrupt
 
     if interrupt:
-        llm._backend.forward = interrupted  # type: ignore[method-assign]
+        llm.backend.forward = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             next(stream)
-        llm._backend.forward = whole  # type: ignore[method-assign]
+        llm.backend.forward = whole  # type: ignore[method-assign]
     else:
         stream.close()  # type: ignore[attr-defined]
     assert llm.aborted_stats is not None
     assert llm.aborted_stats.num_new_tokens == num_tokens
-    assert not llm._engine.has_work
+    assert not llm.engine.has_work
 
 
 def test_a_stream_whose_engine_was_interrupted_by_another_call_ends_as_aborted() -> None:
     llm = toy_llm(max_sequences=2)
     stream = llm.stream("ab", PARAMS)
     next(stream)
-    whole = llm._backend.forward
+    whole = llm.backend.forward
 
     def interrupted(batch: Any, cache: Any) -> Any:
         raise KeyboardInterrupt
 
-    llm._backend.forward = interrupted  # type: ignore[method-assign]
+    llm.backend.forward = interrupted  # type: ignore[method-assign]
     with contextlib.suppress(KeyboardInterrupt):
         llm.generate("c", PARAMS)
-    llm._backend.forward = whole  # type: ignore[method-assign]
+    llm.backend.forward = whole  # type: ignore[method-assign]
     rest = list(stream)
     assert rest[-1].finish_reason == "aborted"
     assert num_free_slots(llm) == 2
@@ -186,7 +186,7 @@ def test_a_failure_after_one_request_ended_still_delivers_that_requests_answer()
     short = llm.stream("ab", SamplingParams(max_tokens=3, ignore_eos=True))
     long = llm.stream("c", PARAMS)
     parts = [next(short), next(long)]
-    decoder = llm._engine._requests[1].text._decoder
+    decoder = llm.engine._requests[1].text._decoder
     whole, pushed = decoder.push, []
 
     def failing(id: int) -> str:
@@ -207,7 +207,7 @@ def test_an_answer_whose_end_was_lost_says_so_instead_of_waiting() -> None:
     llm = toy_llm(max_sequences=2)
     short = llm.stream("ab", SamplingParams(max_tokens=2, ignore_eos=True))
     next(short)
-    llm._engine.step()  # somebody takes the outputs and loses them
+    llm.engine.step()  # somebody takes the outputs and loses them
     with pytest.raises(CpuspecError, match="was lost"):
         list(short)
 
@@ -236,7 +236,7 @@ def test_prompts_that_cannot_run_are_clear_errors_and_leave_nothing_behind(promp
     llm = toy_llm()
     with pytest.raises(ConfigError, match=message):
         llm.generate(["ab", *prompts] if isinstance(prompts, list) else prompts, PARAMS)
-    assert not llm._engine.has_work
+    assert not llm.engine.has_work
     assert not llm._shared._inboxes
 
 
@@ -253,7 +253,7 @@ def test_a_closed_model_says_so() -> None:
     with toy_llm() as llm:
         stream = llm.stream("ab", PARAMS)
         next(stream)
-    assert llm._backend.closed  # type: ignore[attr-defined]
+    assert llm.backend.closed  # type: ignore[attr-defined]
     llm.close()
     for use in (lambda: llm.generate("ab"), lambda: llm.stream("ab"), lambda: list(stream)):
         with pytest.raises(ConfigError, match="this LLM is closed"):
@@ -279,7 +279,7 @@ def test_what_is_no_conversation_is_a_clear_error(messages: Any) -> None:
         return
     with pytest.raises(ConfigError, match="messages are a text, a list of messages"):
         llm.chat(messages, PARAMS)
-    assert not llm._engine.has_work
+    assert not llm.engine.has_work
 
 
 def test_fields_of_params_can_be_given_by_name() -> None:

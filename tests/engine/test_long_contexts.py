@@ -21,7 +21,7 @@ def test_a_context_longer_than_the_memory_is_told_with_the_length_that_fits(
     with LLM(path, backend=backend, spec="none") as llm:
         [target] = llm.memory()
         length = llm.context_length
-        kept = llm._context.cache.bytes_of(length)
+        kept = llm.context.cache.bytes_of(length)
     assert "--context-length" not in caplog.text
     usable = target.weight_bytes + kept // 2  # of which answers may take half
     monkeypatch.setattr(module, "SYSTEM", replace(SYSTEM, memory=lambda: Memory(usable, usable)))

@@ -149,7 +149,7 @@ def test_states_of_a_hybrid_model_and_of_its_head_count_and_answers_stay(tmp_pat
 
     def answers(most: int | None) -> tuple[list[list[int]], int]:
         with LLM(path, "mtp", threads=1, max_sequences=6, max_rows=64, keep_packed=False) as llm:
-            running, engine = [0], llm._engine
+            running, engine = [0], llm.engine
             caches = [one.cache for one in engine._contexts]
             assert [cache.state_bytes > 0 for cache in caches] == [True, False]
             if most:

@@ -94,7 +94,7 @@ def test_an_answer_is_that_of_a_model_without_a_prefix_store(opened: Open, tmp_p
     plain = opened(family, prefix_cache_gb=0)
     expected = {how: one_by_one(plain, PROMPTS, params) for how, params in HOW.items()}
     assert not any(cached(expected["greedy"]))
-    room = plain._context.cache.bytes_of(2 * len(FIRST)) / 1e9
+    room = plain.context.cache.bytes_of(2 * len(FIRST)) / 1e9
     for name, gb in {"memory": 1.0, "a tight memory": 4 * room, "the disk": 0.0}.items():
         directory = str(tmp_path / name)
         for start in ("first", "after a restart"):
@@ -132,9 +132,9 @@ def test_a_prompt_that_was_given_up_in_its_midst_is_gone_on_with(opened: Open, f
     params = HOW["greedy"]
     expected = opened(family, prefix_cache_gb=0).generate([FIRST], params)
     llm = opened(family, prefix_cache_gb=1.0)
-    number = llm._engine.add_request(FIRST, params)
-    llm._engine.step()
-    output = llm._engine.abort(number)
+    number = llm.engine.add_request(FIRST, params)
+    llm.engine.step()
+    output = llm.engine.abort(number)
     assert output
     assert output.finish_reason == "aborted"
     (answer,) = llm.generate([FIRST], params)
@@ -246,8 +246,8 @@ def test_vllm_43559_a_state_that_is_not_that_of_its_key_would_be_seen(opened: Op
     """The negative control of every comparison above."""
     params, plain, llm = HOW["greedy"], opened(family, prefix_cache_gb=0), opened(family, prefix_cache_gb=1.0)
     llm.generate([FIRST, text(len(FIRST), 9)], max_tokens=60, ignore_eos=True)
-    cache, later = llm._context.cache, [*FIRST, *text(20, 5)]
-    right, wrong = sorted(filter(cache.snapshots, range(3)), key=lambda slot: llm._context._held[slot][:5] != FIRST[:5])
+    cache, later = llm.context.cache, [*FIRST, *text(20, 5)]
+    right, wrong = sorted(filter(cache.snapshots, range(3)), key=lambda slot: llm.context._held[slot][:5] != FIRST[:5])
     length = len(FIRST) - 1
     taken = cache.snapshots(right).pop(length)
     if damage == "a length off by one":
@@ -270,7 +270,7 @@ def test_a_head_has_the_same_rows_after_a_hit_as_after_reading(opened: Open, tmp
 
     def rows(llm: LLM) -> tuple[int, np.ndarray]:
         """How many tokens a later turn has from the cache, and the head's keys and values of it."""
-        head: Any = llm._drafts[0].context
+        head: Any = llm.drafts[0].context
         stream, is_there = llm.stream(later, SamplingParams(max_tokens=300, ignore_eos=True)), False
         while not is_there:  # a head drafts when its rows are there, and nobody waits for its disk
             output = next(stream)

@@ -71,17 +71,17 @@ def test_a_prompt_that_is_scored_and_answered_is_read_once(llm: LLM) -> None:
     prompt = [(7 * i + i * i) % 380 for i in range(400)]
     usual = llm.generate([prompt], max_tokens=3, cache_salt="other")[0]
     rows: list[int] = []
-    whole = llm._backend.forward
+    whole = llm.backend.forward
 
     def forward(batch: Any, cache: Any) -> Any:
         rows.append(len(batch.lists.tokens))
         return whole(batch, cache)
 
-    llm._backend.forward = forward  # type: ignore[method-assign]
+    llm.backend.forward = forward  # type: ignore[method-assign]
     try:
         answer = llm.generate([prompt], max_tokens=3, prompt_logprobs=1)[0]
     finally:
-        llm._backend.forward = whole  # type: ignore[method-assign]
+        llm.backend.forward = whole  # type: ignore[method-assign]
     assert len(prompt) <= sum(rows) < len(prompt) + 40
     assert answer.token_ids == usual.token_ids
     assert answer.prompt_logprobs == [None, *llm.score([prompt], 1)[0]]

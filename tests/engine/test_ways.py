@@ -60,7 +60,7 @@ def check_ways(checkpoint: Checkpoint, num_prompts: int, predicts: bool, part: s
     params = [SamplingParams(max_tokens=8 + number % 9, ignore_eos=True) for number in range(num_prompts)]
     params[1::2] = [replace(one, temperature=0.8, seed=number) for number, one in enumerate(params[1::2])]
     with LLM(checkpoint, "none", settings=replace(usual, threads=1, max_sequences=1)) as llm:
-        assert bool(llm._context.cache.sizes.windows) == bool(num_before)
+        assert bool(llm.context.cache.sizes.windows) == bool(num_before)
         wanted = [answer.token_ids for answer in llm.generate(prompts, params)]
     assert len({tuple(answer) for answer in wanted}) > num_prompts // 2
     compared = 0

@@ -49,7 +49,7 @@ def load(path: Path, **settings: Any) -> LLM:
 @contextmanager
 def before_forwards(llm: LLM, call: Callable[[], object]) -> Iterator[None]:
     """Within this context, an LLM calls the function before each forward of its target."""
-    backend = llm._backend
+    backend = llm.backend
     whole = backend.forward
 
     def forward(batch: Any, cache: Any) -> Any:

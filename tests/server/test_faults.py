@@ -308,7 +308,7 @@ def test_a_request_whose_rows_are_not_finite_gets_its_error_and_the_others_their
     path: Path, path_: str, stream: bool
 ) -> None:
     llm = load(path)
-    (poison,), whole = llm.tokenizer.encode("~", add_special=False), llm._backend.forward
+    (poison,), whole = llm.tokenizer.encode("~", add_special=False), llm.backend.forward
 
     def forward(batch: Any, cache: Any) -> Any:
         """No row of a sequence that brings the token is finite."""
@@ -322,7 +322,7 @@ def test_a_request_whose_rows_are_not_finite_gets_its_error_and_the_others_their
     bad = asked.get(path_, {"messages": [{"role": "user", "content": "the ~"}]}) | {"max_tokens": 5, "stream": stream}
     with serving(lambda: llm) as running, ThreadPoolExecutor(2) as pool:
         expected = running.post("/v1/completions", json=good).json()["choices"][0]["text"]
-        llm._backend.forward = forward  # type: ignore[method-assign]
+        llm.backend.forward = forward  # type: ignore[method-assign]
         others = [pool.submit(running.post, "/v1/completions", json=good | {"stream": one}) for one in (False, True)]
         reply = running.post(path_, json=bad)
         one, streamed = [other.result() for other in others]

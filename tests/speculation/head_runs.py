@@ -86,7 +86,7 @@ class Recorded:
 
 
 def recorded(llm: LLM) -> Recorded:
-    (level,) = llm._drafts
+    (level,) = llm.drafts
     assert isinstance(level, HeadProposer)
     return Recorded(level)
 

@@ -110,7 +110,7 @@ def naive_draft(target: Checkpoint, made: RandomHead, head: Head, tokens: list[i
 def test_a_draft_is_what_the_formulas_say(target: Checkpoint, heads: dict[str, RandomHead], kind: str) -> None:
     made, drafts = heads[kind], []
     with llm_over(target, f"{made.path}@4", "numpy") as llm:
-        (level,) = llm._drafts
+        (level,) = llm.drafts
         assert isinstance(level, HeadProposer)
         propose = level.propose
 

@@ -89,12 +89,12 @@ def answers(proposer: Proposer | None, params: SamplingParams, rounds: int = 1) 
     settings = EngineConfig(max_sequences=2)
     llm = LLM.from_backend(ToyBackend(2, memory=0.3), ToyTokenizer(8), "none", settings)  # type: ignore[arg-type]
     if proposer is not None:
-        llm._engine._proposer = proposer
-        llm._engine._contexts += [level.context for level in proposer.levels]
+        llm.engine._proposer = proposer
+        llm.engine._contexts += [level.context for level in proposer.levels]
     found = []
     for _ in range(rounds):
         found = [answer.token_ids for answer in llm.generate(PROMPTS, params)]
-        assert llm._context.num_free_slots == 2
+        assert llm.context.num_free_slots == 2
         for level in proposer.levels if proposer else ():
             assert level.context.num_free_slots == 2
     return found
@@ -129,7 +129,7 @@ def test_one_request_costs_no_other_its_drafts() -> None:
     failing = Failing("propose", poison=0)
     guarded = GuardedProposer(failing, Context(ToyBackend(2, memory=0.3), 2, 64))
     llm = LLM.from_backend(ToyBackend(2, memory=0.0), ToyTokenizer(8), "none")  # type: ignore[arg-type]
-    llm._engine._proposer = guarded
+    llm.engine._proposer = guarded
     poisoned, *others = llm.generate(PROMPTS, PARAMS["greedy"])
     drafted = [answer.stats.num_draft_tokens for answer in (poisoned, *others)]
     assert all(number > drafted[0] for number in drafted[1:])
@@ -151,6 +151,6 @@ def test_a_users_drafter_that_fails_ends_no_request_where_that_is_set(tmp_path: 
     assert found == answers(None, PARAMS["greedy"])
     assert llm.num_draft_failures == 3
     assert "propose of mine failed with ZeroDivisionError" in caplog.text
-    assert isinstance(llm._engine._proposer, GuardedProposer)
-    assert isinstance(llm._engine._proposer._inner, ChosenDrafts)
-    assert isinstance(llm._engine._proposer._inner.default, UserProposer)
+    assert isinstance(llm.engine._proposer, GuardedProposer)
+    assert isinstance(llm.engine._proposer._inner, ChosenDrafts)
+    assert isinstance(llm.engine._proposer._inner.default, UserProposer)

@@ -281,7 +281,7 @@ def test_auto_weighs_the_layer_of_the_file(tmp_path: Path, kind: str) -> None:
 def test_a_head_drafts_after_the_hidden_states_that_may_wait(tmp_path: Path) -> None:
     """A planner's head may be asked late, and so many rows of a long text do not wait for it."""
     with LLM(oracle_of(tmp_path, "gguf"), "mtp@3", settings=SETTINGS) as llm:
-        (level,) = llm._drafts
+        (level,) = llm.drafts
         level.context.most_waiting, waiting = 4, list[int]()
         learn = level.context.learn
 
@@ -295,7 +295,7 @@ def test_a_head_drafts_after_the_hidden_states_that_may_wait(tmp_path: Path) -> 
         assert counts.num_accepted_tokens == counts.num_draft_tokens > 10
         assert 4 <= max(waiting) <= 8
     with LLM(oracle_of(tmp_path, "gguf"), "auto", settings=SETTINGS) as llm:
-        assert llm._drafts[0].context.most_waiting
+        assert llm.drafts[0].context.most_waiting
 
 
 def test_a_named_head_takes_its_weights_of_the_memory_limit(tmp_path: Path) -> None:
