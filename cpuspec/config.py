@@ -55,10 +55,11 @@ def shown(value: object) -> str:
 
 def _check_integers(what: str, settings: object, limits: Mapping[str, tuple[int, int]]) -> None:
     """Raise ConfigError, which begins with `what`, unless each of these fields is an integer from least to largest."""
+    what = what and f"{what}: "
     for name, (least, largest) in limits.items():
         value = getattr(settings, name)
         if not fits(partial(whole, low=least, high=largest), value):
-            raise ConfigError(f"{what}: {name} must be an integer from {least} to {largest}, got {shown(value)}")
+            raise ConfigError(f"{what}{name} must be an integer from {least} to {largest}, got {shown(value)}")
 
 
 # Of a mixer that keeps a matrix for each head.
@@ -395,10 +396,9 @@ class HeadConfig:
             raise ConfigError('a head that reads keys of its target has fuses "matrix", injects and a target_size')
         if self.fuses not in ("matrix", "attention", "none", "alone"):
             raise ConfigError(f"fuses {self.fuses!r} is not supported; wanted matrix, attention, none or alone")
-        if not fits(partial(whole, low=0, high=1 << 22), self.feature_size):
-            raise ConfigError(f"feature_size must be an integer from 0 to {1 << 22}, got {shown(self.feature_size)}")
-        if self.num_logits is not None and not fits(partial(whole, low=1, high=1 << 24), self.num_logits):
-            raise ConfigError(f"num_logits must be an integer from 1 to {1 << 24}, got {shown(self.num_logits)}")
+        _check_integers(
+            "", self, {"feature_size": (0, 1 << 22)} | ({} if self.num_logits is None else {"num_logits": (1, 1 << 24)})
+        )
 
 
 # Fields of ModelConfig that have an entry for each layer, or none.
@@ -496,26 +496,23 @@ class ModelConfig:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not supported; wanted one of {', '.join(known)}")
         limits = {
-            "vocab_size": 1 << 24,
-            "hidden_size": 1 << 17,
-            "num_layers": 1 << 12,
-            "num_heads": 1 << 12,
-            "num_kv_heads": 1 << 12,
-            "head_dim": 1 << 10,
-            "context_length": _LONGEST_CONTEXT,
+            "vocab_size": (1, 1 << 24),
+            "hidden_size": (1, 1 << 17),
+            **dict.fromkeys(("num_layers", "num_heads", "num_kv_heads"), (1, 1 << 12)),
+            "head_dim": (1, 1 << 10),
+            "value_dim": (0, 1 << 10),
+            "context_length": (1, _LONGEST_CONTEXT),
+            "intermediate_size": (0 if self.layer_feeds else 1, 1 << 20),
+            "rope_dims": (0, self.head_dim),
+            "shared_size": (0, 1 << 20),
         }
-        for name, limit in limits.items():
-            value = getattr(self, name)
-            if not fits(partial(whole, low=1, high=limit), value):
-                raise ConfigError(f"{name} must be an integer from 1 to {limit}, got {shown(value)}")
+        _check_integers("", self, limits)
         for heads in (self.num_kv_heads, *self.layer_kv_heads):
             if not fits(partial(whole, low=1, high=self.num_heads), heads) or self.num_heads % heads:
                 raise ConfigError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {shown(heads)}")
         for dims in (self.head_dim, *self.layer_head_dims):
             if not fits(partial(whole, low=1, high=1 << 10), dims) or dims % 2:
                 raise ConfigError(f"head_dim must be even for rotary positions, got {shown(dims)}")
-        if not fits(partial(whole, low=0, high=1 << 10), self.value_dim):
-            raise ConfigError(f"value_dim must be an integer from 0 to {1 << 10}, got {shown(self.value_dim)}")
         if set(self.layer_head_dims) - {self.head_dim} and self.rope_dims:
             raise ConfigError("rope_dims is of heads that have as many numbers in every layer; wanted no layer_head_dims")
         if not fits(partial(number, low=0, below=1), self.norm_eps):
@@ -523,11 +520,8 @@ class ModelConfig:
         for name in ("rope_base", "local_rope_base"):
             if not fits(partial(number, above=1, high=1e15), getattr(self, name)):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}, wanted a number above 1, at most 1e15")
-        if not fits(partial(whole, low=0 if self.layer_feeds else 1, high=1 << 20), self.intermediate_size):
-            raise ConfigError(f"intermediate_size must be an integer from 1 to {1 << 20}, got {shown(self.intermediate_size)}")
-        for name, limit in (("rope_dims", self.head_dim), ("shared_size", 1 << 20)):
-            if not fits(partial(whole, low=0, high=limit), getattr(self, name)) or (name == "rope_dims" and self.rope_dims % 2):
-                raise ConfigError(f"{name} must be an integer from 0 to {limit}, got {shown(getattr(self, name))}")
+        if self.rope_dims % 2:
+            raise ConfigError(f"rope_dims must be even, got {self.rope_dims}")
         for name, lowest in (
             ("embedding_scale", 1e-6), ("query_scale", 1e-6), ("attention_softcap", 0), ("logit_softcap", 0),
             ("residual_scale", 1e-6), ("logit_scale", 1e-6),

@@ -145,7 +145,7 @@ def converse(chat: Chat) -> None:
 
 
 def _enable_editing() -> None:
-    """Line editing and history where Python has them."""
+    """Line editing and history, where Python has them."""
     with contextlib.suppress(ImportError):
         import_module("readline")  # input() uses it from then on
 

@@ -25,6 +25,17 @@ _SHOWN_REFUSALS = 20
 _ALWAYS_INSTALLED, _UNLIMITED = ("numpy", "numba"), 1 << 30  # sources of prompts where none are named
 
 
+ExcludeOption = Annotated[
+    list[Path] | None,
+    option("FILE", "An evaluation set, JSON or text: nothing with 13 words in a row of it is kept. Repeatable.", dir_okay=False),
+]
+FunctionsOption = Annotated[
+    str | None, option("LIST", "Have it write functions of these installed packages anew, as numpy,networkx.")
+]
+TemperaturesOption = Annotated[str, option("LIST", "Each prompt is answered at these; 0 is greedy.")]
+AnswerTokensOption = Annotated[int, option("N", "Tokens that one answer may have.", min=1)]
+
+
 @exit_codes()
 @options.takes_running("max_rows", "mmap", *(name for name in options.HOW if name != "dtype"))  # --dtype is that of the samples
 def extract(
@@ -103,19 +114,12 @@ def answers(
     ],
     out: Annotated[Path, argument("OUT.jsonl", "The file to write; an existing one is continued.", dir_okay=False)],
     *,
-    functions: Annotated[
-        str | None, option("LIST", "Have it write functions of these installed packages anew, as numpy,networkx.")
-    ] = None,
+    functions: FunctionsOption = None,
     num_self_made: Annotated[int, option("N", "Have it make up N things that a user might say.", "--self-made", min=0)] = 0,
-    exclude: Annotated[
-        list[Path] | None,
-        option(
-            "FILE", "An evaluation set, JSON or text: nothing that has 13 words in a row of it is kept. Repeatable.", dir_okay=False
-        ),
-    ] = None,
-    temperatures: Annotated[str, option("LIST", "Each prompt is answered at these; 0 is greedy.")] = "0,0.7",
+    exclude: ExcludeOption = None,
+    temperatures: TemperaturesOption = "0,0.7",
     max_tokens: Annotated[int | None, option("N", "End after this many tokens of answers in all.", min=1)] = None,
-    max_answer_tokens: Annotated[int, option("N", "Tokens that one answer may have.", min=1)] = 256,
+    max_answer_tokens: AnswerTokensOption = 256,
     max_prompt_tokens: Annotated[int, option("N", "Longer prompts are left out.", min=1)] = 512,
     seed: Annotated[int, option("S", "Of every answer's own seed.", min=0)] = 0,
     as_json: options.JsonOption = False,
@@ -175,12 +179,10 @@ def auto(
         list[Path] | None,
         option("FILE", "JSON lines with messages, text or ids. Repeatable. By default it makes up prompts.", dir_okay=False),
     ] = None,
-    functions: Annotated[str | None, option("LIST", "As `cpuspec train answers` has it.")] = None,
-    exclude: Annotated[
-        list[Path] | None, option("FILE", "An evaluation set that nothing may be of. Repeatable.", dir_okay=False)
-    ] = None,
-    temperatures: Annotated[str, option("LIST", "Each prompt is answered at these; 0 is greedy.")] = "0,0.7",
-    max_answer_tokens: Annotated[int, option("N", "Tokens that one answer may have.", min=1)] = 256,
+    functions: FunctionsOption = None,
+    exclude: ExcludeOption = None,
+    temperatures: TemperaturesOption = "0,0.7",
+    max_answer_tokens: AnswerTokensOption = 256,
     vocab_size: Annotated[
         int, option("N", "Tokens that a new head drafts: those which answers use most.", "--vocab", min=2)
     ] = 8192,

@@ -266,17 +266,8 @@ def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[in
                 byte_fallback=read.byte_fallback,
                 ignore_merges=read.ignore_merges,
             )
-        whole = [
-            AddedToken(
-                token.content,
-                single_word=token.single_word,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=token.normalized,
-                special=False,
-            )
-            for token in literal
-        ]
+        flags = ("single_word", "lstrip", "rstrip", "normalized")
+        whole = [AddedToken(token.content, special=False, **{name: getattr(token, name) for name in flags}) for token in literal]
         cores: dict[str, Core] = {}  # by their steps; in most files all three have the same
         steps = []
         for normalizer, pre_tokenizer in ((read.normalizer, first), (read.normalizer, later), (no_prefix, middle)):

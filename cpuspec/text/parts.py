@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cpuspec.errors import TokenizerError, in_one_line
-from cpuspec.text.tokenizer_json import quoted
+from cpuspec.text.tokenizer_json import SURROGATE, quoted
 
 # Token types of a GGUF vocabulary.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 HIDDEN = "\uffff"  # begins texts that no text contains, as the library takes it
 LONGEST_PIECE = 1024
-SURROGATE = re.compile("[\ud800-\udfff]")
 LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 
 Core = Callable[[str], list[int]]  # text that is not empty to ids
@@ -26,7 +25,7 @@ _ENDS = frozenset(
         *("<|flush|>", "<|calls|>", "<turn|>", "<|tool_response>", "[e~["),
     )
 )
-# The same, where the file says that they are no text: `</s>` is HTML too. Behind a file of code, another one begins with the last.
+# The same, where the file says that they are no text: `</s>` is HTML too. The last one stands between two files of code.
 _ENDS_IF_CONTROL = frozenset(
     (
         *("</s>", "<eos>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),

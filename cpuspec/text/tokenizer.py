@@ -16,8 +16,8 @@ from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary
 from cpuspec.errors import TokenizerError
 from cpuspec.text.gguf_vocabulary import gguf_parts
 from cpuspec.text.hf_vocabulary import hf_parts
-from cpuspec.text.parts import SURROGATE, Finder, Parts, library_errors
-from cpuspec.text.tokenizer_json import quoted
+from cpuspec.text.parts import Finder, Parts, library_errors
+from cpuspec.text.tokenizer_json import SURROGATE, quoted
 
 if TYPE_CHECKING:
     from cpuspec.text.chat_template import ChatTemplate

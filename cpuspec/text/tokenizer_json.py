@@ -31,7 +31,7 @@ _FEW_BEYOND = 4096  # added tokens may have ids up to this far above the model's
 _MOST_ADDED = 1 << 21  # characters of all of them
 
 _log = logging.getLogger(__name__)
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 # How many characters each step may make from one, Unicode's normal forms aside. The file says it for Replace and Precompiled.
 _NORMALIZERS = {
@@ -266,16 +266,8 @@ def _read_added(tokens: Any) -> Iterator[AddedToken]:
             )
         if type(token_id) is not int:
             raise TokenizerError(f"the id of {quoted(content)} is {quoted(token_id)}; wanted a number")
-        special = _flag(token, "special")
-        yield AddedToken(
-            id=token_id,
-            content=content,
-            special=special,
-            single_word=_flag(token, "single_word"),
-            lstrip=_flag(token, "lstrip"),
-            rstrip=_flag(token, "rstrip"),
-            normalized=_flag(token, "normalized", not special),
-        )
+        flags = {name: _flag(token, name) for name in ("special", "single_word", "lstrip", "rstrip")}
+        yield AddedToken(token_id, content, **flags, normalized=_flag(token, "normalized", not flags["special"]))
 
 
 def _by_id(vocab: dict[str, Any]) -> tuple[str | None, ...]:
@@ -291,7 +283,7 @@ def _by_id(vocab: dict[str, Any]) -> tuple[str | None, ...]:
         if tokens[token_id] is not None:
             raise TokenizerError(f"{quoted(tokens[token_id])} and {quoted(text)} share the id {token_id}")
         tokens[token_id] = text
-        if _SURROGATE.search(text):
+        if SURROGATE.search(text):
             raise TokenizerError(f"the token {quoted(text)} is not Unicode")
     if not tokens:
         raise TokenizerError("the vocabulary has no tokens")

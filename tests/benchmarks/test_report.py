@@ -1,4 +1,4 @@
-"""The report says what is on file, with what it rests on, and what is not; and nothing in its pictures covers anything else."""
+"""The report says what is on file, where it comes from, and what is missing."""
 
 import json
 import re
@@ -295,7 +295,13 @@ def test_recorded_runs_of_a_model_are_compared(tmp_path, drawn):
     assert "runs/gpu.json" in chapter(made(tmp_path), "Where this comes from")
 
 
-# ------------------------------------------------------------------------------------------------------------------- pictures
+def test_pictures_are_drawn_whatever_labels_and_intervals_are():
+    pytest.importorskip("matplotlib")
+    chain = "auto,qwen2.5-coder-1.5b-eagle3,text:smollm2-135m-instruct"
+    bars = {"one": {chain: report_plots.Bar(2.0, 2.5, 1.5), "plain": report_plots.Bar(1.0)}, "two": {chain: report_plots.Bar(0.0)}}
+    curves = {"one": {chain: [(1.0, 0.5), (2.0, 0.25)], "plain": [(4.5, 0.0)]}}
+    for png in (report_plots.bars(bars, "tokens/s", reference=1.0), report_plots.curves(curves, ("x", "y"), "n rows", share=True)):
+        assert png.startswith(b"\x89PNG")
 
 
 def test_formats_tasks_and_other_engines_have_their_tables_and_plots(drawn, tmp_path):

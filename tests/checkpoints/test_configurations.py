@@ -199,7 +199,7 @@ def long(factors: list[Any], short: list[float]) -> dict[str, Any]:
             "short_factors is '0 numbers', wanted 32",
         ),
         ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
-        ("glm4", {"partial_rotary_factor": 0.05}, "rope_dims must be an integer from 0 to 64, got 3"),
+        ("glm4", {"partial_rotary_factor": 0.05}, "rope_dims must be even, got 3"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, wanted 1"),
         ("cohere", {"use_qk_norm": True}, "layer norms of queries and keys are not supported"),
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": -1.0}}, "query_growth -1.0 over"),
