@@ -24,15 +24,19 @@ MARKS: Mapping[str, tuple[str, ...]] = {
 }
 # Of a test in these modules that has several parameters, the default run has as few combinations as have each value of each
 # parameter once: every family, every way, every drafter. The other combinations are slow.
-COMBINED = (
-    *("backends/test_adapters.py", "backends/test_forward.py", "backends/test_kv_formats.py", "backends/test_latent.py"),
-    *("backends/test_layer_differences.py", "backends/test_recurrent.py", "checkpoints/test_safetensors.py"),
-    *("engine/test_assemble.py", "engine/test_engine.py", "engine/test_interleaving.py", "engine/test_mixtures.py"),
-    *("engine/test_recurrent_prefixes.py", "engine/test_ways.py", "kernels/test_attention.py", "kernels/test_attention_plan.py"),
-    *("model/test_cache.py", "quantize/test_cast.py", "server/test_continuing.py", "server/test_nonce.py"),
-    *("server/test_schema.py", "speculation/test_assistants.py", "speculation/test_constrained.py", "speculation/test_heads.py"),
-    *("speculation/test_masks.py", "speculation/test_prefixes.py", "speculation/test_trees.py", "train/test_heads.py"),
-)
+COMBINED = {  # by directory
+    "backends": "adapters experts forward kv_formats latent layer_differences recurrent sharing",
+    "benchmarks": "predict_threads",
+    "checkpoints": "adapters quantized safetensors",
+    "engine": "adapters assemble engine faults grammar interleaving mixtures prefix_cache prompt_arithmetic recurrent_prefixes ways",
+    "evaluate": "parity",
+    "kernels": "attention attention_plan",
+    "model": "cache",
+    "quantize": "cast methods",
+    "server": "continuing nonce schema",
+    "speculation": "assistants constrained guarded head_oracles heads masks planner prefixes recurrent trees",
+    "train": "extract heads",
+}
 PREFERRED = "numba"  # this backend has each value of the other parameters
 ROOT = Path(__file__).parent
 # Error codes of Windows.
@@ -46,7 +50,8 @@ _REFUSED = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test the marks of its place."""
     marks: dict[Path, list[str]] = {path: [] for path in dict.fromkeys(item.path for item in items)}
-    for mark, places in {**MARKS, "combined": COMBINED}.items():
+    combined = [f"{directory}/test_{name}.py" for directory, names in COMBINED.items() for name in names.split()]
+    for mark, places in {**MARKS, "combined": combined}.items():
         paths = [ROOT / place for place in places]
         missing = [path for path in paths if not path.exists()]
         assert not missing, f"tests/conftest.py has the mark {mark} for files that do not exist: {missing}"

@@ -16,8 +16,9 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
     "lint": ("ruff", "check", "."),
     "format": ("ruff", "format", "--check", "."),
     "types": ("mypy",),
-    # A process for each core. Preparing assertions to tell their operands would take ten seconds of each.
-    "tests": ("pytest", "-n", "auto", "--maxprocesses", "4", "--assert=plain"),
+    # A process for each core, which has the tests of a file together, with what they share. Preparing assertions to tell their
+    # operands would take ten seconds of each process.
+    "tests": ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal", "--assert=plain"),
 }
 AGAIN = ("pytest", "--last-failed", "--last-failed-no-failures=none")  # tells the operands of the assertions that failed
 ALL = ("-m", "not real_model")
