@@ -62,7 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in marks[item.path]:
             item.add_marker(mark)
-        if item.get_closest_marker("combined") and not item.get_closest_marker("slow") and hasattr(item, "callspec"):
+        given = {mark.name for mark in item.iter_markers()}
+        if "combined" in given and not given & {"slow", "skip"} and hasattr(item, "callspec"):
             tests.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
     for combinations in tests.values():
         for item in _spare(combinations):
