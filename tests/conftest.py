@@ -28,7 +28,8 @@ COMBINED = {  # by directory
     "backends": "adapters experts forward kv_formats latent layer_differences recurrent sharing",
     "benchmarks": "predict_threads",
     "checkpoints": "adapters quantized safetensors",
-    "engine": "adapters assemble engine faults grammar interleaving mixtures prefix_cache prompt_arithmetic recurrent_prefixes ways",
+    "engine": "adapters assemble engine faults grammar interleaving mixtures prefix_cache prompt_arithmetic recurrent_prefixes"
+    " ways",
     "evaluate": "parity",
     "kernels": "attention attention_plan",
     "model": "cache",
