@@ -1209,10 +1209,10 @@ def test_a_recipe_that_cannot_be_read_costs_a_line_of_models_and_nothing_else(re
     assert run("pull", "broken").exit_code == 1
 
 
+@pytest.mark.usefixtures("bandwidth")
 @pytest.mark.parametrize("tied", [True, False])
-def test_inspect_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+def test_inspect_adds_up(tmp_path: Path, tied: bool) -> None:
     path = make_tiny_gguf(tmp_path / "tiny.gguf", "qwen3", weight_format="q4_0", embed_format="q8_0", tied=tied, **SMALL)
-    monkeypatch.setattr(models, "read_bandwidth", lambda threads: 1e9 * threads)
     report = json.loads(ok("inspect", str(path), "--json", "--tensors", "--threads", "3"))
     tensors = report["tensors"]
     assert report["bytes"] == sum(t["bytes"] for t in tensors) == sum(f["bytes"] for f in report["formats"].values())
@@ -1245,8 +1245,8 @@ def test_inspect_tells_of_a_layer_for_prediction(tmp_path: Path) -> None:
 
 
 @pytest.mark.posix
+@pytest.mark.usefixtures("bandwidth")
 def test_inspect_verifies_the_file_and_packed_weights(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "read_bandwidth", lambda threads: 1e9)
     monkeypatch.setattr(packed, "_SMALLEST_BYTES", 0)
     ok("pull", "tiny")
     checkpoint = open_checkpoint(recipe.path)
@@ -1279,8 +1279,8 @@ def test_inspect_verifies_the_file_and_packed_weights(recipe: SimpleNamespace, m
     assert json.loads(run("inspect", "tiny", "--verify", "--json").stdout)["verified"]["passed"] is False
 
 
-def test_files_that_no_recipe_knows_have_a_hash_and_no_verdict(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "read_bandwidth", lambda threads: 1e9)
+@pytest.mark.usefixtures("bandwidth")
+def test_files_that_no_recipe_knows_have_a_hash_and_no_verdict(model: str) -> None:
     verified = report_of("inspect", model, "--verify")["verified"]
     assert verified["files"][0]["sha256"] == hashlib.sha256(Path(model).read_bytes()).hexdigest()
     assert (verified["recipe"], verified["recipe_sha256"], verified["passed"]) == (None, None, True)
@@ -1318,7 +1318,7 @@ def test_export_prints_the_file_that_it_wrote(model: str, tmp_path: Path) -> Non
 @pytest.fixture
 def bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory whose speed is known without measuring it."""
-    for module in (machine, speed):
+    for module in (machine, models, speed):
         monkeypatch.setattr(module, "read_bandwidth", lambda threads: 1e9 * threads)
 
 
@@ -1326,8 +1326,7 @@ SHORT = ("-p", "9", "-n", "2", "-r", "2", "--rows-depth", "3", "--backend", "num
 
 
 @pytest.mark.usefixtures("bandwidth")
-def test_a_chain_is_inspected_and_measured_as_its_target(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "read_bandwidth", lambda threads: 1e9 * threads)
+def test_a_chain_is_inspected_and_measured_as_its_target(model: str, tmp_path: Path) -> None:
     recipe = tmp_path / "fast.toml"
     recipe.write_text(f'name = "fast"\ndescription = "x"\ntarget = \'{model}\'\nlevels = ["ngram@2"]\n')
     chain, target = (json.loads(ok("inspect", one, "--json", "--threads", "1")) for one in (str(recipe), model))
