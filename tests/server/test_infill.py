@@ -23,7 +23,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_fill_tokens(directory: Path, marks: tuple[str, ...] = MARKS) -> Path:
     """The model with the marks in its vocabulary."""
     file = directory / "tokenizer.json"
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text("utf-8"))
     free = 1 + max([*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])])
     same = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     content["added_tokens"] += [{"id": free + number, "content": text, **same} for number, text in enumerate(marks)]

@@ -484,7 +484,7 @@ def make_hf(directory: Path, config: dict[str, Any] | None = None, **changes: An
 
 def changed(files: HfTokenizerFiles, change: Callable[[dict[str, Any]], object]) -> Tokenizer:
     """The tokenizer of a directory whose tokenizer.json `change` has changed."""
-    data = json.loads(files.tokenizer_json.read_text())
+    data = json.loads(files.tokenizer_json.read_text("utf-8"))
     change(data)
     files.tokenizer_json.write_text(json.dumps(data))
     return make(files)
@@ -1066,7 +1066,7 @@ def test_chat_templates_come_from_files_or_settings_by_name(
 
 def test_vocab_json_and_merges_txt_are_read_where_other_files_say_how_text_is_split(tmp_path: Path) -> None:
     files = make_hf(tmp_path, {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "chat_template": "a"})
-    data = json.loads(files.tokenizer_json.read_text())
+    data = json.loads(files.tokenizer_json.read_text("utf-8"))
     tokenizer, plain = make(files), data["model"]["vocab"]
     files.tokenizer_json.unlink()
     (tmp_path / "vocab.json").write_text(json.dumps(plain))
