@@ -3,7 +3,8 @@
     python benchmarks/overhead.py smollm2-135m-instruct --threads 1 --threads 2 --draft none --draft auto
 
 Times each `next` of `LLM.stream` and, within it, `kernels.team.Team.run`; what is left is overhead, and the median over the steps
-is quoted, by the clock and in processor time of the calling thread, which a busy machine disturbs less. Between two steps the
+is quoted, by the clock and in processor time of the calling thread, which a busy machine disturbs less. Several plain steps may run
+in one call: what is outside of it is shared among them. Between two steps the
 weights of a real model pass through the processor's caches and put the interpreter's data out of them: a tiny model shows a
 fraction of the same overhead.
 """
@@ -20,6 +21,7 @@ from record import Rounds, record, save, spread
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.checkpoints.download import resolve_model
+from cpuspec.engine.engine import Output
 from cpuspec.kernels.team import Team
 
 PROMPT = "Write a story about a lighthouse."
@@ -45,16 +47,17 @@ class Stopwatch:
 
         return timed
 
-    def outside_s(self, steps: Iterable[object]) -> list[float]:
-        """Seconds that each step took outside of the function."""
-        times, iterator = [], iter(steps)
+    def outside_s(self, outputs: Iterable[Output]) -> list[float]:
+        """Seconds that each step took outside of the function. Steps that ran at once share them evenly."""
+        times, iterator = [], iter(outputs)
         while True:
             self._inside_s, start_s = 0.0, self._clock()
             try:
-                next(iterator)
+                output = next(iterator)
             except StopIteration:
                 return times
-            times.append(self._clock() - start_s - self._inside_s)
+            num_steps = len(output.cycles)
+            times += [(self._clock() - start_s - self._inside_s) / num_steps] * num_steps
 
 
 def main(

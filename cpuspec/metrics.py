@@ -143,9 +143,9 @@ class Spent:
     counts: dict[str | int, int] = field(default_factory=dict)
     seconds: dict[str | int, float] = field(default_factory=dict)
 
-    def add(self, what: str | int, seconds: float) -> None:
-        """Count one more."""
-        self.counts[what] = self.counts.get(what, 0) + 1
+    def add(self, what: str | int, seconds: float, times: int = 1) -> None:
+        """Count one more, or so many that took this long together."""
+        self.counts[what] = self.counts.get(what, 0) + times
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
 
     def of(self, what: str) -> float:
@@ -175,7 +175,7 @@ class RequestStats:
     ttft_s runs from the arrival to the first token; the rest describes the time from then to the last token.
     tokens_per_s: tokens after the first step / that time. gb_per_s: weights and this request's keys and values that its
     forwards read, drafts' included / that time. weight_bytes: weights only, the first step's included.
-    itl_s: gaps between consecutive tokens (tokens of one step arrive together); step_s: gaps between steps.
+    itl_s: gaps between consecutive tokens (tokens of one step, and of steps that ran at once, arrive together); step_s: of steps.
     """
 
     num_prompt_tokens: int
@@ -214,26 +214,27 @@ class RequestMeter:
         self._kv_bytes, self._state_bytes = kv_bytes, state_bytes
         self._first_reads: Reads = ()  # before the first step
         self.has_begun = False
-        self._steps: list[tuple[float, int, Reads, _Cycles]] = []  # when each ended, and the arguments of `record_step`
+        self._steps: list[tuple[float, int, Reads, _Cycles, int]] = []  # when each ended, and the arguments of `record_step`
         self._arrival_s = perf_counter()
 
     def begin(self, reads: Reads) -> None:
         """Note that the request was admitted. reads: of each model so far, in the order of `kv_bytes`."""
         self._first_reads, self.has_begun = reads, True
 
-    def record_step(self, num_new_tokens: int, reads: Reads, cycles: _Cycles) -> None:
+    def record_step(self, num_new_tokens: int, reads: Reads, cycles: _Cycles, times: int = 1) -> None:
         """Note a step that has just committed tokens; figures are computed when they are asked for.
 
         cycles: its verifications, the cheapest level's first: the level's name, then what `LevelCounters.record` takes.
+        times: steps that ran at once, each of these for a token.
         """
-        self._steps.append((perf_counter(), num_new_tokens, reads, cycles))
+        self._steps.append((perf_counter(), num_new_tokens, reads, cycles, times))
 
     @property
     def levels(self) -> dict[str, LevelCounters]:
         """The counts so far by drafter, the cheapest first."""
         levels: dict[str, LevelCounters] = {}
-        for *_, cycles in self._steps:
-            for source, num_drafted, num_accepted, num_positions in cycles:
+        for *_, cycles, times in self._steps:
+            for source, num_drafted, num_accepted, num_positions in times * tuple(cycles):
                 if source not in levels:
                     # A round without a draft, as a chain's first is, names the topmost level only: those below come before it.
                     levels = {name: levels.get(name, LevelCounters()) for name, *_ in cycles} | levels
@@ -244,7 +245,7 @@ class RequestMeter:
         """The figures so far."""
         steps, num_models = self._steps, len(self._kv_bytes)
         times, counts = np.array([time_s for time_s, *_ in steps]), np.array([num_new for _, num_new, *_ in steps], np.int64)
-        so_far = [self._first_reads, *(reads for _, _, reads, _ in steps)] if steps else []
+        so_far = [self._first_reads, *(reads for _, _, reads, *_ in steps)] if steps else []
         of_steps = np.diff(np.array(so_far, np.int64).reshape(-1, num_models, 2), axis=0)
         num_forwards, weight_bytes = of_steps[:, :, 0], of_steps[:, :, 1]  # [steps, models]
         lengths = self._num_prompt_tokens + np.cumsum(counts)  # after each step
@@ -256,13 +257,14 @@ class RequestMeter:
         between_tokens = np.zeros(max(int(counts.sum()) - 1, 0))
         arrivals = np.cumsum(counts)[:-1] - 1  # the gap before a step's first token
         between_tokens[arrivals[counts[1:] > 0]] = gaps[counts[1:] > 0]
-        verified = [cycles[-1] for *_, cycles in steps if cycles]  # by the target
+        verified = [cycles[-1] for *_, cycles, _ in steps if cycles]  # by the target
+        num_steps = [num for *_, num in steps]
         return RequestStats(
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_new_tokens=int(counts.sum()),
             num_forwards=int(num_forwards[:, 0].sum()),
-            num_forwards_saved=int(counts.sum()) - len(counts),
+            num_forwards_saved=int(counts.sum()) - sum(num_steps),
             num_draft_tokens=sum(num_drafted for _, num_drafted, *_ in verified),
             num_accepted_tokens=sum(num_accepted for *_, num_accepted, _ in verified),
             ttft_s=float(times[0] - self._arrival_s) if len(times) else None,
@@ -272,7 +274,7 @@ class RequestMeter:
             gb_per_s=float(read_bytes) / decode_s / 1e9 if decode_s else None,
             weight_bytes=int(weight_bytes.sum()),
             itl_s=_percentiles(between_tokens),
-            step_s=_percentiles(gaps),
+            step_s=_percentiles(np.repeat(gaps / num_steps[1:], num_steps[1:])),
             levels={name: level for name, level in self.levels.items() if level.num_drafts},
         )
 

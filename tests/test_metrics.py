@@ -58,6 +58,19 @@ def test_latencies_and_rates_are_of_the_steps_times(monkeypatch: pytest.MonkeyPa
     assert stats.step_s == {f"p{q}": np.percentile([1.0, 0.5], q) for q in (50, 95, 99)}
 
 
+def test_steps_that_ran_at_once_count_as_many_and_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 2.0, 4.0])
+    monkeypatch.setattr(metrics, "perf_counter", lambda: next(times))
+    meter = RequestMeter(7, [1])
+    meter.begin(((0, 0),))
+    for num_steps, forwards in ((1, 1), (4, 5), (1, 6)):
+        meter.record_step(num_steps, ((forwards, forwards),), (("none", 0, 0, 0),), num_steps)
+    stats = meter.stats()
+    assert (stats.num_new_tokens, stats.num_forwards, stats.num_forwards_saved, meter.levels["none"].num_cycles) == (6, 6, 0, 6)
+    assert stats.itl_s == {f"p{q}": np.percentile([1.0, 0, 0, 0, 2.0], q) for q in (50, 95, 99)}
+    assert stats.step_s == {f"p{q}": np.percentile([0.25] * 4 + [2.0], q) for q in (50, 95, 99)}
+
+
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_figures_that_do_not_exist_are_none(num_steps: int) -> None:
     meter = RequestMeter(1, [1])

@@ -172,6 +172,7 @@ class NumbaBackend:
         )  # fmt: skip
         decode(c, self._writer)
         self._first = dict(self._writer.first)  # rooms that are written before a forward
+        self._goes_on = not (self._first or self._recurrent or self._writer.stored)  # where the next needs nothing of Python
         self._num_positions = 0  # whose cosines and sines are known
         self._rotations: list[tuple[F32, F32]] = []
         self._programs: list[program.Program] = []
@@ -256,7 +257,8 @@ class NumbaBackend:
         batch.check(c, cache, self.max_rows)
         lists = batch.lists
         num_rows, logit_rows = len(lists.tokens), lists.logit_rows
-        self._provide_rotations(max(lists.positions))
+        num_ahead = batch.num_ahead if self._goes_on and not batch.hidden_layers and num_rows <= argmax.MOST_ROWS else 0
+        self._provide_rotations(max(lists.positions) + num_ahead)
         if self._first:
             self._write_first_rows(batch)
         num_logits = num_rows if logit_rows is None else len(logit_rows)
@@ -266,7 +268,7 @@ class NumbaBackend:
         kept = None
         if batch.hidden_layers:
             kept, output.hidden = self._room_for_hidden(batch.hidden_layers, num_rows)
-        lengths, addresses, num_chunks = self._entered(lists.slots, lists.q_start, cache)
+        lengths, addresses, num_chunks = self._entered(lists.slots, lists.q_start, cache, num_ahead)
         entered, adapter_bytes = self._prompt_program if batch.of_prompts else self._program, 0
         if batch.adapters:
             entered, adapted = self._adapted_program(batch.of_prompts)
@@ -287,6 +289,8 @@ class NumbaBackend:
             batch.both_ways,
             batch.stops_early,
             batch.sees_rows,
+            num_ahead,
+            batch.ends,
         )
         if self._recurrent:
             memories = [memory for slot in lists.slots if (memory := cache.storage(slot).recurrent)]
@@ -298,12 +302,17 @@ class NumbaBackend:
             self._go_on(entered)
         if self._recurrent:
             self._recurrent.commit()
-        cache.advance(batch)
+        times = 1
+        if num_ahead:
+            output.ahead = entered.ahead
+            times += len(output.ahead[0])
+        cache.advance(batch, times)
         for slot, length in zip(lists.slots, lengths, strict=True):
             storage: _Storage = cache.storage(slot)
             if storage.windows:
                 storage.forget(length - SLACK)
-        output.weight_bytes = adapter_bytes + self._matrices.read_bytes(num_logits, int(entered.state["expert_bytes"]))
+        expert_bytes = int(entered.state["expert_bytes"])  # of all forwards
+        output.weight_bytes = times * (adapter_bytes + self._matrices.read_bytes(num_logits, 0)) + expert_bytes
         if num_logits <= argmax.MOST_ROWS:
             output.best = self._picked[:num_logits]
         return output
@@ -405,8 +414,11 @@ class NumbaBackend:
         if cache.identity != self._identity:
             raise BackendError("this cache was made for another model or other settings; take one of this backend's `new_cache`")
 
-    def _entered(self, slots: list[int], starts: list[int], cache: KVCache) -> tuple[list[int], list[int], int]:
-        """Of each slot, with room for a forward's rows, the tokens that it holds and its address; and the chunks of one."""
+    def _entered(self, slots: list[int], starts: list[int], cache: KVCache, num_ahead: int = 0) -> tuple[list[int], list[int], int]:
+        """Of each slot, with room for a forward's rows, the tokens that it holds and its address; and the chunks of one.
+
+        num_ahead: rows of each that follow.
+        """
         storages: list[_Storage] = [cache.storage(slot) for slot in slots]
         lengths = [cache.lengths[slot] for slot in slots]
         for number, storage in enumerate(storages):
@@ -417,7 +429,7 @@ class NumbaBackend:
                         "truncate it to 0"
                     )
                 storage.clear()
-            chunks = kv_rows.num_chunks(lengths[number] + starts[number + 1] - starts[number])
+            chunks = kv_rows.num_chunks(lengths[number] + starts[number + 1] - starts[number] + num_ahead)
             storage.grow(self._kv_places, chunks)
         return lengths, [storage.address for storage in storages], storages[0].num_chunks
 

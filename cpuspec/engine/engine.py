@@ -96,6 +96,7 @@ class Request:
     max_length: int  # the most tokens of prompt and answer
     max_draft_tokens: int
     shows_progress: bool  # whether a step that reads a part of the prompt returns an output
+    goes_on: bool  # whether a forward may follow another at once: only the likeliest token counts
 
 
 class Engine:
@@ -132,6 +133,7 @@ class Engine:
         self._num_stoppable_rows = 0  # rows of the running forward, if it may be stopped
         self._finishes_prompts = False  # whether the last step's forward was stopped
         self._may_stop = True  # whether the next forward may be stopped
+        self._runs_ahead = False  # whether several forwards run at once
 
     @property
     def has_work(self) -> bool:
@@ -164,7 +166,8 @@ class Engine:
         # The context's end limits drafts anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
         max_length = min(self.most_tokens, len(seq.tokens) + params.max_tokens)
-        return Request(seq, text, meter, end_ids, max_length, max_drafted, wanted.shows_progress)
+        goes_on = seq.is_plain_greedy and params.logprobs is None and not params.stop
+        return Request(seq, text, meter, end_ids, max_length, max_drafted, wanted.shows_progress, goes_on)
 
     def check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
         """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that fills the context.
@@ -205,12 +208,12 @@ class Engine:
         self._requests[request.seq.id] = request
         self._scheduler.add(request.seq)
 
-    def hasten(self, request: Request) -> None:
-        """Stop a forward that only reads longer prompts, so that a request which waits to be added begins now.
+    def hasten(self, request: Request | None = None) -> None:
+        """Stop steps that run at once, and a forward that only reads longer prompts than that of a request which waits to be added.
 
         The rows of that forward are read again, and the next such forward is not stopped. Any thread may call this.
         """
-        if len(request.seq.tokens) < self._num_stoppable_rows:
+        if self._runs_ahead or (request and len(request.seq.tokens) < self._num_stoppable_rows):
             stop_forward(self._context.backend)
 
     def abort(self, request_id: int) -> Output | None:
@@ -262,10 +265,13 @@ class Engine:
         requests, num_stopped = [self._requests[seq.id] for seq in seqs], context.num_stopped
         if not seqs and self._may_stop:
             self._num_stoppable_rows = sum(chunk.num_tokens for chunk in chunks)
+        num_ahead, ends = self._ahead(requests, bool(chunks))
+        self._runs_ahead = num_ahead > 0
         try:
-            rounds = speculate(context, self._proposer, seqs, list(map(self._limit, requests)), chunks, is_answer=True)
+            limits = list(map(self._limit, requests))
+            rounds = speculate(context, self._proposer, seqs, limits, chunks, True, num_ahead, ends)
         finally:
-            self._num_stoppable_rows = 0
+            self._num_stoppable_rows, self._runs_ahead = 0, False
         self._finishes_prompts = context.num_stopped > num_stopped
         self._may_stop = not self._finishes_prompts if not seqs else self._may_stop
         reads = self.reads()
@@ -335,6 +341,17 @@ class Engine:
             return 0  # the first token comes sooner if draft models read the prompt after it
         return min(request.max_length - len(request.seq.tokens) - 1, request.max_draft_tokens)
 
+    def _ahead(self, requests: list[Request], reads: bool) -> tuple[int, list[int]]:
+        """How many forwards may follow the next one at once, and the tokens behind which none does. reads: prompts beside it."""
+        num_ahead = 0 if reads or self._scheduler.waiting else self._context.most_ahead(len(requests))
+        ends: set[int] = set()
+        for request in requests if num_ahead else ():
+            if not request.goes_on:
+                return 0, []
+            num_ahead = min(num_ahead, request.max_length - len(request.seq.tokens) - 1)
+            ends |= request.end_ids
+        return num_ahead, list(ends)
+
     def reads(self) -> Reads:
         """For each model, the target first: its forwards so far, and the bytes of weights that they read."""
         return [(context.num_forwards, context.weight_bytes) for context in self._contexts]
@@ -366,13 +383,13 @@ class Engine:
                 break
         num_top = seq.params.logprobs
         chosen = [] if num_top is None else [logprobs(done.logits(i), new[i], num_top) for i in range(num_taken)]
-        request.meter.record_step(num_taken, reads, done.cycles)
+        request.meter.record_step(num_taken, reads, done.cycles, done.times)
         if reason and request.text.found is None:
             texts[num_taken - 1] += request.text.finish()
             reason = "stop" if request.text.found is not None else reason
         output = Output(seq.id, "".join(texts[:num_taken]), new[:num_taken], chosen)
         output.num_cached_tokens, output.token_texts = request.meter.num_cached_tokens, texts[:num_taken]
-        output.token_sources, output.cycles = done.token_sources[:num_taken], [done.cycles]
+        output.token_sources, output.cycles = done.token_sources[:num_taken], [done.cycles] * done.times
         if reason is None:
             return output
         output.stop_reason = request.text.found

@@ -78,6 +78,7 @@ class SharedEngine:
         if self._receivers.pop(request_id, None) is None:
             return
         self._commands.append(partial(self._abort, request_id))
+        self._engine.hasten()
         while self._commands and not self._owner:
             if self._try_own():
                 try:
@@ -99,6 +100,7 @@ class SharedEngine:
         """Own the engine within the `with` block: no other thread runs a step there."""
         inbox: _Inbox = SimpleQueue()
         self._exclusive[inbox] = None
+        self._engine.hasten()
         try:
             while not self._try_own():
                 self._wait(inbox, inbox)

@@ -143,7 +143,7 @@ STATE = _record(
 MOST_PROCESSORS = 8192  # of Linux on x86-64
 
 # The notes of `Program.enter` on a forward begin with this record. `logits` and `kept` are addresses of numpy objects, not of their
-# numbers.
+# numbers. num_done: of the num_ahead forwards that may follow, those that did.
 CALL = _words(
     "num_rows",
     "num_logit_rows",
@@ -155,6 +155,9 @@ CALL = _words(
     "num_chunks",
     "logits",
     "kept",
+    "num_ahead",
+    "num_ends",
+    "num_done",
 )
 
 # One matrix of a "linear" operation, or that of each expert one after another. bias and residual are added where they are not 0.

@@ -13,10 +13,12 @@ from cpuspec.kernels.argmax import MOST_ROWS
 from cpuspec.kernels.attention_plan import place_rows, plan_attention
 from cpuspec.kernels.layout import call_at, int64s_at
 from cpuspec.kernels.options import compiled
+from cpuspec.kernels.pointers import address
 
 _Array = NDArray[Any]
 
 _CALL_BYTES = layout.CALL.itemsize
+_DONE_AT = _CALL_BYTES // 8 - 1  # of "num_done" among the numbers
 
 _NUMBERS = np.zeros(1)  # any array
 
@@ -36,8 +38,9 @@ def enter(state, numbers):
     call = call_at(numbers)
     state.num_rows, state.num_logit_rows, state.num_sequences = call.num_rows, call.num_logit_rows, call.num_sequences
     state.num_picked = call.num_logit_rows if call.num_logit_rows <= MOST_ROWS else 0
-    state.stops_early, state.stop.asked, state.stopped = call.stops_early, 0, 0
-    state.num_chunks, state.logits, state.expert_bytes = call.num_chunks, _data(call.logits), 0
+    if call.num_done == 0:
+        state.stops_early, state.stop.asked, state.stopped, state.expert_bytes = call.stops_early, 0, 0, 0
+    state.num_chunks, state.logits = call.num_chunks, _data(call.logits)
     state.kept = int64s_at(_data(call.kept) if call.kept != 0 else 0)
     tokens = numbers + _CALL_BYTES
     positions = tokens + 8 * call.num_rows
@@ -53,6 +56,32 @@ def enter(state, numbers):
         call.num_parents, call.both_ways, call.sees_rows,
     )  # fmt: skip
     plan_attention(state)
+
+
+@compiled
+def go_on(state, numbers):
+    """Whether another forward follows, of one row of each sequence: the token that this one has chosen for it, which is noted.
+
+    None follows behind the last one, an end, a row without a finite logit, and where the backend was asked to stop.
+    """
+    call = call_at(numbers)
+    rows = call.num_rows
+    if call.num_done == call.num_ahead or simd.acquire(address(state.stop)) != 0:
+        return False
+    lengths, ends = int64s_at(numbers + _CALL_BYTES + 24 * rows), int64s_at(numbers + _CALL_BYTES + 8 * (6 * rows + 1))
+    for row in range(rows):
+        if state.picked[row] < 0:
+            return False
+        for number in range(call.num_ends):
+            if state.picked[row] == ends[number]:
+                return False
+    chosen = int64s_at(address(ends) + 8 * (call.num_ends + call.num_done * rows))
+    for row in range(rows):
+        chosen[row] = state.tokens[row] = state.picked[row]
+        state.positions[row] += 1
+        lengths[row] += 1
+    call.num_done += 1
+    return True
 
 
 class Program:
@@ -75,27 +104,36 @@ class Program:
         self.jobs = [self._jobs.ctypes.data + number * layout.JOB.itemsize for number in range(len(self._jobs))]
         self.job: int = self.jobs[0]
         self._numbers = (c_int64 * 0)()
+        self._num_noted = self._num_rows = 0
         self.numbers = 0  # the address of what `enter` notes
 
     def enter(
         self, tokens: list[int], positions: list[int], parents: list[int], logit_rows: Sequence[int], q_start: list[int],
         lengths: list[int], storages: list[int], num_chunks: int, kept: _Array | None, logits: _Array, both_ways: bool = False,
-        stops_early: bool = False, sees_rows: bool = True,
+        stops_early: bool = False, sees_rows: bool = True, num_ahead: int = 0, ends: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Note the rows of the next run, where they go in the cache and what they attend to.
 
         As in `ForwardBatch`; parents is empty where every sequence is a chain. lengths: tokens that each sequence's slot holds;
         storages: addresses of the slots; num_chunks: that each has room for; kept: for each layer, int64 address of where its rows
-        are kept, None for no layer; logits f32 [logit rows, stride]. stops_early: as in `layout.STATE`. The arrays must
-        stay until the run is over.
+        are kept, None for no layer; logits f32 [logit rows, stride]. stops_early: as in `layout.STATE`. num_ahead, ends: as
+        in `ForwardBatch`. The arrays must stay until the run is over.
         """
         numbers: list[int | c_int64] = [  # first layout.CALL; a slice of ctypes takes both types
             len(tokens), len(logit_rows), len(parents), len(lengths), both_ways, sees_rows, stops_early, num_chunks,
-            id(logits), 0 if kept is None else id(kept),
-            *tokens, *positions, *logit_rows, *lengths, *storages, *q_start, *parents,
+            id(logits), 0 if kept is None else id(kept), num_ahead, len(ends), 0,
+            *tokens, *positions, *logit_rows, *lengths, *storages, *q_start, *parents, *ends,
         ]  # fmt: skip
-        if len(numbers) > len(self._numbers):
-            room = (c_int64 * (2 * len(numbers)))()
+        self._num_noted, self._num_rows = len(numbers), len(tokens)
+        if (wanted := len(numbers) + num_ahead * len(tokens)) > len(self._numbers):
+            room = (c_int64 * (2 * wanted))()
             # Both at once: an interrupt in between would leave the address of memory that is freed.
             self._numbers, self.numbers = room, addressof(room)
         self._numbers[: len(numbers)] = numbers
+
+    @property
+    def ahead(self) -> list[list[int]]:
+        """The tokens that forwards of the last run chose and those behind them fed, a list for each row."""
+        rows, first = self._num_rows, self._num_noted
+        end = first + rows * self._numbers[_DONE_AT]
+        return [self._numbers[first + row : end : rows] for row in range(rows)]

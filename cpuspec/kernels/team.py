@@ -25,7 +25,7 @@ from cpuspec.kernels.layout import DONE, job_at, team_at
 from cpuspec.kernels.operations import first_operation, run
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
-from cpuspec.kernels.program import Program, enter
+from cpuspec.kernels.program import Program, enter, go_on
 from cpuspec.kernels.waiting import PARK, WORK, await_work, begin
 
 _Array = NDArray[Any]
@@ -54,14 +54,20 @@ def _publish_only(at, job, threads):
 
 
 def _lead(at, job, threads, run, numbers):
-    """Enter a forward, publish it and run the caller's part of it. run: address of the compiled `operations.run`.
+    """Enter a forward, publish it and run the caller's part of it; and those that follow. run: address of the compiled
+    `operations.run`.
 
     Returns how many workers are parked; if any is, the forward is only published.
     """
-    enter(job_at(job).state, numbers)
+    state = job_at(job).state
+    enter(state, numbers)
     asleep = _publish(team_at(at), job_at(job), threads)
     if asleep == 0:
         simd.call_at(run, (at, threads, 0))
+        while go_on(state, numbers):
+            enter(state, numbers)
+            _publish(team_at(at), job_at(job), threads)  # a worker that is parked meanwhile is not waited for
+            simd.call_at(run, (at, threads, 0))
     return asleep
 
 

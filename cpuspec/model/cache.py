@@ -221,11 +221,11 @@ class KVCache:
             raise CacheError(f"cannot truncate slot {slot} to {length} tokens: it holds {held}")
         return self._shorten(slot, length)
 
-    def advance(self, batch: ForwardBatch) -> None:
-        """Add a batch's rows to the lengths of its slots: the backend has appended them."""
+    def advance(self, batch: ForwardBatch, times: int = 1) -> None:
+        """Add a batch's rows to the lengths of its slots: the backend has appended them. times: forwards of as many rows."""
         starts = batch.lists.q_start
         for b, slot in enumerate(batch.lists.slots):
-            self.lengths[slot] += starts[b + 1] - starts[b]
+            self.lengths[slot] += times * (starts[b + 1] - starts[b])
 
     def keep_path(self, slot: int, length: int, path: I32) -> int:
         """Of the tree whose nodes follow the first `length` tokens of `slot`, keep those on `path` (rising), one after the other.

@@ -45,6 +45,10 @@ class ChosenDrafts(Proposer):
             drafts |= zip(mine, found, strict=True)
         return [drafts[i] for i in range(len(seqs))]
 
+    def num_idle(self, seqs: list[Sequence]) -> int:
+        """The least of the proposers'."""
+        return min(self._of(seq).num_idle([seq]) for seq in seqs) if self._names else self.usual.num_idle(seqs)
+
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
         """Tell the sequence's proposer."""
         self._of(seq).accept(seq, verdict, () if seq.id in self._names else hidden)

@@ -11,6 +11,7 @@ its sequence decides which one. Tokens of prompts have forwards of their own, an
 of those sequences' prompts.
 """
 
+from collections import abc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,12 @@ MIN_SHARED_PREFIX = 0.1
 
 # One row of 32 goes to the prompt that has waited longest. So few rows delay a short prompt by no step.
 _OLDEST_PART = 32
+
+
+# Forwards run at once while they take no longer than this together: no reader notices, and Python takes its time behind all of them
+# once, instead of behind each.
+_AT_ONCE_S = 0.04
+_MOST_AHEAD = 31  # fewer than the tokens that the engine keeps memory for
 
 
 class PromptChunk(NamedTuple):
@@ -111,6 +118,7 @@ class Context:
         self.spent = Spent()
         self.num_running = 0  # sequences of the engine, with or without a slot here; the engine sets it
         self.num_stopped = 0  # forwards that ended early
+        self._last_forward = 0, 0.0  # its rows and seconds
         self.prefixes = PrefixCache(self, self.cache, backend.row_invariant)
         self._separates = has_prompt_arithmetic(backend)  # tokens of prompts from generated ones
         self._fits = self.vocab_size == backend.config.vocab_size and possible is None
@@ -301,6 +309,8 @@ class Context:
         hidden_layers: tuple[int, ...] = (),
         chunks: list[PromptChunk] | None = None,
         most_hidden: int | None = None,
+        num_ahead: int = 0,
+        ends: abc.Sequence[int] = (),
     ) -> list[ForwardOutput]:
         """For each sequence the rows after its last committed token and after each drafted one. `chunks` are fed beside them.
 
@@ -309,13 +319,17 @@ class Context:
         they take 4 C bytes a token and layer. If there are only chunks, `stop_forward` ends the call early, and the rows of
         complete forwards stay. Afterwards the slot holds committed and drafted tokens; of a tree only those that `keep_path` keeps.
         Raises CacheError for more tokens than the capacity, and ConfigError for a tree of more rows than a forward takes.
+        num_ahead: how many forwards may follow at once, if there are no drafts and each sequence lacks only its last token. `ends`:
+        as in `ForwardBatch`.
         """
         assert len(seqs) == len(drafts), "every sequence has a draft, empty or not"
         feeds, read = list(map(self._feed, seqs, drafts)), list(map(self._read, chunks or ()))
         waiting = feeds + read
+        if not self._fits or len(waiting) > self.backend.max_rows or any(len(feed.tokens) > 1 for feed in waiting):
+            num_ahead = 0
         try:
             while waiting:
-                waiting = self._forward(waiting, hidden_layers, stops_early=not seqs)
+                waiting = self._forward(waiting, hidden_layers, not seqs, num_ahead, ends)
         except ForwardStoppedError:
             self.num_stopped += 1
         if hidden_layers:
@@ -523,7 +537,14 @@ class Context:
             output = replace(output, logits=np.where(self.possible, output.logits, np.float32(-np.inf)), best=None)
         return output
 
-    def _forward(self, feeds: list[_Feed], hidden_layers: tuple[int, ...], stops_early: bool) -> list[_Feed]:
+    def most_ahead(self, num_seqs: int) -> int:
+        """How many forwards may follow one over a row of each sequence, so that all together take no time that is noticed."""
+        rows, seconds = self._last_forward
+        return min(int(_AT_ONCE_S / seconds) - 1, _MOST_AHEAD) if rows == num_seqs and seconds < _AT_ONCE_S else 0
+
+    def _forward(
+        self, feeds: list[_Feed], hidden_layers: tuple[int, ...], stops_early: bool, num_ahead: int, ends: abc.Sequence[int]
+    ) -> list[_Feed]:
         """Run as many rows as one forward takes; returns the feeds with rows left. Tokens of prompts may go first, separately."""
         of_prompts = any(feed.num_prompt for feed in feeds)
         others = [feed for feed in feeds if of_prompts and not feed.num_prompt]
@@ -552,24 +573,28 @@ class Context:
         parents = _tree_parents(feeds, q_start, positions) if not of_prompts and any(feed.tree for feed in feeds) else None
         batch = ForwardBatch(
             tokens, positions, slots, q_start, parents, logit_rows, hidden_layers, of_prompts=of_prompts, stops_early=stops_early,
-            adapters=[feed.adapters for feed in feeds[: len(slots)]],
+            adapters=[feed.adapters for feed in feeds[: len(slots)]], num_ahead=num_ahead, ends=ends,
         )  # fmt: skip
         begin_s = now_s()
         output = self.backend.forward(batch, self.cache)
-        self.spent.add(len(tokens), now_s() - begin_s)
-        self.num_forwards += 1
-        self.num_rows += len(tokens)
+        seconds, times = now_s() - begin_s, 1 if output.ahead is None else 1 + len(output.ahead[0])
+        self._last_forward = len(tokens), seconds / times
+        self.spent.add(len(tokens), seconds, times)
+        self.num_forwards += times
+        self.num_rows += times * len(tokens)
         self.weight_bytes += output.weight_bytes
         left = []
         for i, feed in enumerate(feeds[: len(slots)]):
             start, end = q_start[i], q_start[i + 1]
             size, num_before = end - start, len(self._held[feed.slot])
             self._held[feed.slot] += feed.tokens[: min(size, feed.num_straight)]
+            if output.ahead:
+                self._held[feed.slot] += output.ahead[i]
             if self.cache.states:
                 self._latest[feed.slot] = num_before, [layer[start:end] for layer in output.hidden]
                 self._take_snapshots(feed)
             if len(slots) > 1:
-                feed.outputs.append(_part(output, slice(start, end), slice(num_scored[i], num_scored[i + 1])))
+                feed.outputs.append(_part(output, i, slice(start, end), slice(num_scored[i], num_scored[i + 1])))
             else:
                 feed.outputs.append(output)
             if size < len(feed.tokens):
@@ -610,10 +635,10 @@ def _tree_parents(feeds: list[_Feed], q_start: list[int], positions: list[int]) 
     return parents
 
 
-def _part(output: ForwardOutput, rows: slice, scored: slice) -> ForwardOutput:
+def _part(output: ForwardOutput, number: int, rows: slice, scored: slice) -> ForwardOutput:
     """The part of an output that belongs to one sequence."""
-    best = None if output.best is None else output.best[scored]
-    return ForwardOutput(output.logits[scored], tuple(layer[rows] for layer in output.hidden), best)
+    best, ahead = None if output.best is None else output.best[scored], output.ahead and [output.ahead[number]]
+    return ForwardOutput(output.logits[scored], tuple(layer[rows] for layer in output.hidden), best, ahead=ahead)
 
 
 def _join(parts: list[ForwardOutput]) -> ForwardOutput:

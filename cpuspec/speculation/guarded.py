@@ -49,6 +49,11 @@ class GuardedProposer(Proposer):
                 self._ask([i], seqs, limits, drafts)
         return drafts
 
+    def num_idle(self, seqs: list[Sequence]) -> int:
+        """As the proposer says; it is no more asked about sequences in which it has failed."""
+        asked = [seq for seq in seqs if seq.id not in self._plain]
+        return (self._inner if asked else NullProposer()).num_idle(asked)
+
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
         """Tell the proposer, unless it has failed in this sequence."""
         if seq.id not in self._plain:

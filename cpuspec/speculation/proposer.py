@@ -65,6 +65,13 @@ class Proposer(Protocol):
         """One draft for each sequence, of at most `limits[i]` tokens, or empty."""
         ...
 
+    def num_idle(self, seqs: list[Sequence]) -> int:
+        """For how many rounds behind the next one, if that has no draft, it would draft nothing. They may then run without it.
+
+        `accept` gets the tokens of all of them at once.
+        """
+        return 0
+
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
         """Learn from a round, whose tokens `seq` already has. Called once for each round of the level that it drafts for.
 
@@ -118,5 +125,10 @@ class NullProposer(Proposer):
         """An empty draft for each sequence."""
         return [_NOTHING] * len(seqs)
 
+    def num_idle(self, seqs: list[Sequence]) -> int:
+        """All."""
+        return _ALL
 
+
+_ALL = 1 << 30
 _NOTHING = Draft.chain([], NullProposer.name)

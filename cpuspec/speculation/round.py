@@ -1,5 +1,6 @@
 """One speculative round: propose, score, verify, accept. The engine's step and a level of a chain both call it."""
 
+from collections import abc
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,12 +29,13 @@ class Round:
     output: ForwardOutput
     cycles: tuple[Cycle, ...]  # the verifications of the round, those of lower levels first
     error: CpuspecError | None = None
+    times: int = 1  # rounds without a draft that ran at once, each of which gives a token
 
     @property
     def token_sources(self) -> list[str]:
-        """For each token of the verdict the level that drafted it; "" for the last one, which is the verifier's own."""
-        sources = self.draft.token_sources
-        return [*(sources[node] for node in self.verdict.path), ""] if self.verdict.tokens else []
+        """For each token of the verdict the level that drafted it; "" for those that are the verifying model's own."""
+        sources, path = self.draft.token_sources, self.verdict.path
+        return [*(sources[node] for node in path), *[""] * (len(self.verdict.tokens) - len(path))]
 
     def logits(self, number: int) -> F32:
         """The row [V] of logits from which token `number` of the verdict was chosen."""
@@ -48,6 +50,8 @@ def speculate(
     limits: list[int],
     chunks: list[PromptChunk] | None = None,
     is_answer: bool = False,
+    num_ahead: int = 0,
+    ends: abc.Sequence[int] = (),
 ) -> list[Round]:
     """Draft up to `limits[i]` tokens for each sequence, verify them in one score, and commit each verdict to its sequence.
 
@@ -55,6 +59,8 @@ def speculate(
     parts of other sequences' prompts that the same forward reads. Tokens that a sequence's grammar forces are drafted here, before
     and after the proposer's tokens. If a sequence's rows are not finite, it gains no token, and its round says why; the others go
     on. is_answer: whether the gained tokens are the request's answer, rather than a chain's draft.
+    num_ahead: how many rounds may follow at once if this one has no draft and all sequences are plainly greedy, up to a token of
+    `ends`.
     """
     most = context.backend.max_rows - 1  # a draft that needs two forwards gains nothing
     limits = [min(limit, most) for limit in limits]
@@ -68,15 +74,20 @@ def speculate(
     parts = list(map(legal_part, ahead, drafts))
     drafts = list(map(_with_forced, ahead, forced, parts, left))
     rounds = []
-    outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks, proposer.most_hidden)
+    if num_ahead:
+        num_ahead = 0 if any(map(len, drafts)) else min(num_ahead, proposer.num_idle(seqs))
+    outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks, proposer.most_hidden, num_ahead, ends)
     scored_s = now_s()
     for seq, draft, scored, before, part in zip(seqs, drafts, outputs, forced, parts, strict=True):
         hidden = scored.hidden
         failed: CpuspecError | None = None
+        ahead_tokens = scored.ahead[0] if scored.ahead else []
         try:
             verdict = verify(seq, draft, scored.logits, scored.best, is_answer)
+            if ahead_tokens:
+                verdict.tokens = ahead_tokens + verdict.tokens
         except CpuspecError as error:
-            verdict, failed = Verdict([], []), error
+            verdict, failed = Verdict(ahead_tokens, []), None if ahead_tokens else error
         if not draft.is_chain:
             context.keep_path(seq, draft, verdict.path)
         if failed is not None:
@@ -91,7 +102,7 @@ def speculate(
         if num_forced:
             forced_cycle = Cycle(SOURCE, num_forced, len(verdict.path) - len(own.path), num_forced)
             cycles = (*cycles[:-1], forced_cycle, cycles[-1])
-        rounds.append(Round(draft, verdict, scored, cycles))
+        rounds.append(Round(draft, verdict, scored, cycles, times=1 + len(ahead_tokens)))
     for what, seconds in (("draft", drafted_s - begin_s), ("score", scored_s - drafted_s), ("verify", now_s() - scored_s)):
         context.spent.add(what, seconds)
     return rounds

@@ -463,6 +463,57 @@ def test_a_forward_that_was_stopped_leaves_the_cache_as_it_was(tmp_path_factory,
     assert np.array_equal(got, wanted)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_forwards_that_follow_at_once_choose_the_tokens_of_forwards_one_by_one(tmp_path_factory, threads: int) -> None:
+    backend = _backend(tiny(tmp_path_factory, **SMALLEST), threads=threads)
+
+    def gained(num_ahead: int, ends: tuple[int, ...] = ()) -> tuple[list[list[int]], list[int], np.ndarray]:
+        """Tokens of two sequences, up to 12 of each; how many each call gave; the last row of each."""
+        cache, tokens, counts = backend.new_cache(2, 64), [TOKENS[:1], TOKENS[4:5]], list[int]()
+        forward(backend, cache, {0: TOKENS[:7], 1: TOKENS[:3]})
+        while (len(tokens[0]) <= 12 and not ends) or not counts:
+            most = min(num_ahead, 12 - len(tokens[0]))
+            last = [one[-1] for one in tokens]
+            output = backend.forward(ForwardBatch(last, cache.lengths.copy(), [0, 1], [0, 1, 2], num_ahead=most, ends=ends), cache)
+            for row, one in enumerate(tokens):
+                one += [*(output.ahead[row] if output.ahead else ()), output.best[row]]
+            counts.append(len(tokens[0]) - 1 - sum(counts))
+            assert cache.lengths == [6 + len(tokens[0]), 2 + len(tokens[0])]
+        return [one[1:] for one in tokens], counts, output.logits.copy()
+
+    wanted, alone, row = gained(0)
+    assert alone == [1] * 12
+    assert len({*wanted[0], *wanted[1]}) > 2
+    for num_ahead, counts in ((1, [2] * 6), (4, [5, 5, 2]), (31, [12])):
+        got, number, last = gained(num_ahead)
+        assert (got, number) == (wanted, counts)
+        assert np.array_equal(last, row)
+    end = wanted[1][5]
+    first = min(one.index(end) for one in wanted if end in one)
+    assert gained(31, (-5, end))[0] == [one[: first + 1] for one in wanted]
+    backend.close()
+
+
+def test_no_forward_follows_once_one_is_asked_to_stop(tmp_path_factory) -> None:
+    backend, over = _backend(tiny(tmp_path_factory, **SMALLEST)), threading.Event()
+    cache = backend.new_cache(1, 1 << 14)
+
+    def ask() -> None:
+        while not over.is_set():
+            stop_forward(backend)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        output = backend.forward(ForwardBatch([5], [0], [0], [0, 1], num_ahead=10_000), cache)
+    finally:
+        over.set()
+        thread.join()
+        backend.close()
+    assert len(output.ahead[0]) < 10_000
+    assert cache.lengths == [1 + len(output.ahead[0])]
+
+
 def test_weights_from_the_disk_give_the_same_bits(of_class: Checkpoint, alone: np.ndarray, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(packed, "_SMALLEST_BYTES", 0)

@@ -12,10 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpuspec.backends.numba_backend import NumbaBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError
+from cpuspec.model.batch import ForwardBatch, ForwardOutput
+from cpuspec.model.cache import KVCache
 from cpuspec.settings import EngineConfig, SamplingParams
+from cpuspec.speculation.context import Context
 from tests.backends.models import GEMMA4, LATENT, MIXTURES, RECURRENT, SMALL
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -102,6 +106,39 @@ def test_answers_are_those_of_plain_decoding_in_every_way(tmp_path: Path, model:
     """A sixth of the ways."""
     before = LONG.get(model, 0)
     check_ways(_checkpoint(tmp_path, model), 4 if before else 8, model in PREDICTS, slice(part, None, 6), before)
+
+
+@pytest.mark.parametrize("model", ["windows", "gemma4-moe", "deepseek2"])
+def test_steps_that_run_at_once_change_no_answer_and_no_figure(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = _prompts(3), [SamplingParams(max_tokens=20 + number, ignore_eos=True) for number in range(3)]
+    num_calls: list[int] = []
+    forward = NumbaBackend.forward
+
+    def counted(self: NumbaBackend, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
+        num_calls[-1] += 1
+        return forward(self, batch, cache)
+
+    def answers(llm: LLM, most: int) -> list[tuple[Any, ...]]:
+        monkeypatch.setattr(Context, "most_ahead", lambda *_: most)
+        num_calls.append(0)
+        found = [answer for one in (prompts[:1], prompts) for answer in llm.generate(one, params[: len(one)])]
+        told = [answer.stats for answer in found]
+        facts = [(one.num_forwards, one.num_forwards_saved, one.num_new_tokens, one.weight_bytes) for one in told]
+        return [(one.token_ids, one.text, one.finish_reason, one.stop_reason, *of) for one, of in zip(found, facts, strict=True)]
+
+    monkeypatch.setattr(NumbaBackend, "forward", counted)
+    with LLM(_checkpoint(tmp_path, model), "none", settings=replace(SETTINGS, threads=2, max_sequences=3)) as llm:
+        answers(llm, 0)  # later prompts find what this one left
+        wanted = answers(llm, 0)
+        assert [answers(llm, most) for most in (3, 31)] == [wanted] * 2
+        alone, few, many = num_calls[1:]
+        assert many < few < alone / 2
+        params = [
+            replace(one, stop_token_ids=(max(ids, key=ids.index),)) for one, (ids, *_) in zip(params, wanted[1:], strict=True)
+        ]
+        ended = answers(llm, 0)
+        assert any(one[2] == "stop" for one in ended)
+        assert [answers(llm, most) for most in (3, 31)] == [ended] * 2
 
 
 # ---------------------------------------------------------------------------------------------- faults of others, by their reports

@@ -370,6 +370,29 @@ def test_plain_rounds_are_all_counted_and_one_of_four_is_timed(clock: Clock, mon
     assert 0 < text.num_asked - asked < 100
 
 
+def test_rounds_run_at_once_only_until_a_text_is_tried(clock: Clock) -> None:
+    def asked(at_once: bool) -> int:
+        text = TimedText(clock, 0.1)
+        planner, seq, num_rounds = planner_of(rising(0.05), [text]), _sequence(), 0
+        while num_rounds < 2000:
+            [draft] = planner.propose([seq], [24])
+            assert not len(draft)
+            tokens = [2] * (1 + (planner.num_idle([seq]) if at_once else 0))
+            seq.extend(tokens)
+            planner.accept(seq, Verdict(tokens, []), ())
+            num_rounds += len(tokens)
+        assert planner.num_plain_rounds == num_rounds
+        return text.num_asked
+
+    alone = asked(at_once=False)
+    assert alone - 2 <= asked(at_once=True) <= alone
+    helping = planner_of(rising(0.05), [text := TimedText(clock, 0.1)])
+    text.finds = True
+    _rounds(helping, seq := _sequence(), 50, 1.0, clock)
+    assert helping.num_idle([seq]) == 0
+    assert planner_of(rising(0.05), [], [(Model(), STEEP)]).num_idle([seq]) == 0
+
+
 def test_a_text_that_takes_next_to_nothing_is_asked_every_time(clock: Clock) -> None:
     text = TimedText(clock, 0.003)
     _answers(planner_of(rising(0.05), [text], []), clock, rising(0.05), lambda answer: 0.0, 5)

@@ -22,6 +22,10 @@ class TrialBudget:
         """Add to the time of which each account has its share."""
         self._all_s += seconds
 
+    def lacks(self, account: object, seconds: float) -> float:
+        """How much is to be earned before the account has these seconds."""
+        return (self._lost_s.get(account, 0.0) + seconds) / self._share - self._all_s
+
     def spend(self, account: object, seconds: float) -> bool:
         """Spend seconds that a trial may lose; returns whether the account had them."""
         lost_s = self._lost_s.get(account, 0.0) + seconds

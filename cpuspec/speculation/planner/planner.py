@@ -8,6 +8,7 @@ The more sequences share a forward, the larger is the part of its time that the 
 none.
 """
 
+import math
 from collections import abc
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -35,6 +36,7 @@ _TIMED_PLAIN = 4  # one of this many forwards without a draft is timed: timing t
 _WORTH = 1.05  # a lookup's draft must beat the best option so far by this factor: smaller promises lose as often as they gain
 # Hidden states of a sequence that are kept for a head which may never be asked: at 10 KB a token, as of a 4B model, 40 to 80 MB.
 _MOST_HIDDEN = 4096
+_MOST_IDLE = 1000  # rounds
 _MOST_FED = 2  # a round with more rows for each verified row teaches no costs: rows of prompts take less time
 
 
@@ -132,12 +134,23 @@ class Planner(Proposer):
         self._begin_timing(len(seqs), len(seqs) + sum(map(len, drafts)))
         return drafts
 
+    def num_idle(self, seqs: list[Sequence]) -> int:
+        """Until a lookup is tried, where none is asked in every round. Models are asked each time, and timed rounds are single."""
+        if self.models or self._timing or any(map(self._pays, self.lookups)):
+            return 0
+        lacking_s = min((self._budget.lacks(lookup, lookup.seconds) for lookup in self.lookups), default=math.inf)
+        return int(min(max(lacking_s / (self._plain_s * len(seqs)), 0), _MOST_IDLE))
+
+    def _pays(self, lookup: LookupDrafter) -> bool:
+        """Whether a look-up has gained more than it took."""
+        return lookup.gain.expected() * self._plain_s > lookup.seconds
+
     def _look_up(self, lookup: LookupDrafter, seqs: list[Sequence], limits: list[int], best: list[Option]) -> None:
         """Ask a lookup; replace the best options where its own are better, or are tried.
 
         It is asked while look-ups gain more than they take, and on trial if the budget covers the look-up.
         """
-        pays = lookup.gain.expected() * self._plain_s > lookup.seconds
+        pays = self._pays(lookup)
         asked = [i for i, limit in enumerate(limits) if limit and (pays or self._budget.spend(lookup, lookup.seconds))]
         if not asked:
             return
@@ -207,6 +220,9 @@ class Planner(Proposer):
                 option.drafter.learn(option, num_accepted)
             else:
                 option.drafter.learn(option, num_accepted, option.seconds / self._plain_s - 1)
+        elif option:  # a token of each round that ran at once
+            self.num_plain_rounds += num_accepted
+            self._budget.earn(self._plain_s * num_accepted)
 
     def end(self, seq: Sequence) -> None:
         """Forget the sequence, and keep the costs that were learned."""
