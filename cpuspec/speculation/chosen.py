@@ -47,7 +47,7 @@ class ChosenDrafts(Proposer):
 
     def num_idle(self, seqs: list[Sequence]) -> int:
         """The least of the proposers'."""
-        return min(self._of(seq).num_idle([seq]) for seq in seqs) if self._names else self.usual.num_idle(seqs)
+        return min(self._of(seq).num_idle([seq]) for seq in seqs) if self._names else self.default.num_idle(seqs)
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
         """Tell the sequence's proposer."""

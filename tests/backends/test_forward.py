@@ -495,23 +495,13 @@ def test_forwards_that_follow_at_once_choose_the_tokens_of_forwards_one_by_one(t
 
 
 def test_no_forward_follows_once_one_is_asked_to_stop(tmp_path_factory) -> None:
-    backend, over = _backend(tiny(tmp_path_factory, **SMALLEST)), threading.Event()
+    backend = _backend(tiny(tmp_path_factory, **SMALLEST))
     cache = backend.new_cache(1, 1 << 14)
-
-    def ask() -> None:
-        while not over.is_set():
-            stop_forward(backend)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
+    with asked_to_stop(backend):
         output = backend.forward(ForwardBatch([5], [0], [0], [0, 1], num_ahead=10_000), cache)
-    finally:
-        over.set()
-        thread.join()
-        backend.close()
     assert len(output.ahead[0]) < 10_000
     assert cache.lengths == [1 + len(output.ahead[0])]
+    backend.close()
 
 
 def test_weights_from_the_disk_give_the_same_bits(of_class: Checkpoint, alone: np.ndarray, tmp_path, monkeypatch) -> None:
