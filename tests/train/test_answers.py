@@ -139,7 +139,7 @@ def test_answers_in_the_words_of_an_evaluation_set_are_refused(llm: LLM, plan: A
     free = AnswerPlan((prompts,), temperatures=(1.0,), max_answer_tokens=60, seed=1)
     make_answers(llm, FILES, free, tmp_path / "free.jsonl")
     (line,) = lines(tmp_path / "free.jsonl")
-    tasks.write_text(llm.tokenizer.decode(line["answer_ids"]))
+    tasks.write_text(llm.tokenizer.decode(line["answer_ids"]), "utf-8")
     checked = AnswerPlan((prompts,), temperatures=(1.0,), max_answer_tokens=60, seed=1, exclude=(tasks,))
     summary = make_answers(llm, FILES, checked, tmp_path / "checked.jsonl")
     assert [(one.id, one.where) for one in summary.refused] == [("say.jsonl:1", "answer at 1")]
