@@ -29,7 +29,7 @@ from record import Rounds, record, save, spread
 from cpuspec.formats import FORMATS, QuantTensor, get_format
 from cpuspec.formats.packing import PANEL, TILE, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels import isa
-from cpuspec.kernels.linear import activation_order
+from cpuspec.kernels.linear import activation_encoding
 from cpuspec.kernels.ops import F32X16, I32X16, LANES, Ops, Value, dot_bytes, fma
 from cpuspec.metrics import read_bandwidth
 
@@ -51,7 +51,7 @@ class Case:
     """One kernel over a number of rows, by a number of threads."""
 
     format: str
-    order: str
+    encoding: str
     rows: int
     threads: int
 
@@ -104,8 +104,8 @@ def _measure(
     for number in passed:
         if number % rounds == 0:
             name = names[number // rounds]
-            order = activation_order(name, precise)
-            cases = [Case(name, order, count, team) for team in teams for count in counts]
+            encoding = activation_encoding(name, precise)
+            cases = [Case(name, encoding, count, team) for team in teams for count in counts]
             matrices = make_matrices(name, in_features, megabytes << 20)
             samples_s: dict[Case, list[float]] = {case: [] for case in cases}
             for case in cases:
@@ -119,7 +119,7 @@ def _measure(
         if (number + 1) % rounds == 0:
             recent = {team: reads[team][-rounds:] for team in teams}
             kernels += [describe(case, samples_s, recent, matrices) for case in cases]
-            print(_table(name, order, kernels[-len(cases) :]), flush=True)
+            print(_table(name, encoding, kernels[-len(cases) :]), flush=True)
     for kind, by_team in peaks.items():
         rates = (f"{value / 1e9:.0f} by {team} thread{'s' * (team > 1)}" for team, value in by_team.items())
         print(f"\nG multiply-adds/s of {kind} at most: {', '.join(rates)}")
@@ -145,12 +145,12 @@ def _seconds(case: Case, matrices: Sequence[PackedTensor]) -> float:
     """What it takes to multiply rows with all matrices, each thread with its share of the tiles of each."""
     features = matrices[0].shape[1]
     x = np.random.default_rng(1).standard_normal((case.rows, features)).astype(np.float32)
-    acts, out = activations(x, case.order), np.empty((case.rows, OUT_FEATURES), np.float32)
+    acts, out = activations(x, case.encoding), np.empty((case.rows, OUT_FEATURES), np.float32)
     ends = np.linspace(0, OUT_FEATURES // TILE, case.threads + 1).astype(int).tolist()
 
     def work(thread: int) -> None:
         for matrix in matrices:
-            multiply(matrix, case.order, acts, out, tiles=(ends[thread], ends[thread + 1]))
+            multiply(matrix, case.encoding, acts, out, tiles=(ends[thread], ends[thread + 1]))
 
     return _together(work, case.threads)
 
@@ -169,12 +169,12 @@ def describe(
 ) -> dict[str, Any]:
     """A kernel's figures: bytes of weights and multiply-adds per second, shares and costs round by round."""
     mine_s = samples_s[case]
-    one_row_s = samples_s.get(Case(case.format, case.order, 1, case.threads))
+    one_row_s = samples_s.get(Case(case.format, case.encoding, 1, case.threads))
     num_bytes = sum(matrix.data.nbytes for matrix in matrices)
     multiply_adds = case.rows * len(matrices) * math.prod(matrices[0].shape)
     return {
         "format": case.format,
-        "activations": case.order,
+        "activations": case.encoding,
         "rows": case.rows,
         "threads": case.threads,
         "bytes_per_s": spread([num_bytes / s for s in mine_s]),
@@ -184,8 +184,8 @@ def describe(
     }
 
 
-def _table(name: str, order: str, kernels: Sequence[Mapping[str, Any]]) -> str:
-    lines = [f"\n{name}, {order} activations\n", "| threads | rows | GB/s | of a bare read | G multiply-adds/s | over 1 row |"]
+def _table(name: str, encoding: str, kernels: Sequence[Mapping[str, Any]]) -> str:
+    lines = [f"\n{name}, {encoding} activations\n", "| threads | rows | GB/s | of a bare read | G multiply-adds/s | over 1 row |"]
     lines += ["|--:|--:|--:|--:|--:|--:|"]
     for one in kernels:
         read, share, rate = (one[figure]["median"] for figure in ("bytes_per_s", "over_bare_read", "multiply_adds_per_s"))

@@ -184,16 +184,16 @@ class WindowRows:
         return found
 
     def least(self, length: int) -> int:
-        """The least length that a slot can be truncated to after `put` of a snapshot of `length` tokens."""
+        """The least length that a slot can be truncated to after `restore` of a snapshot of `length` tokens."""
         firsts = [(int(kind.first_step(length)), kind.window) for kind in (self._places.kinds[n] for n in self.kinds)]
         return max(first and first * LANES + window - 1 for first, window in firsts)
 
-    def take(self, memory: Memory, length: int, snapshot: U8) -> None:
+    def save(self, memory: Memory, length: int, snapshot: U8) -> None:
         """Copy the rows from `first_step` to `length` tokens, in whole steps of LANES, to U8 [bytes_at(length)]."""
         for part, rows in self._parts(memory, length, snapshot):
             part[:] = rows
 
-    def put(self, memory: Memory, length: int, snapshot: U8) -> None:
+    def restore(self, memory: Memory, length: int, snapshot: U8) -> None:
         """Copy them back."""
         for part, rows in self._parts(memory, length, snapshot):
             rows[:] = part

@@ -24,7 +24,7 @@ from cpuspec.backends import memory_limit
 from cpuspec.backends.adapted import AdaptedRows
 from cpuspec.backends.kv_memory import SLACK, KVPlaces, Memory, WindowRows
 from cpuspec.backends.numa import copy_of_processor, new_pages_on, nodes_to_use, placed
-from cpuspec.backends.numba_program import Plans, ProgramWriter, Routing, at, round_up
+from cpuspec.backends.numba_program import Plans, ProgramWriter, Routing, at
 from cpuspec.backends.packed import content_hash, packed_matrices
 from cpuspec.backends.recurrent_memory import RecurrentLayers, RecurrentMemory
 from cpuspec.backends.stored import ExpertStore, StoredTensor, packed_bytes, stored_matrices
@@ -38,7 +38,7 @@ from cpuspec.environment import sources_digest, usable_cores
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.formats import Cast, Format
 from cpuspec.formats.kv import get_kv_format
-from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, reserved_bytes
+from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, reserved_bytes, round_up
 from cpuspec.kernels import (
     argmax,
     encode,
@@ -73,25 +73,25 @@ class _Storage:
     num_chunks: int
     recurrent: RecurrentMemory | None  # of a model with recurrent layers
     windows: WindowRows
-    room: int = 0  # chunks of each head that may be used
-    least: int = 0  # tokens that it can be truncated to, but for 0: rows before are gone where layers keep their last ones alone
+    committed: int = 0  # chunks of each head that may be used
+    least: int = 0  # fewest tokens that it can be truncated to, besides 0: layers with a window have dropped the rows before
 
     def grow(self, places: KVPlaces, num_chunks: int) -> None:
         """Let the first chunks of each head be used. Raises CacheError where there is no memory."""
-        if num_chunks > self.room:
+        if num_chunks > self.committed:
             try:
-                places.commit(self.memory, self.room, num_chunks)
+                places.commit(self.memory, self.committed, num_chunks)
             except MemoryError:
                 raise CacheError("no memory for more tokens of a sequence; run fewer sequences, or shorter ones") from None
-            self.room = num_chunks
+            self.committed = num_chunks
 
     def clear(self) -> None:
-        """Let all rows of layers go that keep their last ones alone."""
-        self.windows.clear(self.memory, self.room)
-        self.room = self.least = 0
+        """Drop all rows of the layers that keep only their last ones."""
+        self.windows.clear(self.memory, self.committed)
+        self.committed = self.least = 0
 
     def forget(self, least: int) -> None:
-        """Let those go that no row behind `least` tokens sees."""
+        """Drop those that no row after `least` tokens sees."""
         if least > self.least:
             self.windows.give_back(self.memory, self.least, least)
             self.least = least
@@ -100,8 +100,8 @@ class _Storage:
 class NumbaBackend:
     """The transformer on packed int4 to int8 (or 16- and 32-bit) weights, with int8 activations, row-invariant to the bit.
 
-    share: a backend whose threads this one uses, and whose packed weights, for every tensor object that both checkpoints hold.
-    The two take turns, and closing the one that was there first ends both.
+    share: a backend whose threads this one uses, and whose packed weights of every tensor object that both checkpoints hold.
+    The two run in turn, and closing `share` ends both.
     casts: matrices that are cast to another format at load, by name.
     """
 
@@ -109,7 +109,7 @@ class NumbaBackend:
     row_invariant = True
     survives_fork = True
     adapts = True
-    _matrices: LoadedWeights[PackedTensor | StoredTensor]
+    matrices: LoadedWeights[PackedTensor | StoredTensor]
 
     def __init__(
         self,
@@ -143,8 +143,8 @@ class NumbaBackend:
                 packed = packed_matrices(checkpoint.name, matrices, self.threads, engine.keep_packed, engine.mmap)
             return placed(packed, self._topology, engine.numa)
 
-        self._matrices = LoadedWeights(matrices, load, share._matrices if share else None)
-        self.weight_bytes, self.shared_bytes = self._matrices.num_bytes, self._matrices.shared_bytes
+        self.matrices = LoadedWeights(matrices, load, share.matrices if share else None)
+        self.weight_bytes, self.shared_bytes = self.matrices.num_bytes, self.matrices.shared_bytes
         self._identity = _identity(c, engine.kv_format, self.prompt_arithmetic, tensors)
         self._vectors = {name: _padded(t, name.endswith("_conv")) for name, t in tensors.items() if not is_matrix(name, t.shape)}
         orders = {name: t.order for name, t in matrices.items() if t.order is not None}
@@ -153,9 +153,9 @@ class NumbaBackend:
         self._plans = Plans(layers, self.max_rows, self.threads, kv_format.name)
         self._recurrent = RecurrentLayers(c, self.max_rows) if c.is_recurrent else None
         of_tiles = self._recurrent.tile_bytes if self._recurrent else 0
-        has_copies = any(isinstance(one, PackedTensor) and one.copies_apart for one in self._matrices.values())
+        has_copies = any(isinstance(one, PackedTensor) and one.copies_apart for one in self.matrices.values())
         self._copy_of = copy_of_processor(self._topology) if has_copies else None
-        self._scratch = aligned_bytes(
+        self.scratch = aligned_bytes(
             (self.threads, round_up(max(self._plans.scratch_bytes, of_tiles, 4 * MAX_RANK, sharing.APART_BYTES), 64))
         )
         self._places = np.empty(self.max_rows, layout.PLACE)
@@ -167,16 +167,16 @@ class NumbaBackend:
         self._routing = Routing(c.experts, self.max_rows) if c.experts else None
         centres = key_centres(c, kv_format, tensors)
         self._writer = ProgramWriter(
-            c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format, centres, self._kv_places,
+            c, self.max_rows, self.matrices, self._vectors, orders, self._embed, kv_format, centres, self._kv_places,
             self._plans, self._routing, self._recurrent, self._layer_embed,
         )  # fmt: skip
         decode(c, self._writer)
-        self._first = dict(self._writer.first)  # rooms that are written before a forward
+        self._first = dict(self._writer.first)  # buffers that are written before a forward
         self._goes_on = not (self._first or self._recurrent or self._writer.stored)  # where the next needs nothing of Python
         self._num_positions = 0  # whose cosines and sines are known
         self._rotations: list[tuple[F32, F32]] = []
         self._programs: list[program.Program] = []
-        self._program = self._prompt_program = self._new_program(0)
+        self.program = self._prompt_program = self._new_program(0)
         if self.prompt_arithmetic == "bf16":
             written = len(self._writer.operations)
             self._writer.of_prompts = True
@@ -190,7 +190,7 @@ class NumbaBackend:
             inject(c, self._writer)
             self._injector = self._new_program(written)
         self._provide_rotations(255)
-        self._team: Team = share._team if share else Team(self.threads)
+        self.team: Team = share.team if share else Team(self.threads)
         self._owns_team = share is None
 
     def _new_program(self, first: int) -> program.Program:
@@ -202,7 +202,7 @@ class NumbaBackend:
             **(self._routing.addresses() if self._routing else {}),
             **(self._recurrent.addresses() if self._recurrent else {}),
             "places": at(self._places), "peaks": at(self._peaks), "picked": addressof(self._picked),
-            "scratch": at(self._scratch), "scratch_bytes": self._scratch.strides[0], "threads": self.threads,
+            "scratch": at(self.scratch), "scratch_bytes": self.scratch.strides[0], "threads": self.threads,
             "copy_of": at(self._copy_of), **self._plans.fields(),
         }.items():  # fmt: skip
             new.state[field] = value
@@ -248,7 +248,7 @@ class NumbaBackend:
 
         Threads that call at once take turns. Raises BackendError if the backend was closed.
         """
-        with self._team.lock:
+        with self.team.lock:
             return self._forward(batch, cache)
 
     def _forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
@@ -263,13 +263,13 @@ class NumbaBackend:
             self._write_first_rows(batch)
         num_logits = num_rows if logit_rows is None else len(logit_rows)
         logits = self._room_for_logits(num_logits)
-        # Made before the run, behind which nothing that Python touches is in the processor's caches.
+        # Made before the run: after it, nothing that Python uses is in the processor's caches.
         output = ForwardOutput(logits if self._num_logits == c.num_logits else logits[:, : c.num_logits])
         kept = None
         if batch.hidden_layers:
             kept, output.hidden = self._room_for_hidden(batch.hidden_layers, num_rows)
         lengths, addresses, num_chunks = self._entered(lists.slots, lists.q_start, cache, num_ahead)
-        entered, adapter_bytes = self._prompt_program if batch.of_prompts else self._program, 0
+        entered, adapter_bytes = self._prompt_program if batch.of_prompts else self.program, 0
         if batch.adapters:
             entered, adapted = self._adapted_program(batch.of_prompts)
             adapter_bytes = adapted.enter(entered.state, batch.adapters, lists.q_start)
@@ -295,7 +295,7 @@ class NumbaBackend:
         if self._recurrent:
             memories = [memory for slot in lists.slots if (memory := cache.storage(slot).recurrent)]
             self._recurrent.enter(entered.state, lists.q_start, lengths, memories)
-        self._team.run(entered)
+        self.team.run(entered)
         if entered.state["stopped"]:
             raise ForwardStoppedError
         if self._writer.stored:
@@ -312,13 +312,13 @@ class NumbaBackend:
             if storage.windows:
                 storage.forget(length - SLACK)
         expert_bytes = int(entered.state["expert_bytes"])  # of all forwards
-        output.weight_bytes = times * (adapter_bytes + self._matrices.read_bytes(num_logits, 0)) + expert_bytes
+        output.weight_bytes = times * (adapter_bytes + self.matrices.read_bytes(num_logits, 0)) + expert_bytes
         if num_logits <= argmax.MOST_ROWS:
             output.best = self._picked[:num_logits]
         return output
 
     def _go_on(self, entered: program.Program) -> None:
-        """Run a program that stands behind its first router to the end: each layer's experts in rounds, as they come into memory.
+        """Run a program that stopped after its first router to the end: each layer's experts in rounds, as they come into memory.
 
         While a layer's experts are read, the next router is asked what it would choose for the rows as they are.
         """
@@ -345,47 +345,47 @@ class NumbaBackend:
             state["segments"] = at(routing.segments)
 
     def _resume(self, entered: program.Program, part: int) -> None:
-        self._team.resume(entered.jobs[part])
+        self.team.resume(entered.jobs[part])
         if entered.state["stopped"]:
             raise ForwardStoppedError
 
     def stop(self) -> None:
-        """End the forward that runs behind its running operation, some milliseconds later, if its batch `stops_early`."""
+        """End the running forward after its running operation, some milliseconds later, if its batch `stops_early`."""
         for entered in self._programs:
             entered.state["stop"]["asked"] = 1
 
     def project(self, rows: F32, name: str) -> F32:
         """The product of rows with one of a head's matrices, in chunks that a forward takes."""
-        num_outputs, num_inputs = self._matrices[name].shape
+        num_outputs, num_inputs = self.matrices[name].shape
         if rows.ndim != 2 or rows.shape[1] != num_inputs:
             raise BackendError(f"{name} multiplies rows of {num_inputs} numbers, got an array of shape {rows.shape}")
         outputs = np.empty((len(rows), round_up(num_outputs, TILE)), np.float32)
-        with self._team.lock:
+        with self.team.lock:
             if name not in self._projections:
                 written = len(self._writer.operations)
                 self._writer.project(name)
                 self._projections[name] = self._new_program(written)
-            entered, room = self._projections[name], self._writer.rooms[f"given {num_inputs}"]
+            entered, buffer = self._projections[name], self._writer.buffers[f"given {num_inputs}"]
             for start in range(0, len(rows), self.max_rows):
                 some = rows[start : start + self.max_rows]
-                room[: len(some), :num_inputs] = some
+                buffer[: len(some), :num_inputs] = some
                 numbers = [0] * len(some)
                 to = outputs[start : start + len(some)]
                 entered.enter(numbers, numbers, [], range(len(some)), [0, len(some)], [0], [0], 0, None, to)
-                self._team.run(entered)
+                self.team.run(entered)
         return outputs[:, :num_outputs]
 
     def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Append keys and values of hidden states."""
-        with self._team.lock:
+        with self.team.lock:
             self._check_cache(cache)
             batch.check(self.config, cache, self.max_rows, injects=True)
             lists = batch.lists
             self._provide_rotations(max(lists.positions))
-            room = self._writer.rooms["hidden"]
+            buffer = self._writer.buffers["hidden"]
             reads = self.config.head and self.config.head.reads
             rows = self._normed(batch.hidden, None if reads else "hidden_norm")
-            room[: len(rows), : rows.shape[1]] = rows
+            buffer[: len(rows), : rows.shape[1]] = rows
             lengths, addresses, num_chunks = self._entered(lists.slots, lists.q_start, cache)
             self._injector.enter(
                 lists.tokens,
@@ -399,23 +399,23 @@ class NumbaBackend:
                 None,
                 self._room_for_logits(1),
             )
-            self._team.run(self._injector)
+            self.team.run(self._injector)
             cache.advance(batch)
 
     def close(self) -> None:
         """End the threads, if they are this backend's own."""
         if self._owns_team:
-            self._team.close()
+            self.team.close()
             if self.store:
                 self.store.reader.close()
 
     def _check_cache(self, cache: KVCache) -> None:
-        """Raise BackendError for a cache of another model or another KV format: kernels write where this backend's lie."""
+        """Raise BackendError for a cache of another model or another KV format: kernels write where this backend's have rows."""
         if cache.identity != self._identity:
             raise BackendError("this cache was made for another model or other settings; take one of this backend's `new_cache`")
 
     def _entered(self, slots: list[int], starts: list[int], cache: KVCache, num_ahead: int = 0) -> tuple[list[int], list[int], int]:
-        """Of each slot, with room for a forward's rows, the tokens that it holds and its address; and the chunks of one.
+        """Make room in the slots for a forward's rows. Returns the tokens that each holds, its address, and the chunks of one.
 
         num_ahead: rows of each that follow.
         """
@@ -442,12 +442,12 @@ class NumbaBackend:
         for name, norms in self._first.items():
             parts = {"embed": (rows,), "hidden": (given,), "join": (rows, given), "layer_embed": (layers,)}[name]
             values = np.concatenate([self._normed(part, norm) for part, norm in zip(parts, norms, strict=True)], axis=1)
-            room = self._writer.rooms[name]
-            room[: len(rows), : values.shape[1]] = values
-            room[: len(rows), values.shape[1] :] = 0
+            buffer = self._writer.buffers[name]
+            buffer[: len(rows), : values.shape[1]] = values
+            buffer[: len(rows), values.shape[1] :] = 0
 
     def _normed(self, x: F32 | None, norm: str | None) -> F32:
-        assert x is not None, "`ForwardBatch.check` has seen to it"
+        assert x is not None, "checked by `ForwardBatch.check`"
         if norm is None:
             return x
         squares = np.mean(x * x, axis=1, keepdims=True) + np.float32(self.config.norm_eps)
@@ -480,7 +480,7 @@ class NumbaBackend:
             decode(self.config, writer)
             writer.adapts = writer.of_prompts = False
             entered = self._new_program(written)
-            entered.state["rotations"] = self._program.state["rotations"]
+            entered.state["rotations"] = self.program.state["rotations"]
             self._adapted[of_prompts] = entered, AdaptedRows(writer.adapted, writer.input_orders, writer.num_partials)
         return self._adapted[of_prompts]
 
@@ -513,25 +513,25 @@ def _state_access(recurrent: RecurrentLayers) -> StateAccess:
     return StateAccess(
         recurrent.snapshot_bytes,
         lambda storage, length: length if memory_of(storage).folded <= length else 0,
-        lambda storage, length, states: recurrent.take(memory_of(storage), length, states),
-        lambda storage, states, length: recurrent.put(memory_of(storage), length, states),
+        lambda storage, length, states: recurrent.save(memory_of(storage), length, states),
+        lambda storage, states, length: recurrent.restore(memory_of(storage), length, states),
     )
 
 
 def _window_access(windows: WindowRows, places: KVPlaces) -> StateAccess:
-    """The rows of layers that keep their last ones alone."""
+    """The rows of layers that keep only their last ones."""
 
-    def put(storage: _Storage, states: U8, length: int) -> None:
+    def restore(storage: _Storage, states: U8, length: int) -> None:
         storage.clear()
         storage.grow(places, kv_rows.num_chunks(length))
-        windows.put(storage.memory, length, states)
+        windows.restore(storage.memory, length, states)
         storage.forget(windows.least(length))
 
     return StateAccess(
         windows.most_bytes,
         lambda storage, length: length if storage.least <= length else 0,
-        lambda storage, length, states: windows.take(storage.memory, length, states),
-        put,
+        lambda storage, length, states: windows.save(storage.memory, length, states),
+        restore,
         windows.bytes_at,
         windows.apart,
         passed=_MANY_ROWS,

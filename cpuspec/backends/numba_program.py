@@ -1,4 +1,4 @@
-"""Writes a forward as a program for the kernels: `decode` calls a `ProgramWriter` as if it computed, and it notes operations.
+"""Writes a forward as a program for the kernels: `decode` calls a `ProgramWriter` as if that computed, and it writes operations.
 
 It knows the model and where operands lie. The kernels (`kernels/operations.py`) know the operations and no model.
 """
@@ -18,7 +18,7 @@ from cpuspec.config import DeltaNet, Experts, Mamba2, ModelConfig, Rope
 from cpuspec.errors import BackendError
 from cpuspec.formats import Format, QuantTensor
 from cpuspec.formats.kv import hadamard_size
-from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, paged_bytes, unpack
+from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, paged_bytes, round_up, unpack
 from cpuspec.kernels import (
     adapters,
     attention,
@@ -38,13 +38,10 @@ from cpuspec.model.batch import F32, I32
 from cpuspec.model.recurrence import LENGTH_EPS
 
 _SMALL = 768  # hidden size under which a model is small
-
-
 _RESULTS = ("out", "stride", "num_tiles")  # fields of a matrix whose products adapters add to
 
-
-# For each thread, of the partial results of attention that threads share. They become memory as they are written. Rows that have
-# no room there are not split (`attention_plan`): 64 queries of a key head have it up to 131,072 tokens.
+# Of each thread, for partial results where threads share the attention of a sequence. Pages become memory as they are written. Rows
+# whose results do not fit are not split (`attention_plan`): those of 64 queries of a key head fit up to 131,072 tokens.
 _PARTIALS_BYTES = 32 << 20
 
 
@@ -63,13 +60,13 @@ class Plans:
         if len(sizes) > layout.NUM_PLANS:
             raise BackendError(f"{len(sizes)} kinds of layers by heads and windows; wanted up to {layout.NUM_PLANS}")
         self._kinds = list(sizes)
-        room = (threads > 1) * threads * _PARTIALS_BYTES
-        self._partials, self._plans = paged_bytes((room,)), np.zeros(layout.NUM_PLANS, layout.PLAN)
+        num_bytes = (threads > 1) * threads * _PARTIALS_BYTES
+        self._partials, self._plans = paged_bytes((num_bytes,)), np.zeros(layout.NUM_PLANS, layout.PLAN)
         self._tasks = np.empty((max(1, len(sizes)), max_rows), layout.TASK)
         self._walked = np.zeros((max_rows, max((kind[1] for kind in sizes), default=1)), np.int64)
         for plan, tasks, ((heads, kv_heads, window), size) in zip(self._plans, self._tasks, sizes.items(), strict=False):
             plan["heads"], plan["kv_heads"], plan["window"] = heads, kv_heads, window
-            plan["max_partials"], plan["tasks"] = room // size, at(tasks)
+            plan["max_partials"], plan["tasks"] = num_bytes // size, at(tasks)
 
     def fields(self) -> dict[str, Any]:
         """Fields of a program's state."""
@@ -109,8 +106,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Room for rows of numbers, f32 [max_rows, features padded to whole groups]; of a gate with an activation,
-    activation(numbers) * `up`."""
+    """Rows of numbers, f32 [max_rows, features padded to groups]; of a gate with an activation, activation(numbers) * `up`."""
 
     numbers: F32
     up: F32 | None = None
@@ -118,7 +114,7 @@ class _Rows:
 
 
 class ProgramWriter:
-    """Writes the operations of `model.transformer` down as those of a program, with the room that their results need.
+    """Writes what `model.transformer` calls down as operations of a program, and allocates the buffers of their results.
 
     A gate is written with the matrix that reads it, and the rotation with the attention, which appends to the cache.
     """
@@ -136,27 +132,26 @@ class ProgramWriter:
         self.of_prompts = False  # whether operations are written for tokens of prompts in bf16
         self.adapts = False  # whether they are written with those of adapters
         self.adapted: dict[str, int] = {}  # the numbers of the matrices that adapters may change
-        self.num_partials = 0  # the most chunks of matrices that one "shrink" makes
-        self.ropes: list[tuple[Rope, int]] = []  # and the numbers of the heads that turn
+        self.num_partials = 0  # the most parts of matrices that one "shrink" makes
+        self.ropes: list[tuple[Rope, int]] = []  # with the dimensions that each rotates
         decoder = embed.row_decoder(embedding.format.name)
-        self.embeds = (
-            decoder is not None and embedding.order is None and not config.takes_hidden
-        )  # otherwise `first` is written before a forward
+        # Otherwise `first` is written before a forward.
+        self.embeds = decoder is not None and embedding.order is None and not config.takes_hidden
         self._config, self._max_rows, self._kv_format, self._centres = config, max_rows, kv_format, centres
         self._kv_places, self._plans = kv_places, plans
         self._matrices, self._vectors, self._embedding, self._layer_embedding = matrices, vectors, embedding, layer_embedding
         self.input_orders = orders
         self._orders = {name: np.concatenate([order, _rest(len(order))]) for name, order in orders.items()}
-        self.rooms: dict[str, F32] = {}  # by the part of a layer whose result it holds
-        self._sizes: dict[str, int] = {}  # of a part where it is met first
-        self.first: dict[str, tuple[str | None, ...]] = {}  # rooms that are written before a forward, with the norms of their parts
+        self.buffers: dict[str, F32] = {}  # by the part of a layer whose result it holds
+        self._sizes: dict[str, int] = {}  # by part, the features with which it was first met
+        self.first: dict[str, tuple[str | None, ...]] = {}  # buffers written before a forward, with the norms of their parts
         self._routing, self._recurrent = routing, recurrent
-        self._inputs_of_heads: dict[str, U8] = {}  # activations of latent attention's heads, by order
+        self._inputs_of_heads: dict[str, U8] = {}  # activations of latent attention's heads, by encoding
         self._value_places: I32 | None = None  # of its cached keys
-        self._inputs = _room_for_inputs(max_rows, max(m.shape[-1] for m in matrices.values()))
+        self._inputs = _new_inputs(max_rows, max(m.shape[-1] for m in matrices.values()))
         if routing:  # of experts, whose segments may begin at any row
             widest = max(m.shape[-1] for name, m in matrices.items() if ".expert_" in name)
-            self._inputs_of_pairs = _room_for_inputs(routing.pairs + products.BLOCK_ROWS, widest)
+            self._inputs_of_pairs = _new_inputs(routing.pairs + products.BLOCK_ROWS, widest)
 
     def embed(self) -> _Rows:
         out = self._rows("embed", self._config.hidden_size)
@@ -279,8 +274,8 @@ class ProgramWriter:
             "queries": queries, "keys": keys,
         }  # fmt: skip
         strides = {"queries": "q_stride", "keys": "k_stride"}
-        operands: dict[str, float] = {name: at(room) for name, room in rows.items()}
-        operands |= {strides.get(name, f"{name}_stride"): room.strides[0] for name, room in rows.items()}
+        operands: dict[str, float] = {name: at(buffer) for name, buffer in rows.items()}
+        operands |= {strides.get(name, f"{name}_stride"): buffer.strides[0] for name, buffer in rows.items()}
         operands |= {"heads": mixer.heads, "rank": facts.rank, "turns": facts.turned, "eps": self._config.norm_eps}
         self.operations.append(("latent", operands | {"weight": at(self._vectors[layer.weight("latent_norm")])}))
         return _Rows(queries), _Rows(keys)
@@ -296,15 +291,15 @@ class ProgramWriter:
         """The product of each head's numbers, `apart` bytes from those of the next, with its matrix. order: of its inputs there."""
         name = layer.weight(part)
         heads, num_rows, features = self._matrices[name].shape
-        out, kind = self._rows(part, heads * num_rows), self._order(name)
-        if kind not in self._inputs_of_heads:
+        out, encoding = self._rows(part, heads * num_rows), self._encoding(name)
+        if encoding not in self._inputs_of_heads:
             latent = layer.attention.latent
             assert latent, "the layer has it"
             widest = max(latent.plain, latent.rank)
-            self._inputs_of_heads |= _room_for_inputs(self._max_rows * heads + products.BLOCK_ROWS, widest, [kind])
-        inputs = self._inputs_of_heads[kind]
-        prepare = self._prepare(x, None, features, {kind: inputs}) | {"heads": heads, "apart": apart, "order": at(order)}
-        tensor = self._tensor(name, kind, inputs, out) | {"apart": 4 * num_rows}
+            self._inputs_of_heads |= _new_inputs(self._max_rows * heads + products.BLOCK_ROWS, widest, [encoding])
+        inputs = self._inputs_of_heads[encoding]
+        prepare = self._prepare(x, None, features, {encoding: inputs}) | {"heads": heads, "apart": apart, "order": at(order)}
+        tensor = self._tensor(name, encoding, inputs, out) | {"apart": 4 * num_rows}
         product = {"num_tensors": 1, "features": features, "heads": heads, "tensors": [tensor]}
         self.operations += [("prepare", prepare), ("linear", product)]
         return out
@@ -441,17 +436,17 @@ class ProgramWriter:
         experts, inner = feed.experts, tuple(weight(f"expert_{part}") for part in (("gate", "up") if feed.gated else ("up",)))
         used, hidden, pairs = experts.used, c.hidden_size, routing.pairs
         router, names, down = weight("router"), inner, weight("expert_down")
-        orders = {name: self._order(name) for name in (*names, down)}
+        encodings = {name: self._encoding(name) for name in (*names, down)}
         # Of each row the scores of experts, as much room for their ranks, and some for those of groups.
         scores = self._rows("router", 4 * round_up(experts.count, GROUP))
-        of_router, of_experts = {"f32": self._inputs["f32"]}, {orders[name]: self._inputs[orders[name]] for name in names}
+        of_router, of_experts = {"f32": self._inputs["f32"]}, {encodings[name]: self._inputs[encodings[name]] for name in names}
         norm_of_router = weight("router_norm") if experts.normed_apart else norm
         prepared = of_router if experts.normed_apart else of_router | of_experts
         self.operations.append(("prepare", self._prepare(x, norm_of_router, hidden, prepared)))
         product = {"num_tensors": 1, "features": hidden}
         tensor = self._tensor(router, "f32", self._inputs["f32"], scores)
         self.operations.append(("linear", product | {"tensors": [tensor]}))
-        num_bytes = sum(self._matrices[name].nbytes for name in orders) // experts.count
+        num_bytes = sum(self._matrices[name].nbytes for name in encodings) // experts.count
         shift = self._vectors.get(weight("router_shift"))
         route = {
             "logits": at(scores), "stride": scores.strides[0], "factors": at(routing.factors), "shift": at(shift),
@@ -462,12 +457,13 @@ class ProgramWriter:
         }  # fmt: skip
         copies = [
             {
-                "source": at(self._inputs[order]), "to": at(self._inputs_of_pairs[order]), "bytes": products.ORDERS[order],
-                "apart": order in ("f32", "rounded"), "padded": order == "rounded",
+                "source": at(self._inputs[encoding]), "to": at(self._inputs_of_pairs[encoding]),
+                "bytes": products.ENCODINGS[encoding],
+                "by_input": encoding in ("f32", "rounded"), "padded": encoding == "rounded",
             }
-            for order in dict.fromkeys(orders[name] for name in names)
+            for encoding in dict.fromkeys(encodings[name] for name in names)
         ]  # fmt: skip
-        gather = {"features": hidden, "used": used, "num_orders": len(copies), "orders": copies}
+        gather = {"features": hidden, "used": used, "num_copies": len(copies), "copies": copies}
         self.operations.append(("route", route))
         if experts.normed_apart:
             self.operations.append(("prepare", self._prepare(x, norm, hidden, of_experts)))
@@ -479,16 +475,18 @@ class ProgramWriter:
             if not self.of_prompts and not self.adapts:
                 self.stored.append((stored.layer, self._router(layer, x, norm_of_router)))
         outputs = {name: self._rows(name.rsplit(".", 1)[-1], experts.size, pairs) for name in names}
-        tensors = [self._tensor(name, orders[name], self._inputs_of_pairs[orders[name]], out) for name, out in outputs.items()]
+        tensors = [
+            self._tensor(name, encodings[name], self._inputs_of_pairs[encodings[name]], out) for name, out in outputs.items()
+        ]
         for name, tensor in zip(names, tensors, strict=True):
-            tensor["one_row"] = at(self._inputs[orders[name]])
+            tensor["one_row"] = at(self._inputs[encodings[name]])
         self.operations.append(("linear", {"num_tensors": len(names), "features": hidden, "used": used, "tensors": tensors}))
         gate, *up = map(_Rows, outputs.values())
         inside = self.gate(gate, up[0] if up else None, feed.activation)
-        of_down = self._inputs_of_pairs[orders[down]]
-        self.operations.append(("prepare", self._prepare(inside, None, experts.size, {orders[down]: of_down}) | {"used": used}))
+        of_down = self._inputs_of_pairs[encodings[down]]
+        self.operations.append(("prepare", self._prepare(inside, None, experts.size, {encodings[down]: of_down}) | {"used": used}))
         out = self._rows("expert_down", hidden, pairs)
-        tensors = [self._tensor(down, orders[down], of_down, out)]
+        tensors = [self._tensor(down, encodings[down], of_down, out)]
         self.operations.append(("linear", {"num_tensors": 1, "features": experts.size, "used": used, "tensors": tensors}))
         if isinstance(stored, StoredTensor):
             self.cuts.append(len(self.operations))
@@ -536,7 +534,7 @@ class ProgramWriter:
     def _write_linears(
         self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None = None, residual: bool = False, cap: float = 0.0
     ) -> None:
-        """Prepare rows, once for all matrices that want them in the same order, and multiply them. No output: the logits.
+        """Prepare rows, once for all matrices whose inputs are in the same order, and multiply them. No output: the logits.
         residual: add to the output. cap: of logits.
         """
         by_order: dict[bytes, dict[str, F32 | None]] = {}
@@ -550,13 +548,13 @@ class ProgramWriter:
         self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None, residual: bool, cap: float
     ) -> None:
         shape, logits = self._matrices[next(iter(outputs))].shape, any(out is None for out in outputs.values())
-        orders = {name: self._order(name, logits) for name in outputs}
+        encodings = {name: self._encoding(name, logits) for name in outputs}
         adapts = self.adapts and not logits
-        wanted = {*orders.values(), "f32"} if adapts else orders.values()
-        prepare = self._prepare(x, norm, shape[1], {order: self._inputs[order] for order in wanted})
+        wanted = {*encodings.values(), "f32"} if adapts else encodings.values()
+        prepare = self._prepare(x, norm, shape[1], {encoding: self._inputs[encoding] for encoding in wanted})
         prepare |= {"order": at(self._orders.get(next(iter(outputs)))), "select": logits}
         tensors = [
-            self._tensor(name, orders[name], self._inputs[orders[name]], out) | {"residual": at(out) if residual else 0}
+            self._tensor(name, encodings[name], self._inputs[encodings[name]], out) | {"residual": at(out) if residual else 0}
             for name, out in outputs.items()
         ]
         product = {"num_tensors": len(tensors), "features": shape[1], "tensors": tensors}
@@ -572,16 +570,16 @@ class ProgramWriter:
                 "features": shape[1], "inputs": at(self._inputs["f32"]), "row_bytes": products.row_bytes("f32", shape[1]),
                 "num_tensors": len(changed), "tensors": changed,
             }  # fmt: skip
-            self.num_partials = max(self.num_partials, len(changed) * -(-shape[1] // adapters.CHUNK))
+            self.num_partials = max(self.num_partials, len(changed) * -(-shape[1] // adapters.PART))
             self.operations += [("shrink", of_adapters), ("expand", of_adapters)]
 
-    def _order(self, name: str, logits: bool = False) -> str:
-        """The order in which a matrix wants its activations."""
-        order_of = linear.prompt_order if self.of_prompts and not logits else linear.activation_order
-        return order_of(self._matrices[name].format.name, _is_precise(self._config, name))
+    def _encoding(self, name: str, logits: bool = False) -> str:
+        """The encoding in which a matrix reads its activations."""
+        encoding_of = linear.prompt_encoding if self.of_prompts and not logits else linear.activation_encoding
+        return encoding_of(self._matrices[name].format.name, _is_precise(self._config, name))
 
     def _prepare(self, x: _Rows, norm: str | None, features: int, to: Mapping[str, U8]) -> dict[str, Any]:
-        """Rows to activations. to: where they go, by their order."""
+        """Rows to activations. to: where they go, by their encoding."""
         c, kind, other = self._config, pointwise.PLAIN if norm is None else pointwise.NORM, x.up
         if x.activation:
             kinds = {
@@ -597,10 +595,10 @@ class ProgramWriter:
             "kind": kind, "rows": at(x.numbers), "other": at(other), "stride": x.numbers.strides[0], "eps": c.norm_eps,
             "other_stride": 0 if other is None or kind == pointwise.LAYER_NORM else other.strides[0],
             "weight": 0 if norm is None else at(self._vectors[norm]), "features": features,
-            **{order: at(room) for order, room in to.items()},
+            **{encoding: at(place) for encoding, place in to.items()},
         }  # fmt: skip
 
-    def _tensor(self, name: str, order: str, inputs: U8, out: F32 | None) -> dict[str, Any]:
+    def _tensor(self, name: str, encoding: str, inputs: U8, out: F32 | None) -> dict[str, Any]:
         """A matrix, or those of experts, of a "linear" operation. out: None for the logits."""
         matrix, bias = self._matrices[name], self._vectors.get(name + "_bias")
         if isinstance(matrix, StoredTensor):
@@ -608,23 +606,23 @@ class ProgramWriter:
         else:
             where = {"tiles": at(matrix.data), "copies_apart": matrix.copies_apart}
         return where | {
-            "kernel": linear.linear_kernel(matrix.format.name, order), "tile_bytes": matrix.tile_bytes,
-            "num_tiles": matrix.num_tiles, "inputs": at(inputs), "row_bytes": products.row_bytes(order, matrix.shape[-1]),
+            "kernel": linear.linear_kernel(matrix.format.name, encoding), "tile_bytes": matrix.tile_bytes,
+            "num_tiles": matrix.num_tiles, "inputs": at(inputs), "row_bytes": products.row_bytes(encoding, matrix.shape[-1]),
             "bias": at(bias), "bias_bytes": 0 if bias is None else bias.strides[0], "out": at(out),
             "stride": 4 * TILE * matrix.num_tiles if out is None else out.strides[0],
         }  # fmt: skip
 
     def _rows(self, part: str, features: int, num_rows: int = 0) -> F32:
-        """Room for `max_rows` rows (or `num_rows`) of a part of a layer, zeroed, each padded to whole groups. Layers share it, if
-        they have the part in one size.
+        """A buffer for `max_rows` rows (or `num_rows`) of a part of a layer, zeroed, each padded to whole groups. Layers share it
+        if they have the part in one size.
         """
         if self._sizes.setdefault(part, features) != features:
             part = f"{part} of {features}"
-        if part not in self.rooms:
-            room = aligned_bytes((num_rows or self._max_rows, 4 * round_up(features, GROUP))).view(np.float32)
-            room[:] = 0
-            self.rooms[part] = room
-        return self.rooms[part]
+        if part not in self.buffers:
+            buffer = aligned_bytes((num_rows or self._max_rows, 4 * round_up(features, GROUP))).view(np.float32)
+            buffer[:] = 0
+            self.buffers[part] = buffer
+        return self.buffers[part]
 
 
 def _is_precise(config: ModelConfig, name: str) -> bool:
@@ -642,18 +640,14 @@ def _is_precise(config: ModelConfig, name: str) -> bool:
     )
 
 
-def _room_for_inputs(rows: int, features: int, orders: Iterable[str] = products.ORDERS) -> dict[str, U8]:
-    """Room for activations in each order: whole blocks of rows, and whole vectors of the last block."""
+def _new_inputs(rows: int, features: int, encodings: Iterable[str] = products.ENCODINGS) -> dict[str, U8]:
+    """Memory for activations in each encoding: whole blocks of rows, and whole vectors of the last block."""
     groups = round_up(rows, products.BLOCK_ROWS) * round_up(features, GROUP) // GROUP + 1
-    return {order: aligned_bytes((groups * products.ORDERS[order],)) for order in orders}
+    return {encoding: aligned_bytes((groups * products.ENCODINGS[encoding],)) for encoding in encodings}
 
 
 def at(array: NDArray[np.generic] | None) -> int:
     return 0 if array is None else array.ctypes.data
-
-
-def round_up(value: int, to: int) -> int:
-    return -(-value // to) * to
 
 
 def _rest(length: int) -> I32:

@@ -87,7 +87,7 @@ class RecurrentLayers:
         """An empty slot's."""
         return RecurrentMemory(paged_bytes((self.num_bytes,)))
 
-    def take(self, memory: RecurrentMemory, length: int, snapshot: U8) -> None:
+    def save(self, memory: RecurrentMemory, length: int, snapshot: U8) -> None:
         """Write a snapshot of the first `length` tokens, `memory.folded` or more, to U8 [snapshot_bytes]."""
         at = memory.buffer.ctypes.data
         for mixer, offsets, inputs, states in self._parts_of(snapshot):
@@ -98,8 +98,8 @@ class RecurrentLayers:
                 places = {name: at + offset for name, offset in offsets.items()}
                 write_states(places, mixer.key_head_of_values, *shape, length, states.ctypes.data)
 
-    def put(self, memory: RecurrentMemory, length: int, snapshot: U8) -> None:
-        """Replace everything in a slot's memory by what `take` wrote."""
+    def restore(self, memory: RecurrentMemory, length: int, snapshot: U8) -> None:
+        """Replace everything in a slot's memory by what `save` wrote."""
         for mixer, offsets, inputs, states in self._parts_of(snapshot):
             ring, positions = self._ring(memory, mixer, offsets), np.arange(length - len(inputs), length)
             ring[positions % len(ring), : mixer.channels] = inputs

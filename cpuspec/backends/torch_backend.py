@@ -171,7 +171,7 @@ class TorchBackend:
                 "use --weights codes, a dtype of fewer bits, or --device cpu"
             ) from None
         self.weight_bytes, self.shared_bytes = self._weights.num_bytes, self._weights.shared_bytes
-        self._matrices = {name: weight for name, weight in self._weights.items() if not isinstance(weight, Tensor)}
+        self.matrices = {name: weight for name, weight in self._weights.items() if not isinstance(weight, Tensor)}
         self._vectors = {name: weight for name, weight in self._weights.items() if isinstance(weight, Tensor)}
         self._expert_bytes = 0  # that the latest forward read; none where forwards are recorded
         self._adapters: WeakKeyDictionary[Adapter, _Pairs] = WeakKeyDictionary()
@@ -295,7 +295,7 @@ class TorchBackend:
         return adapted
 
     def _forward(self, step: _Step, tensors: Mapping[Hashable, Tensor]) -> "_Forward":
-        return _Forward(self.config, self._matrices, self._vectors, self._heads, step, tensors)
+        return _Forward(self.config, self.matrices, self._vectors, self._heads, step, tensors)
 
     def _run(self, step: _Step, adapted: _Adapted, tensors: Sequence[Tensor]) -> Outputs:
         """Logits F32 [n, V] of the asked rows, their best ids I64 [n], and hidden states F32 [T, C] of the asked layers."""

@@ -1,7 +1,7 @@
 """LoRA adapters beside the products of a forward: y += scale * up (down x), in f32, for the rows that have an adapter.
 
-"shrink" makes `down x` of prepared f32 activations, in chunks of inputs that are summed later, so that several threads share it.
-"expand" adds the chunks up and multiplies with `up`. The names are vLLM's. What a row gets depends on that row alone: its sums have
+"shrink" makes `down x` of prepared f32 activations, in parts of inputs that are summed later, so that several threads share it.
+"expand" adds the parts up and multiplies with `up`. The names are vLLM's. What a row gets depends on that row alone: its sums have
 one order, whatever the rows beside it.
 
 `down` is f32 [vectors of 16 ranks][inputs][16], `up` f32 [tiles of 16 outputs][rank][16], both zero where there is nothing.
@@ -16,14 +16,14 @@ from cpuspec.kernels.options import compiled
 from cpuspec.kernels.products import BLOCK_ROWS
 from cpuspec.kernels.simd import emitted
 
-CHUNK = 512  # inputs whose products one item of "shrink" sums; even
+PART = 512  # inputs whose products one item of "shrink" sums; even
 PIECE = 16  # tiles of outputs that one item of "expand" makes
 
 
 @compiled
-def num_chunks(features):
-    """Chunks of so many inputs."""
-    return (features + CHUNK - 1) // CHUNK
+def num_parts(features):
+    """Parts of `features` inputs."""
+    return (features + PART - 1) // PART
 
 
 @compiled
@@ -36,10 +36,10 @@ def num_pieces(op):
 
 
 @compiled
-def _partial(entry, tensor, chunks, chunk, row):
-    """Where the sums of a chunk lie for a row of an adapter."""
+def _partial(entry, tensor, parts, part, row):
+    """Where the sums of a part lie for a row of an adapter."""
     rows = entry.end_row - entry.row
-    return entry.partials + ((tensor * chunks + chunk) * rows + row - entry.row) * entry.rank_bytes
+    return entry.partials + ((tensor * parts + part) * rows + row - entry.row) * entry.rank_bytes
 
 
 @emitted
@@ -57,21 +57,21 @@ def _shrink(
 
 @compiled
 def shrink(op, state, item):
-    """A chunk of `down x` for the rows of one adapter and one matrix."""
-    chunks = num_chunks(op.features)
-    entry = state.adapted[item // (op.num_tensors * chunks)]
-    tensor, chunk = item // chunks % op.num_tensors, item % chunks
+    """A part of `down x` for the rows of one adapter and one matrix."""
+    parts = num_parts(op.features)
+    entry = state.adapted[item // (op.num_tensors * parts)]
+    tensor, part = item // parts % op.num_tensors, item % parts
     pair = entry.pairs[op.tensors[tensor].number]
     if pair.rank == 0:
         return
-    first = chunk * CHUNK
-    count, row = min(op.features - first, CHUNK), entry.row
+    first = part * PART
+    count, row = min(op.features - first, PART), entry.row
     while row < entry.end_row:
         block = row // BLOCK_ROWS * BLOCK_ROWS
         block_rows = min(BLOCK_ROWS, state.num_rows - block)
         inputs = op.inputs + block * op.row_bytes + (first * block_rows + row - block) * 4
         together = 4 if row + 4 <= min(entry.end_row, block + block_rows) else 1
-        out = _partial(entry, tensor, chunks, chunk, row)
+        out = _partial(entry, tensor, parts, part, row)
         for vector in range((pair.rank + 15) // 16):
             weights = pair.down + (vector * op.features + first) * 64
             _shrink(together, weights, inputs, 4 * block_rows, count, out + 64 * vector, entry.rank_bytes)
@@ -86,7 +86,7 @@ def expand(op, state, item, scratch):
     while piece >= (op.tensors[tensor].num_tiles + PIECE - 1) // PIECE:
         piece -= (op.tensors[tensor].num_tiles + PIECE - 1) // PIECE
         tensor += 1
-    made, chunks = op.tensors[tensor], num_chunks(op.features)
+    made, parts = op.tensors[tensor], num_parts(op.features)
     first, end = piece * PIECE, min(made.num_tiles, piece * PIECE + PIECE)
     for number in range(span.first, span.end):
         entry = state.adapted[number]
@@ -96,8 +96,8 @@ def expand(op, state, item, scratch):
         for row in range(entry.row, entry.end_row):
             for vector in range((pair.rank + 15) // 16):
                 total = simd.splat_f32(0.0)
-                for chunk in range(chunks):
-                    total = total + simd.load_f32(_partial(entry, tensor, chunks, chunk, row) + 64 * vector)
+                for part in range(parts):
+                    total = total + simd.load_f32(_partial(entry, tensor, parts, part, row) + 64 * vector)
                 simd.store_f32(scratch + 64 * vector, total * simd.splat_f32(entry.scale))
             for tile in range(first, end):
                 weights, total = pair.up + tile * pair.rank * 64, simd.splat_f32(0.0)

@@ -148,10 +148,10 @@ def gather(op, state, pair):
     row, groups = place.row, (op.features + 31) // 32
     top = row // BLOCK_ROWS * BLOCK_ROWS
     rows = rows_of_block(row, state.num_rows)
-    for n in range(op.num_orders):
-        copy = op.orders[n]
+    for n in range(op.num_copies):
+        copy = op.copies[n]
         size, steps = copy.bytes, groups
-        if copy.apart != 0:  # numbers of one input after another
+        if copy.by_input != 0:  # numbers of one input after another
             size, steps = 4, op.features if copy.padded == 0 else groups * 32
         source = copy.source + top * groups * copy.bytes + (row - top) * size
         to = copy.to + place.block * groups * copy.bytes + (pair - place.block) * size

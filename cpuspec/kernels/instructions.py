@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cpuspec.kernels import isa
-from cpuspec.kernels.products import CODE_SUM, LOW_BYTES, MINIMUM_FIELDS, ORDERS, SCALE, SHIFT, VALUE_SUM, start_of
+from cpuspec.kernels.products import CODE_SUM, ENCODINGS, LOW_BYTES, MINIMUM_FIELDS, SCALE, SHIFT, VALUE_SUM, start_of
 from cpuspec.kernels.readers import Group
 
 MOST_ROWS = 6
@@ -27,9 +27,9 @@ _HALVES = (0, 1)  # of a tile's 16 outputs: eight lanes each
 
 @dataclass(frozen=True)
 class Products:
-    """How a group of weights is multiplied with a row of activations in an order of ORDERS."""
+    """How a group of weights is multiplied with a row of activations in one of ENCODINGS."""
 
-    order: str
+    encoding: str
     bits: int  # of a code
     num_scales: int
     zero: int
@@ -38,10 +38,10 @@ class Products:
     vnni: bool  # whether the processor has dot products of bytes (AVX-VNNI)
 
     @classmethod
-    def of(cls, order: str, group: Group) -> "Products":
+    def of(cls, encoding: str, group: Group) -> "Products":
         """How this processor multiplies a group."""
         return cls(
-            order,
+            encoding,
             group.bits,
             len(group.scales),
             group.zero,
@@ -53,7 +53,7 @@ class Products:
     @property
     def in_words(self) -> bool:
         """Whether codes and inputs are multiplied as numbers of 16 bits."""
-        return self.order == "int16" and not self.vnni
+        return self.encoding == "int16" and not self.vnni
 
     @property
     def in_nibbles(self) -> bool:
@@ -63,7 +63,7 @@ class Products:
     @property
     def shifted(self) -> bool:
         """Whether inputs have a shift, whose factor is the sum of a group's weights."""
-        return self.order == "int8"
+        return self.encoding == "int8"
 
     def sums_that_fit(self, part: int, signed: bool = False) -> Iterator[tuple[list[tuple[int, int]], int]]:
         """The codes that share one scale, as sums that fit their integers: vectors of codes, each with the offset of its inputs in
@@ -76,8 +76,8 @@ class Products:
         if self.in_words:
             yield [(n, 4 * (n % 8) + LOW_BYTES * (n // 8)) for v in own for n in (2 * v, 2 * v + 1)], 1
         elif self.vnni:
-            yield [(v, 4 * v) for v in own], 256 if self.order == "int16" else 1
-            if self.order == "int16":
+            yield [(v, 4 * v) for v in own], 256 if self.encoding == "int16" else 1
+            if self.encoding == "int16":
                 yield [(v, LOW_BYTES + 4 * v) for v in own], 1
         else:  # 16 bits hold eight sums of two products of codes of four bits, four of five bits, two of six, one of seven
             fit = 1 if signed else min(share, {5: 4, 6: 2, 7: 1}.get(self.bits, 8))
@@ -91,7 +91,7 @@ class Products:
         Codes lie as `ymm.laid` has them. Factors are scales, minima (two of them times -1/32), and the sum of weights if
         `shifted`, or moves if `moved`.
         """
-        place = _Places(self.order, rows)
+        place = _Places(self.encoding, rows)
         sums, weights, inputs = place.sums, place.weights, place.inputs
         for part in range(self.num_scales):
             yield from (self._vnni_dots if self.vnni else self._dots)(place, part)
@@ -111,7 +111,7 @@ class Products:
                     yield from (f"vpaddd {inputs}, {total}, {total}" for total in own)
             yield from (f"vcvtdq2ps {total}, {total}" for *_, total in place.each)
             yield from place.load_factor(part)
-            if self.order == "rotated":  # one scale and no minimum; the scale of the row comes at the end of a panel
+            if self.encoding == "rotated":  # one scale and no minimum; the scale of the row comes at the end of a panel
                 for row, half, total in place.each:
                     yield f"vfmadd213ps {place.at(TOTALS, row, half)}, {weights[half]}, {total}"
                     yield f"vmovaps {total}, {place.at(TOTALS, row, half)}"
@@ -176,8 +176,8 @@ class Products:
 class _Places:
     """Registers and addresses for some rows."""
 
-    def __init__(self, order: str, rows: int) -> None:
-        self._record_bytes = ORDERS[order]
+    def __init__(self, encoding: str, rows: int) -> None:
+        self._record_bytes = ENCODINGS[encoding]
         self.sums = [[f"%ymm{2 * row + half}" for half in _HALVES] for row in range(rows)]
         self.each = [(row, half, self.sums[row][half]) for row in range(rows) for half in _HALVES]
         first, *others = (f"%ymm{n}" for n in range(2 * rows, 16))

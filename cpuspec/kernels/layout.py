@@ -171,9 +171,9 @@ TENSOR = _words(
 )  # fmt: skip
 # A matrix of "shrink" and "expand": its number among those that adapters may change, and where its results are.
 ADAPTED_TENSOR = _words("number", "out", "stride", "num_tiles")
-# Activations in one order that "gather" copies. bytes: of a row's group. apart: not 0 where they are numbers [input][row]; padded:
-# and so are those that fill up the last group.
-COPY = _words("source", "to", "bytes", "apart", "padded")
+# Activations in one encoding that "gather" copies. bytes: of a row's group. by_input: not 0 where they are numbers
+# [input][row]; padded: and so are those that fill up the last group.
+COPY = _words("source", "to", "bytes", "by_input", "padded")
 
 # The recurrence of a layer (`recurrent`). queries, keys, values: rows with one stride. decays: exp(rates * step), with the step
 # softplus(steps + dt), at least `least`, and dt 0 for none; rates are below 0. factors: of updates, the sigmoid of what lies there
@@ -212,7 +212,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             used=_I64,  # not 0: rows are pairs, and this the experts of a row
             heads=_I64,  # not 0: rows have the numbers of so many heads, which go to activations head by head
             apart=_I64,  # from the numbers of one head to those of the next
-            # Where each order is written, 0 for nowhere.
+            # Where each encoding is written, 0 for nowhere.
             **dict.fromkeys(("int8", "int16", "f32", "bf16", "rounded", "rotated"), _I64),
         ),
         "linear": _record(
@@ -283,7 +283,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             scale=_F32,
             least_sum=_F32,
         ),
-        "gather": _record(features=_I64, used=_I64, num_orders=_I64, orders=to(COPY)),
+        "gather": _record(features=_I64, used=_I64, num_copies=_I64, copies=to(COPY)),
         # rows = scale * (the sum over slots of factors * outputs of pairs, + sigmoid(weights) * shared), + rows where it `adds`
         "combine": _record(
             **dict.fromkeys(

@@ -18,7 +18,7 @@ from cpuspec.kernels import isa, machine_code, tiles, ymm
 from cpuspec.kernels.ops import F32, F32X16, I1, Ops, Value, Variable, fma
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.passes import Operands, Pass, block_of, pass_of
-from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_group, add_rotated_group, end_panel, sum_of_weights
+from cpuspec.kernels.products import BLOCK_ROWS, ENCODINGS, add_group, add_rotated_group, end_panel, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, FLOAT_CODES, INTO_FIRST, NUMBERS, PAIRED, READERS
 
 # The most rows that one pass over a tile serves. Fewer rows are served eight at a time, and then the rest: unpacking a tile once
@@ -43,8 +43,8 @@ _NEAR = 640 << 10
 _Sums = Callable[[Value, int], Value]  # (stream, row) -> 16 sums of products
 
 
-def activation_order(format_name: str, precise: bool = False) -> str:
-    """The order of ORDERS in which a format reads activations. precise: 16 bits instead of 8. Rotated activations stay in 8 bits,
+def activation_encoding(format_name: str, precise: bool = False) -> str:
+    """The one of ENCODINGS in which a format reads activations. precise: 16 bits instead of 8. Rotated activations stay in 8 bits,
     whose error is a fiftieth of that of the weights (benchmarks/LOG.md).
     """
     if format_name == PAIRED:
@@ -56,15 +56,15 @@ def activation_order(format_name: str, precise: bool = False) -> str:
     return "int16" if precise else "int8"
 
 
-def prompt_order(format_name: str, precise: bool = False) -> str:
-    """`activation_order` for tokens of prompts in bf16: where bf16 has tile registers, codes are dequantized, unless rotated."""
+def prompt_encoding(format_name: str, precise: bool = False) -> str:
+    """`activation_encoding` for tokens of prompts in bf16: where bf16 has tile registers, codes are dequantized, unless rotated."""
     dequantizes = format_name in READERS and not FORMATS[format_name].rotated and isa.has_bf16_tiles()
-    return activation_order(PAIRED if dequantizes else format_name, precise)
+    return activation_encoding(PAIRED if dequantizes else format_name, precise)
 
 
-def _few_rows(name: str, order: str, counts: Iterable[int]) -> Callable[[Pass], None]:
+def _few_rows(name: str, encoding: str, counts: Iterable[int]) -> Callable[[Pass], None]:
     """A pass for the numbers of rows in `counts`. Its sums stay in registers, or in the first cache."""
-    step = _bytes_between_rows(order)
+    step = _bytes_between_rows(encoding)
 
     def emit(p: Pass) -> None:
         o, (acts, block_rows) = p.o, block_of(p, step)
@@ -72,7 +72,7 @@ def _few_rows(name: str, order: str, counts: Iterable[int]) -> Callable[[Pass], 
         def of(count: int) -> None:
             if name in READERS:
                 streams = p.num_tiles if count <= _STREAMED_ROWS else o.number(1)
-                sums = _quantized_sums(p, name, order, count, acts, block_rows, streams)
+                sums = _quantized_sums(p, name, encoding, count, acts, block_rows, streams)
                 with o.loop(streams) as stream:
                     p.finish_rows(stream, [(row, sums(stream, row)) for row in range(count)])
                 return
@@ -93,19 +93,19 @@ def _counts(most: int) -> list[int]:
     return sorted({*range(1, min(most, 8) + 1), most})
 
 
-def _bytes_between_rows(order: str) -> int:
+def _bytes_between_rows(encoding: str) -> int:
     """Bytes from the first activations of a row to those of the next row of its block."""
-    return 4 if order in ("f32", "rounded") else ORDERS[order]
+    return 4 if encoding in ("f32", "rounded") else ENCODINGS[encoding]
 
 
-def _quantized_sums(p: Pass, name: str, order: str, rows: int, acts: Value, block_rows: Value, streams: Value) -> _Sums:
+def _quantized_sums(p: Pass, name: str, encoding: str, rows: int, acts: Value, block_rows: Value, streams: Value) -> _Sums:
     """The sums of `rows` rows and one tile of each stream, from activations in records."""
-    o, record_bytes = p.o, ORDERS[order]
+    o, record_bytes = p.o, ENCODINGS[encoding]
     panel_size = panel_bytes(FORMATS[name])
     share = panel_size // _GROUPS
     groups = p.operands.in_features >> 5
     stride = block_rows * record_bytes
-    rotated = order == "rotated"
+    rotated = encoding == "rotated"
     if rows > _STREAMED_ROWS:  # of one tile, in registers
         sums = o.variables(rows)
     else:
@@ -135,10 +135,10 @@ def _quantized_sums(p: Pass, name: str, order: str, rows: int, acts: Value, bloc
             records = acts + (first + index) * stride
             if isa.has_sixteen_registers():
                 own_totals = [total(stream, row, 32) for row in range(rows)]
-                ymm.add_rows(order, lambda at: READERS[name](at, inside, index), here.base(), records.base(), own_totals)
+                ymm.add_rows(encoding, lambda at: READERS[name](at, inside, index), here.base(), records.base(), own_totals)
             else:
                 group = READERS[name](here, inside, index)
-                shifted = sum_of_weights(group) if order == "int8" else None
+                shifted = sum_of_weights(group) if encoding == "int8" else None
                 for row in range(rows):
                     own, record = total(stream, row), records + row * record_bytes
                     add = add_rotated_group if rotated else partial(add_group, shifted=shifted)
@@ -252,8 +252,8 @@ def _paired_sums(p: Pass, rows: int, acts: Value, stride: Value) -> list[Value]:
 
 
 @cache
-def linear_kernel(format_name: str, order: str) -> int:
-    """Address of the compiled kernel of a format, for activations in an order of ORDERS:
+def linear_kernel(format_name: str, encoding: str) -> int:
+    """Address of the compiled kernel of a format, for activations in one of ENCODINGS:
 
     (matrix, tile_bytes, in_features, first tile, end tile, activations, bytes of a row of activations, rows, bias, residual,
     out, stride)
@@ -262,13 +262,13 @@ def linear_kernel(format_name: str, order: str) -> int:
     """
 
     def make() -> Callable[..., None]:
-        if order == "bf16":
+        if encoding == "bf16":
             return _bf16_linear() if format_name == PAIRED else _dequantized_linear(format_name)
         if isa.has_sixteen_registers() and format_name in READERS:
-            return _ymm_linear(format_name, order)
-        return _linear(format_name, order)
+            return _ymm_linear(format_name, encoding)
+        return _linear(format_name, encoding)
 
-    return machine_code.address(f"linear-{format_name}-{order}", 12, make)
+    return machine_code.address(f"linear-{format_name}-{encoding}", 12, make)
 
 
 @compiled
@@ -287,7 +287,7 @@ def assembly(format_name: str, rows: int) -> str:
     They are compiled for this. Raises FormatError for a format that is not known.
     """
     name = get_format(format_name).name
-    run = pass_of(_few_rows(name, activation_order(name), [rows]))
+    run = pass_of(_few_rows(name, activation_encoding(name), [rows]))
 
     def one_pass(matrix, tile_bytes, in_features, tile, acts, row_bytes, bias, residual, out, stride):
         run(Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride), tile, 1, 0, 0, rows)
@@ -331,10 +331,10 @@ def _dequantized_linear(name: str) -> Callable[..., None]:
     return linear
 
 
-def _ymm_linear(name: str, order: str) -> Callable[..., None]:
+def _ymm_linear(name: str, encoding: str) -> Callable[..., None]:
     """The kernel of a format of codes without AVX-512, to be compiled: one pass for any number of rows."""
-    few, many = ymm.FEW[order], ymm.MANY
-    few_rows, many_rows = pass_of(_few_rows(name, order, _counts(few))), pass_of(partial(ymm.rows_pass, name, order))
+    few, many = ymm.FEW[encoding], ymm.MANY
+    few_rows, many_rows = pass_of(_few_rows(name, encoding, _counts(few))), pass_of(partial(ymm.rows_pass, name, encoding))
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)
@@ -354,15 +354,15 @@ def _ymm_linear(name: str, order: str) -> Callable[..., None]:
     return linear
 
 
-def _linear(name: str, order: str) -> Callable[..., None]:
+def _linear(name: str, encoding: str) -> Callable[..., None]:
     """The kernel of a format, to be compiled."""
-    in_tiles = isa.has_tiles() and name in READERS and order != "rotated"
+    in_tiles = isa.has_tiles() and name in READERS and encoding != "rotated"
     most = _MOST_ROWS if name in READERS and not in_tiles else _MOST_OF_NUMBERS
     few = BLOCK_ROWS if in_tiles else BLOCK_ROWS - 1  # whose passes have streams
     streamed_rows = few if name in READERS else 0
     least, many = tiles.least(name), tiles.MANY
     shortest = -(-least // BLOCK_ROWS) * BLOCK_ROWS if in_tiles else BLOCK_ROWS
-    few_rows, many_rows = pass_of(_few_rows(name, order, _counts(most))), pass_of(partial(tiles.many_rows_pass, name, order))
+    few_rows, many_rows = pass_of(_few_rows(name, encoding, _counts(most))), pass_of(partial(tiles.many_rows_pass, name, encoding))
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)

@@ -7,7 +7,7 @@ from numba import types
 
 from cpuspec.formats.packing import PANEL
 from cpuspec.kernels import layout, pointwise, sharing, simd
-from cpuspec.kernels.adapters import expand, num_chunks, num_pieces, shrink
+from cpuspec.kernels.adapters import expand, num_parts, num_pieces, shrink
 from cpuspec.kernels.argmax import peak, peaks_of_row, pick
 from cpuspec.kernels.attention import finish, first_chunk, merge, put_query, sees
 from cpuspec.kernels.experts import combine, gather, route
@@ -16,7 +16,7 @@ from cpuspec.kernels.latent import assemble
 from cpuspec.kernels.layout import DONE, is_operation, team_at, walk_at
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
-from cpuspec.kernels.products import BLOCK_ROWS, ORDERS
+from cpuspec.kernels.products import BLOCK_ROWS, ENCODINGS
 from cpuspec.kernels.recurrent import convolve, finish_heads, num_convolved, record, recur
 from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
 from cpuspec.platform import SYSTEM
@@ -25,7 +25,7 @@ from cpuspec.platform import SYSTEM
 _PATIENCE = 8000
 
 _INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES, _ROTATED_BYTES = (
-    ORDERS[order] for order in ("int8", "int16", "f32", "bf16", "rotated")
+    ENCODINGS[encoding] for encoding in ("int8", "int16", "f32", "bf16", "rotated")
 )
 
 
@@ -478,7 +478,7 @@ def _num_items(op, state, threads):
     if is_operation(op, "finish"):
         return state.num_rows * op.finish.groups
     if is_operation(op, "shrink"):
-        return state.num_adapted * op.shrink.num_tensors * num_chunks(op.shrink.features)
+        return state.num_adapted * op.shrink.num_tensors * num_parts(op.shrink.features)
     if is_operation(op, "expand"):
         return state.num_spans * num_pieces(op.expand)
     if is_operation(op, "combine"):

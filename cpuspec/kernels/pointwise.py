@@ -11,7 +11,7 @@ from cpuspec.kernels import isa, products, simd
 from cpuspec.kernels.options import compiled, inlined
 
 _INT8_RECORD, _INT16_RECORD, _BF16_RECORD, _ROTATED_RECORD = (
-    products.ORDERS[order] for order in ("int8", "int16", "bf16", "rotated")
+    products.ENCODINGS[encoding] for encoding in ("int8", "int16", "bf16", "rotated")
 )
 
 _IN_PAIRS = isa.dot_isa() == "avx2"  # how "int16" records hold their numbers, see `products`
@@ -218,8 +218,8 @@ def prepare_row(
 
     kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other; GELU gelu(x) * other; LAYER_NORM (x - mean(x)) / deviation(x) *
     weight + other; SILU_ALONE silu(x); GELU_ALONE gelu(x); SWIGLU_OAI as `config.SWIGLU_ALPHA`, of x and other; SIGMOID
-    sigmoid(x) * other; RELU2, RELU2_ALONE max(x, 0)^2, times other. int8 to
-    rotated: address of the row's block in that order, 0 where it is not wanted; place: the row's place in its block of block_rows.
+    sigmoid(x) * other; RELU2, RELU2_ALONE max(x, 0)^2, times other. int8 to rotated: address of the
+    row's block in that encoding, 0 where it is not wanted; place: the row's place in its block of block_rows.
     Rows, others and weights are padded with zeros to whole groups. order: address of int32 indices, padded likewise with their own,
     where a matrix has the inputs in another order; else 0.
     """

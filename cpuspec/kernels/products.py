@@ -1,6 +1,6 @@
 """A group of weights times the same inputs of a row: the arithmetic that every way to make a linear layer shares.
 
-Activations come in one of these orders, in blocks of up to BLOCK_ROWS rows:
+Activations have one of these encodings, in blocks of up to BLOCK_ROWS rows:
   "int8"   [group][row] records of 64 bytes: x = scale * byte + shift for 32 inputs, shift the middle of their range. Against
            bytes around zero this halves the error, for one more multiply-add a group.
   "int16"  [group][row] records of 128 bytes: x = scale * (256 * byte + low byte), for matrices where errors count most.
@@ -11,7 +11,7 @@ Activations come in one of these orders, in blocks of up to BLOCK_ROWS rows:
   "rotated"  [group][row] records of 64 bytes, for formats whose weights are rotated: each 256 inputs times Hadamard's matrix,
            x = scale * byte with one scale for all 256. So sums of groups need no scale of the inputs before a panel ends.
 "bf16" and "rounded" are padded with zeros to whole groups. A record of integers holds 32 signed bytes, then at the offsets below
-the scale, the shift and what formats with a zero point or a minimum need of the sums; then in "int16" order the 32 low bytes. On
+the scale, the shift and what formats with a zero point or a minimum need of the sums; then in "int16" the 32 low bytes. On
 processors that multiply with AVX2 alone an "int16" record has numbers of 16 bits in the place of both, those of the first 16 inputs
 and of the last, the second and third of each four swapped.
 """
@@ -29,12 +29,12 @@ MINUS_40_SUMS, CODE_SUM = SHIFT, VALUE_SUM  # of "rotated" records, which have t
 LOW_BYTES = 64
 
 # Bytes of activations for each row and group of 32 inputs (where rows are side by side, for each row and 32 inputs).
-ORDERS: Mapping[str, int] = MappingProxyType({"int8": 64, "int16": 128, "f32": 128, "bf16": 64, "rounded": 128, "rotated": 64})
+ENCODINGS: Mapping[str, int] = MappingProxyType({"int8": 64, "int16": 128, "f32": 128, "bf16": 64, "rounded": 128, "rotated": 64})
 
 
-def row_bytes(order: str, features: int) -> int:
+def row_bytes(encoding: str, features: int) -> int:
     """Bytes of activations for each row of `features` inputs."""
-    return -(-features // 32) * ORDERS[order]
+    return -(-features // 32) * ENCODINGS[encoding]
 
 
 # Fields of a record that have sums of inputs times -zero, by zero: of the whole group, or of each half.

@@ -13,7 +13,7 @@ from cpuspec.formats.packing import GROUP, PANEL, TILE, panel_bytes
 from cpuspec.kernels import isa
 from cpuspec.kernels.ops import F32X16, I8, I32X16, Ops, Value, Variable, vector_of
 from cpuspec.kernels.passes import Pass
-from cpuspec.kernels.products import BLOCK_ROWS, LOW_BYTES, ORDERS, add_dots, dequantized, sum_of_weights
+from cpuspec.kernels.products import BLOCK_ROWS, ENCODINGS, LOW_BYTES, add_dots, dequantized, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, PAIRED, READERS, Group, num_scales
 from cpuspec.kernels.simd import emitted
 
@@ -42,10 +42,10 @@ def least(format_name: str) -> int:
 class _Stack:
     """Some groups of a tile of weights, unpacked to the stack, and their integer dots with the rows of a block."""
 
-    def __init__(self, o: Ops, name: str, order: str) -> None:
-        self._o, self._order = o, order
+    def __init__(self, o: Ops, name: str, encoding: str) -> None:
+        self._o, self._encoding = o, encoding
         self._scales = num_scales(FORMATS[name])
-        self._halves = (0,) if order == "int8" else (0, LOW_BYTES)
+        self._halves = (0,) if encoding == "int8" else (0, LOW_BYTES)
         self._dots = self._scales * len(self._halves)  # of a group and row
         self.groups = min(_GROUPS, 16 // self._dots)  # whose dots stay in the nearest cache
         self._code_bytes, self._factor_bytes, self._dot_bytes = GROUP * TILE, 64 * (self._scales + 3), 64 * BLOCK_ROWS * self._dots
@@ -61,7 +61,7 @@ class _Stack:
             (to + 64 * v).store(_minus_bytes(codes, group.zero) if group.zero else codes)
         to = self._factors + place * self._factor_bytes
         self._minima = len(group.minima)
-        for n, value in enumerate([*group.scales, sum_of_weights(group) if self._order == "int8" else None, *group.minima]):
+        for n, value in enumerate([*group.scales, sum_of_weights(group) if self._encoding == "int8" else None, *group.minima]):
             if value is not None:
                 (to + 64 * n).store(value)
 
@@ -71,7 +71,7 @@ class _Stack:
         for number, (part, half) in enumerate(itertools.product(range(self._scales), self._halves)):
             o.tile_zero(_TOTALS[number])
             o.tile_load(_CODES, codes + self._code_bytes // self._scales * part, 64)
-            o.tile_load(_ACTS, records + (half + GROUP // self._scales * part), ORDERS[self._order])
+            o.tile_load(_ACTS, records + (half + GROUP // self._scales * part), ENCODINGS[self._encoding])
             o.tile_dot_signed(_TOTALS[number], _ACTS, _CODES)
             o.tile_store(_TOTALS[number], to + 64 * BLOCK_ROWS * number, 64)
 
@@ -83,10 +83,10 @@ class _Stack:
         found = self._found + place * self._dot_bytes + row * 64
         for n, total in enumerate(totals):
             dots = [(found + 64 * (BLOCK_ROWS * number + n)).i32() for number in range(self._dots)]
-            if self._order == "int16":
+            if self._encoding == "int16":
                 dots = [(high << 8) + low for high, low in zip(dots[::2], dots[1::2], strict=True)]
-            record = records + n * ORDERS[self._order]
-            total.set(add_dots(dots, scales, shifted if self._order == "int8" else None, minima, record, total.get()))
+            record = records + n * ENCODINGS[self._encoding]
+            total.set(add_dots(dots, scales, shifted if self._encoding == "int8" else None, minima, record, total.get()))
 
 
 def _minus_bytes(codes: Value, zero: int) -> Value:
@@ -94,7 +94,7 @@ def _minus_bytes(codes: Value, zero: int) -> Value:
     return (codes.bits(vector_of(I8, 64)) - ((zero + 128) % 256 - 128)).bits(I32X16)
 
 
-def many_rows_pass(name: str, order: str, p: Pass) -> None:
+def many_rows_pass(name: str, encoding: str, p: Pass) -> None:
     """The outputs of one tile of weights for up to MANY rows from the start of a block on, or for up to BLOCK_ROWS rows those of a
     tile of each stream.
 
@@ -102,9 +102,9 @@ def many_rows_pass(name: str, order: str, p: Pass) -> None:
     summed, in the order of the groups. A block's missing rows get sums of what follows the block, which no code reads.
     """
     o, rows, streams, row_bytes, acts = p.o, p.rows, p.num_tiles, p.operands.row_bytes, p.acts
-    panel_size, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
+    panel_size, record_bytes = panel_bytes(FORMATS[name]), ENCODINGS[encoding]
     groups = p.operands.in_features >> 5
-    stack, sums = _Stack(o, name, order), o.stack(64 * MANY)  # or of BLOCK_ROWS for each stream
+    stack, sums = _Stack(o, name, encoding), o.stack(64 * MANY)  # or of BLOCK_ROWS for each stream
     num_blocks = rows.rounded_up(BLOCK_ROWS)
     with o.loop(streams * (num_blocks * BLOCK_ROWS)) as index:
         (sums + index * 64).store(o.number(0.0, F32X16))
@@ -164,7 +164,7 @@ def bf16_pass(p: Pass) -> None:
 def _bf16_pass(p: Pass, width: int, blocks: int) -> None:
     """`bf16_pass` of `width` tiles and `blocks` blocks of rows, each of which has a row."""
     o, rows, acts = p.o, p.rows, p.acts
-    group_bytes, line = ORDERS["bf16"] * TILE, ORDERS["bf16"]
+    group_bytes, line = ENCODINGS["bf16"] * TILE, ENCODINGS["bf16"]
     # Of each block: where it begins, and the bytes from a group to the next.
     parts = [
         (acts + p.operands.row_bytes * first, (rows - first).smaller(BLOCK_ROWS) * line)
@@ -208,7 +208,7 @@ def add_paired_products(
     """
     with o.loop(steps) as step:
         for m, start in enumerate(columns):
-            o.tile_load(_PAIRED_WEIGHTS[m], start + step * (ORDERS["bf16"] * TILE), ORDERS["bf16"])
+            o.tile_load(_PAIRED_WEIGHTS[m], start + step * (ENCODINGS["bf16"] * TILE), ENCODINGS["bf16"])
         for n, (start, step_bytes, row_bytes) in enumerate(rows):
             o.tile_load(_PAIRED_ACTS[n], start + step * step_bytes, row_bytes)
             for m in range(len(columns)):
@@ -224,7 +224,7 @@ def dequantized_pass(name: str, p: Pass) -> None:
     their order, as `bf16_pass` does, with the same bits.
     """
     o, rows, num_tiles, acts, row_bytes = p.o, p.rows, p.num_tiles, p.acts, p.operands.row_bytes
-    panel_size, line = panel_bytes(FORMATS[name]), ORDERS["bf16"]
+    panel_size, line = panel_bytes(FORMATS[name]), ENCODINGS["bf16"]
     group_bytes, block_bytes = line * TILE, 64 * BLOCK_ROWS
     tile_sums = block_bytes * (MOST_ROWS // BLOCK_ROWS)
     groups = p.operands.in_features >> 5

@@ -17,10 +17,10 @@ from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
 from cpuspec.kernels.ops import F32X16, I8, I16, I32, I64, LANES, VOID, Ops, Value, Variable, call, vector_of
 from cpuspec.kernels.passes import Pass
-from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_dots, add_rotated_dot, end_panel, start, sum_of_weights, weigh
+from cpuspec.kernels.products import BLOCK_ROWS, ENCODINGS, add_dots, add_rotated_dot, end_panel, start, sum_of_weights, weigh
 from cpuspec.kernels.readers import AHEAD, INTO_FIRST, READERS, Group
 
-# Rows that are multiplied while weights are unpacked, by the order of activations: up to _WHOLE with both halves of a tile, more
+# Rows that are multiplied while weights are unpacked, by the encoding of activations: up to _WHOLE with both halves of a tile, more
 # with one after the other. Inputs of 16 bits take twice the products, beside which unpacking to the stack counts less.
 FEW, _WHOLE = {"int8": 8, "int16": 4, "rotated": 8}, 4
 MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
@@ -42,14 +42,14 @@ def laid(products: Products, group: Group) -> list[Value]:
     return group.codes
 
 
-def add_rows(order: str, read: Callable[[Value], Group], address: Value, records: Value, totals: list[Variable]) -> None:
-    """Add a group's products with FEW rows of the order or fewer to their totals, from registers.
+def add_rows(encoding: str, read: Callable[[Value], Group], address: Value, records: Value, totals: list[Variable]) -> None:
+    """Add a group's products with up to FEW rows to their totals, from registers.
 
     read: the group of a tile at an address; it is asked for each vector of codes again, right before that is multiplied, and LLVM
     drops the rest. records: the address of the first row's.
     """
     group = read(address)
-    products, share = Products.of(order, group), 8 // len(group.scales)
+    products, share = Products.of(encoding, group), 8 // len(group.scales)
     signed = products.in_nibbles
     assert group.zero == 128 or not signed, "codes of eight bits are around 128"
     in_bytes = share * (2**group.bits - 1) < 256  # whether the sums of codes fit
@@ -68,7 +68,7 @@ def add_rows(order: str, read: Callable[[Value], Group], address: Value, records
                         for half, some in zip(halves, parts, strict=True):
                             of_codes[half] = _plus(of_codes[half], some.bits(_BYTES) if in_bytes else _pairs(some.bits(_BYTES)))
                     for row, own in enumerate(sums):
-                        inputs = (records + (ORDERS[order] * row + at)).load(I32).splat(8)
+                        inputs = (records + (ENCODINGS[encoding] * row + at)).load(I32).splat(8)
                         own[:] = [_times(products, *both, inputs) for both in zip(own, parts, strict=True)]
                     records, address = _settled(sums, records, address)
                 for own, dot in zip(sums, dots[part], strict=True):
@@ -79,11 +79,11 @@ def add_rows(order: str, read: Callable[[Value], Group], address: Value, records
             weights.append(_whole([_widened(half) for half in pairs]) - group.zero * 4 * share)
     shifted = weigh(weights, group) if products.shifted else None
     for row, total in enumerate(totals):
-        record = records + ORDERS[order] * row
+        record = records + ENCODINGS[encoding] * row
         whole = [_whole(part[row]) for part in dots]
         if group.zero and not signed:
             whole = [dot + start(record, group, part) for part, dot in enumerate(whole)]
-        if order == "rotated":
+        if encoding == "rotated":
             total.set(add_rotated_dot(whole[0], group.scales[0], total.get()))
         else:
             total.set(add_dots(whole, group.scales, shifted, group.minima, record, total.get()))
@@ -144,9 +144,9 @@ def _settled(sums: _Halves, *addresses: Value) -> list[Value]:
 class _Unpacked:
     """A panel of a tile of weights on the stack, its groups close together: what is spread takes longer to write."""
 
-    def __init__(self, o: Ops, order: str, sample: Group) -> None:
+    def __init__(self, o: Ops, encoding: str, sample: Group) -> None:
         """sample: any group of the weights, for what all have in common."""
-        self._products = Products.of(order, sample)
+        self._products = Products.of(encoding, sample)
         self._code_bytes = 64 * len(laid(self._products, sample))
         self._factor_bytes = 64 * (len(sample.scales) + len(sample.minima) + self._products.shifted + self._products.moved)
         self._codes, self._factors = o.stack(self._code_bytes * _GROUPS), o.stack(self._factor_bytes * _GROUPS)
@@ -181,16 +181,16 @@ def _pieces(rows: Value) -> tuple[Value, Value]:
     return pieces, step
 
 
-def rows_pass(name: str, order: str, p: Pass) -> None:
+def rows_pass(name: str, encoding: str, p: Pass) -> None:
     """The outputs of one tile of weights for up to MANY rows from the start of a block on, or for up to BLOCK_ROWS rows those of a
     tile of each stream, panel by panel in turns.
     """
     o, rows, streams = p.o, p.rows, p.num_tiles
-    panel_size, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
+    panel_size, record_bytes = panel_bytes(FORMATS[name]), ENCODINGS[encoding]
     share = panel_size // _GROUPS
     groups = p.operands.in_features >> 5
     sums = o.stack(64 * MANY)  # or of BLOCK_ROWS for each stream
-    of_panel = o.stack(64 * MANY) if order == "rotated" else sums  # sums of one panel, where those of all are apart
+    of_panel = o.stack(64 * MANY) if encoding == "rotated" else sums  # sums of one panel, where those of all are apart
     num_blocks = rows.rounded_up(BLOCK_ROWS)
     with o.loop(streams * (num_blocks * BLOCK_ROWS)) as index:
         (sums + index * 64).store(o.number(0.0, F32X16))
@@ -201,7 +201,7 @@ def rows_pass(name: str, order: str, p: Pass) -> None:
         here = p.weights + stream * p.bytes_apart + panel * panel_size
         with o.loop(inside) as place:
             group = READERS[name](here, inside, place)
-            unpacked = _Unpacked(o, order, group)
+            unpacked = _Unpacked(o, encoding, group)
             unpacked.put(place, group)
         with o.loop(num_blocks) as blocks:
             block = blocks * BLOCK_ROWS
@@ -223,7 +223,7 @@ def rows_pass(name: str, order: str, p: Pass) -> None:
 
                 counts = range(1, MOST_ROWS + 1)
                 o.switch((block_rows - row).smaller(step), {number: partial(add, number) for number in counts})
-            if order == "rotated":
+            if encoding == "rotated":
                 with o.loop(block_rows) as row:
                     own, all_panels = (o.variable_at(place + at + row * 64, F32X16) for place in (of_panel, sums))
                     end_panel(own, records + row * record_bytes, all_panels)

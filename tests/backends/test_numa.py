@@ -144,7 +144,7 @@ def test_weights_lie_where_they_are_wanted_and_every_copy_gives_the_same_bits(
         monkeypatch.setattr(f"cpuspec.backends.{module}.SYSTEM", system)
     backend = make_backend("numba", path, replace(plain, numa=how))
     assert ("pages of weights on memory nodes: {1: " in caplog.text) == (how != "off")
-    matrices = backend._matrices.values()
+    matrices = backend.matrices.values()
     assert {matrix.copies_apart > 0 for matrix in matrices} == {copies > 1}
     if copies == 1:
         assert backend._copy_of is None
@@ -152,7 +152,7 @@ def test_weights_lie_where_they_are_wanted_and_every_copy_gives_the_same_bits(
         for number in range(copies):
             backend._copy_of[:] = number  # as if the thread ran near this copy
             assert np.array_equal(_logits(backend), wanted)
-        matrix = backend._matrices["layers.0.o"]
+        matrix = backend.matrices["layers.0.o"]
         ctypes.memset(matrix.data.ctypes.data + matrix.copies_apart, 0, matrix.nbytes)  # read by no other processor
         is_told_apart = bool(SYSTEM.processor_function)  # Windows' threads all read the first copy
         assert np.array_equal(_logits(backend), wanted) != is_told_apart

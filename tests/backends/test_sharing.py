@@ -51,7 +51,7 @@ def test_taking_turns_changes_no_bit(name: str, target: Checkpoint, draft: Check
 def test_what_both_checkpoints_hold_is_in_memory_once(name: str, target: Checkpoint, draft: Checkpoint) -> None:
     first = make_backend(name, target, ENGINE)
     second = make_backend(name, draft, ENGINE, first)
-    ours, theirs = (one._model.weights if name == "numpy" else one._matrices for one in (second, first))
+    ours, theirs = (one._model.weights if name == "numpy" else one.matrices for one in (second, first))
     assert ours["output"] is theirs["output"]
     assert not any(ours[matrix] is theirs[matrix] for matrix in ours if matrix.endswith(("q", "down")))
     assert second.threads == first.threads

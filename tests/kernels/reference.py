@@ -17,6 +17,7 @@ from cpuspec.formats.format import F32, U8, hadamard, per_group, scales_of
 from cpuspec.formats.packing import GROUP, PANEL
 from cpuspec.kernels.products import (
     CODE_SUM,
+    ENCODINGS,
     LOW_BYTES,
     MINUS_8_SUMS,
     MINUS_16_SUMS,
@@ -24,7 +25,6 @@ from cpuspec.kernels.products import (
     MINUS_32_LOW,
     MINUS_40_SUMS,
     MINUS_128_SUMS,
-    ORDERS,
     SCALE,
     SHIFT,
     VALUE_SUM,
@@ -137,7 +137,7 @@ def quantized(x: F32, order: str) -> Inputs:
 def records(inputs: Inputs, order: str, in_words: bool) -> U8:
     """The bytes of records, [T, groups, bytes]. in_words: whether "int16" numbers lie as words (see `products`)."""
     codes = inputs.codes
-    out = np.zeros((*inputs.scale.shape, ORDERS[order]), np.uint8)
+    out = np.zeros((*inputs.scale.shape, ENCODINGS[order]), np.uint8)
 
     def put(offset: int, values: NDArray[Any], kind: str) -> None:
         data = np.ascontiguousarray(values.astype(kind)).view(np.uint8).reshape(*out.shape[:2], -1)

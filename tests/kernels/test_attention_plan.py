@@ -65,7 +65,7 @@ def test_a_row_does_not_depend_on_the_room_for_partials(tmp_path_factory, kv_for
     checkpoint = tiny(tmp_path_factory, context_length=2048)
     backend = make_backend("numba", checkpoint, EngineConfig(threads=3, max_rows=1200, kv_format=kv_format))
     tokens, logits, items = np.random.default_rng(0).integers(0, 300, 1110).tolist(), [], set()
-    plan = backend._program.state["plans"][0]
+    plan = backend.program.state["plans"][0]
     for room in (int(plan["max_partials"]), 0, 50, 400):
         plan["max_partials"] = room
         cache = backend.new_cache(2, 1200)

@@ -11,7 +11,7 @@ from benchmarks.linear_alone import activations, multiply
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import PANEL, TILE, pack
 from cpuspec.kernels import isa
-from cpuspec.kernels.linear import activation_order, prompt_order
+from cpuspec.kernels.linear import activation_encoding, prompt_encoding
 from cpuspec.kernels.pointwise import GELU, NORM, SILU, prepare_row
 from cpuspec.kernels.products import BLOCK_ROWS
 from cpuspec.kernels.readers import FLOAT_CODES, NUMBERS, READERS
@@ -103,10 +103,10 @@ def test_products_of_codes_of_floats_are_those_of_the_reference_for_any_number_o
 def test_products_of_numbers_are_those_of_the_reference_for_any_number_of_rows(name: str, in_features: int) -> None:
     tensor = QuantTensor.encode(FORMATS[name], np.random.default_rng(3).standard_normal((OUT_FEATURES, in_features)))
     x = _rows(max(ROWS), in_features)
-    _check(tensor, activation_order(name), x, reference.numbers_times(tensor.dequantize(), x))
+    _check(tensor, activation_encoding(name), x, reference.numbers_times(tensor.dequantize(), x))
 
 
-@pytest.mark.parametrize("order", sorted({"rounded", activation_order("bf16")}))
+@pytest.mark.parametrize("order", sorted({"rounded", activation_encoding("bf16")}))
 @pytest.mark.parametrize("in_features", [1, 50, 256])
 @pytest.mark.parametrize("sizes", [(1.0, 1.0), (1e-19, 1e-19), (1e-38, 1.0)])  # or some products, or numbers, are not normal
 def test_products_of_bf16_are_those_of_the_reference_for_any_number_of_rows(
@@ -129,7 +129,7 @@ def test_products_of_dequantized_codes_are_those_of_bf16_weights_for_any_number_
     wanted = reference.pairs_times(reference.dequantized(tensor), QuantTensor.encode(FORMATS["bf16"], x).dequantize())
     assert np.isfinite(wanted).all()
     for rows in ROWS:
-        assert np.array_equal(_products(tensor, prompt_order(name), x[:rows]), wanted[:rows]), f"{rows} rows"
+        assert np.array_equal(_products(tensor, prompt_encoding(name), x[:rows]), wanted[:rows]), f"{rows} rows"
 
 
 @pytest.mark.parametrize("features", [83, 576])

@@ -12,12 +12,12 @@ from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.format import hadamard
 from cpuspec.formats.packing import PANEL, TILE, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels.isa import dot_isa, features, has_bf16_tiles, lookup_isa
-from cpuspec.kernels.linear import ORDERS, activation_order
+from cpuspec.kernels.linear import ENCODINGS, activation_encoding
 from cpuspec.kernels.ops import Ops, lookup_bytes
 from cpuspec.kernels.readers import READERS
 from tests.kernels import reference
 
-CASES = [(name, activation_order(name, precise)) for name in FORMATS for precise in (False, True)]
+CASES = [(name, activation_encoding(name, precise)) for name in FORMATS for precise in (False, True)]
 CASES = list(dict.fromkeys([*CASES, ("bf16", "rounded")]))  # what processors without tile registers for bf16 do
 CASES += [(name, "bf16") for name in READERS if has_bf16_tiles()]  # tokens of prompts
 every_case = pytest.mark.parametrize(("format_name", "order"), reference.compiled_sparingly(CASES))
@@ -43,7 +43,7 @@ def _decoded(x: np.ndarray, order: str) -> np.ndarray:
     rows, features = x.shape
     out = []
     for row in range(rows):
-        records = activations(x[row : row + 1], order)[: features // 32 * ORDERS[order]].reshape(-1, ORDERS[order])
+        records = activations(x[row : row + 1], order)[: features // 32 * ENCODINGS[order]].reshape(-1, ENCODINGS[order])
         scale, shift = np.ascontiguousarray(records[:, 32:40]).view(np.float32).astype(np.float64).T
         codes = records[:, :32].view(np.int8).astype(np.float64)
         if order == "int16" and dot_isa() == "avx2":

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from cpuspec.backends import make_backend
+from cpuspec.backends.numba_backend import NumbaBackend
 from cpuspec.kernels import layout, machine_code, team
 from cpuspec.kernels.layout import SLEEPING
 from cpuspec.kernels.waiting import CAN_SLEEP, sleep_while, wake
@@ -22,8 +22,8 @@ FOR_EVER, NEVER = 2**62, 0
 
 @pytest.mark.parametrize("threads", [2, 7])
 def test_threads_that_sleep_while_they_wait_come_to_the_same_as_those_that_yield(threads: int, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
-    backend = make_backend("numba", tiny(tmp_path_factory), EngineConfig(threads=threads, max_rows=64))
-    crowded = backend._team.workers["crowded"]  # type: ignore[attr-defined]
+    backend = NumbaBackend(tiny(tmp_path_factory), EngineConfig(threads=threads, max_rows=64))
+    crowded = backend.team.workers["crowded"]
     logits = {FOR_EVER: [], NEVER: []}
 
     def run() -> None:
@@ -67,7 +67,7 @@ def checkpoint(tmp_path_factory):  # type: ignore[no-untyped-def]
 @pytest.fixture(scope="module")
 def alone(checkpoint):  # type: ignore[no-untyped-def]
     """The logits that one thread computes."""
-    backend = make_backend("numba", checkpoint, EngineConfig(threads=1, max_rows=64))
+    backend = NumbaBackend(checkpoint, EngineConfig(threads=1, max_rows=64))
     logits = forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits
     backend.close()
     return logits
@@ -75,7 +75,7 @@ def alone(checkpoint):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("threads", [8, 33, 64])
 def test_a_team_many_times_larger_than_the_machine_computes_the_same(checkpoint, alone, threads: int) -> None:  # type: ignore[no-untyped-def]
-    backend = make_backend("numba", checkpoint, EngineConfig(threads=threads, max_rows=64))
+    backend = NumbaBackend(checkpoint, EngineConfig(threads=threads, max_rows=64))
     logits = []
 
     def run() -> None:
@@ -89,7 +89,7 @@ def test_a_team_many_times_larger_than_the_machine_computes_the_same(checkpoint,
 def test_a_thread_that_does_not_come_is_not_waited_for(checkpoint, alone, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     come = threading.Event()
     monkeypatch.setattr(team, "_serve", lambda *_: come.wait())
-    backend = make_backend("numba", checkpoint, EngineConfig(threads=3, max_rows=64))
+    backend = NumbaBackend(checkpoint, EngineConfig(threads=3, max_rows=64))
     logits = []
     _ends(lambda: logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits))
     come.set()
@@ -99,8 +99,8 @@ def test_a_thread_that_does_not_come_is_not_waited_for(checkpoint, alone, monkey
 
 def test_what_an_absent_thread_multiplies_is_multiplied_again_and_harms_nobody_when_it_comes(checkpoint, alone) -> None:  # type: ignore[no-untyped-def]
     """As when another process takes a core in the middle of a product, until later operations use the same memory."""
-    backend = make_backend("numba", checkpoint, EngineConfig(threads=2, max_rows=64))
-    program, caller, kept, last = backend._program, [0], [], 0  # type: ignore[attr-defined]
+    backend = NumbaBackend(checkpoint, EngineConfig(threads=2, max_rows=64))
+    program, caller, kept, last = backend.program, [0], [], 0
     absent, back, in_time, wrote = threading.Event(), threading.Event(), [], []
     order, is_late = threading.Lock(), [False]  # a worker may begin its piece when the caller has ended the forward without it
     products = [tensors for tensors in program._held if tensors.dtype == layout.TENSOR]
@@ -115,7 +115,7 @@ def test_what_an_absent_thread_multiplies_is_multiplied_again_and_harms_nobody_w
                     if not is_late[0]:
                         absent.set()
                 if absent.is_set():
-                    wrote.append(operands[10] + 64 * operands[3] - backend._scratch[1].ctypes.data)  # type: ignore[attr-defined]
+                    wrote.append(operands[10] + 64 * operands[3] - backend.scratch[1].ctypes.data)
                     in_time.append(back.wait(60))
             if number == last and here == caller[0]:
                 with order:
@@ -142,7 +142,7 @@ def test_what_an_absent_thread_multiplies_is_multiplied_again_and_harms_nobody_w
     _ends(run)
     backend.close()
     assert in_time == [True]
-    assert 0 <= wrote[0] < backend._scratch.strides[0]  # type: ignore[attr-defined]
+    assert 0 <= wrote[0] < backend.scratch.strides[0]
     assert all(np.array_equal(one, alone) for one in logits)
 
 
@@ -158,7 +158,7 @@ def test_threads_may_join_and_leave_a_forward_at_any_moment(checkpoint, alone, m
             joined.add(thread)
 
     monkeypatch.setattr(team, "_serve", look_in)
-    backend = make_backend("numba", checkpoint, EngineConfig(threads=threads, max_rows=64))
+    backend = NumbaBackend(checkpoint, EngineConfig(threads=threads, max_rows=64))
     logits = []
 
     def run() -> None:
@@ -173,12 +173,12 @@ def test_threads_may_join_and_leave_a_forward_at_any_moment(checkpoint, alone, m
 
 def test_a_forward_does_not_return_while_a_thread_may_read_its_job(checkpoint) -> None:  # type: ignore[no-untyped-def]
     """The memory of a job may be freed or written anew behind a forward."""
-    backend = make_backend("numba", checkpoint, EngineConfig(threads=2, max_rows=64))
+    backend = NumbaBackend(checkpoint, EngineConfig(threads=2, max_rows=64))
     cache = backend.new_cache(1, 64)
     forward(backend, cache, {0: TOKENS})
-    visitor = backend._team.workers["inside"]  # type: ignore[attr-defined]
-    backend._team.close()  # type: ignore[attr-defined]
-    backend._team._quit[0] = 0  # type: ignore[attr-defined]
+    visitor = backend.team.workers["inside"]
+    backend.team.close()
+    backend.team._quit[0] = 0
     visitor[1] = 1  # no other thread writes this: the worker has ended
     thread = threading.Thread(target=lambda: forward(backend, cache, {0: TOKENS}), daemon=True)
     thread.start()
@@ -192,8 +192,8 @@ def test_a_forward_does_not_return_while_a_thread_may_read_its_job(checkpoint) -
 @pytest.mark.skipif(not CAN_SLEEP, reason="threads sleep on a number on Linux only")
 def test_workers_without_work_sleep_until_there_is_some(checkpoint, alone) -> None:  # type: ignore[no-untyped-def]
     """A thread that yields uses up the time that a container is granted."""
-    backend = make_backend("numba", checkpoint, EngineConfig(threads=3, max_rows=64))
-    step = np.frombuffer((ctypes.c_int64 * 9).from_address(backend._team._address), np.int64)  # type: ignore[attr-defined]
+    backend = NumbaBackend(checkpoint, EngineConfig(threads=3, max_rows=64))
+    step = np.frombuffer((ctypes.c_int64 * 9).from_address(backend.team._address), np.int64)
     for _ in range(3):
         logits = forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits
         _ends(lambda: [time.sleep(0.001) for _ in iter(lambda: step[SLEEPING // 8] == 2, True)])
@@ -203,18 +203,18 @@ def test_workers_without_work_sleep_until_there_is_some(checkpoint, alone) -> No
 
 def test_an_interrupt_as_a_forward_is_published_is_raised_when_the_forward_is_done(checkpoint, alone, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Ctrl-C between two calls: memory that workers read may be freed behind it."""
-    backend = make_backend("numba", checkpoint, EngineConfig(threads=2, max_rows=64))
-    lead, running = backend._team._lead, []  # type: ignore[attr-defined]
+    backend = NumbaBackend(checkpoint, EngineConfig(threads=2, max_rows=64))
+    lead, running = backend.team._lead, []
 
     def interrupted(*arguments: int) -> int:
         running.append(True)
-        monkeypatch.setattr(backend._team, "_lead", lead)  # type: ignore[attr-defined]
+        monkeypatch.setattr(backend.team, "_lead", lead)
         lead(*arguments)
-        backend._team._publish(*arguments[:3])  # type: ignore[attr-defined]
+        backend.team._publish(*arguments[:3])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(backend._team, "_lead", interrupted)  # type: ignore[attr-defined]
-    step = np.frombuffer((ctypes.c_int64 * 1).from_address(backend._team._address), np.int64)  # type: ignore[attr-defined]
+    monkeypatch.setattr(backend.team, "_lead", interrupted)
+    step = np.frombuffer((ctypes.c_int64 * 1).from_address(backend.team._address), np.int64)
     cache = backend.new_cache(1, 64)
     with pytest.raises(KeyboardInterrupt):
         forward(backend, cache, {0: TOKENS})
