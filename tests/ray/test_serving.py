@@ -108,9 +108,9 @@ def test_errors_probes_and_the_page_are_those_of_the_server(url: str) -> None:
         assert stranger.get("/metrics").status_code == 401
         assert stranger.get("/health", headers={"host": "evil.example"}).status_code == 403
         assert "<html" in stranger.get("/").text
-        bad = http.post("/v1/chat/completions", json={"messages": talk(0), "temprature": 1}, headers={"x-request-id": "mine"})
+        bad = http.post("/v1/chat/completions", json={"messages": talk(0), "temperature": "hot"}, headers={"x-request-id": "mine"})
         assert (bad.status_code, bad.headers["x-request-id"]) == (400, "mine")
-        assert "temprature" in bad.json()["error"]["message"]
+        assert "temperature" in bad.json()["error"]["message"]
         assert http.post("/v1/messages", content=b"x" * 200_000).json()["error"]["type"] == "request_too_large"
         assert http.post("/tokenize", json={"content": "hello"}).json()["count"] > 0
         assert http.get("/nothing").status_code == 404
