@@ -1,7 +1,12 @@
 """Makes one proposer of a draft spec, in two phases: open the models that it names, then build the levels from the bottom up.
 
-Opening checks all that can be checked before gigabytes of weights are loaded. Building loads them beside the target's. A new
-drafter is one row of LOOKUPS or of MODELS.
+Opening checks all that can be checked before gigabytes of weights are loaded. Building loads them beside the target's.
+
+A new drafter is a name in MODELS if it runs a model, else a row of LOOKUPS. The factory in such a row
+- gets no tokenizer,
+- must be cheap, because it is called just to check a spec, too,
+- is exposed to HTTP clients, because any request may name it.
+A drafter that needs resources is a class in a file of its own, `FILE.py:CLASS`.
 """
 
 import re

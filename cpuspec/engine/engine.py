@@ -26,8 +26,8 @@ from cpuspec.text import Grammars, Tokenizer
 
 _WAIT_S = 0.01  # of a step that has nothing to compute; commands of other threads wait as long
 
-# The further tokens that a sequence must have memory for to begin, and to stay. So it gains some hundreds before it can be
-# preempted again.
+# A sequence begins if memory holds 512 further tokens of it and of each running one. If memory does not hold 64 of each, the latest
+# one is preempted. The gap keeps a sequence from being preempted soon after it begins.
 _TO_BEGIN, _TO_STAY = 512, 64
 
 _SHARED_TOKENS = 1024  # the models divide memory by their bytes of this many tokens
@@ -141,7 +141,10 @@ class Engine:
         return bool(self._requests or self._ready)
 
     def bytes_of(self, length: int, is_read: bool = False) -> int:
-        """Bytes of a sequence of `length` tokens in all models; before it `is_read` also of hidden states that wait for a head."""
+        """Bytes that a sequence of `length` tokens takes in all models.
+
+        is_read: whether its prompt has been read. Until then, hidden states that wait for a draft head count, too.
+        """
         waiting = 0 if is_read else min(length, self._most_hidden) * self._hidden_bytes
         return waiting + sum(context.cache.bytes_of(length) for context in self._contexts)
 
@@ -209,9 +212,10 @@ class Engine:
         self._scheduler.add(request.seq)
 
     def hasten(self, request: Request | None = None) -> None:
-        """Stop steps that run at once, and a forward that only reads longer prompts than that of a request which waits to be added.
+        """Interrupt a call of several forwards, and a forward that only reads prompts and would delay the request's shorter prompt.
 
-        The rows of that forward are read again, and the next such forward is not stopped. Any thread may call this.
+        request: one that waits to be added. The rows of an interrupted prompt are read again, and the next forward that only reads
+        prompts is not interrupted. Any thread may call this.
         """
         if self._runs_ahead or (request and len(request.seq.tokens) < self._num_stoppable_rows):
             stop_forward(self._context.backend)
@@ -284,9 +288,10 @@ class Engine:
                 self._ready.append(Output(seq.id, "", [], [], num_cached_tokens=num_cached, num_read_tokens=num_read))
 
     def _admit(self) -> None:
-        """Begin waiting requests in their order while there are free slots and memory.
+        """Begin waiting requests while there are free slots and memory, first come, first served.
 
-        A request whose prefix is being computed or read from the disk waits for that. A free slot and memory stay reserved for it.
+        A request whose prefix is being computed or read from the disk waits for that, and later ones may begin before it. A free
+        slot and memory stay reserved for it.
         """
         context, taken = self._context, self._taken(_TO_BEGIN)
         for seq in list(itertools.islice(self._scheduler.waiting.values(), context.num_free_slots)):
@@ -342,7 +347,10 @@ class Engine:
         return min(request.max_length - len(request.seq.tokens) - 1, request.max_draft_tokens)
 
     def _ahead(self, requests: list[Request], reads: bool) -> tuple[int, list[int]]:
-        """How many forwards may follow the next one at once, and the tokens behind which none does. reads: prompts beside it."""
+        """How many forwards may follow the next one in the same call, and the tokens after which none may.
+
+        reads: whether the next one also reads prompts.
+        """
         num_ahead = 0 if reads or self._scheduler.waiting else self._context.most_ahead(len(requests))
         ends: set[int] = set()
         for request in requests if num_ahead else ():

@@ -8,7 +8,7 @@ from cpuspec.speculation.context import PromptChunk, shortest_first
 
 
 class Scheduler:
-    """Continuous batching under a row budget. Sequences begin first come, first served, and the shortest prompt is read first.
+    """Continuous batching under a row budget. The engine admits sequences, and the shortest prompt is read first.
 
     Every sequence whose prompt has been read gains tokens in each step. Beside them a step reads at most `prompt_rows` rows of
     prompts, or `max_rows`, a whole forward, if all sequences are reading.

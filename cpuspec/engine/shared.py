@@ -135,7 +135,7 @@ class SharedEngine:
             )
 
     def after_fork(self) -> None:
-        """In a forked child: abort the parent's requests, which its threads go on with."""
+        """In a forked child: abort its copies of the parent's requests. The parent's threads go on with the requests themselves."""
         self._forked = True
         self._begin()
         self._commands.append(self._engine.abort_all)

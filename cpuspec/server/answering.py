@@ -85,7 +85,10 @@ async def _stream(request: Request, answers: Answers, writer: Writer) -> AsyncGe
 
 
 class EventStream(StreamingResponse):
-    """A stream of the events of answers. It closes the answers at its end, or within a step after the client has left."""
+    """A stream of the events of answers. It closes the answers at its end, or when the client has left.
+
+    The engine then drops what still runs before its next step (`SharedEngine.abort`).
+    """
 
     def __init__(self, request: Request, answers: Answers, writer: Writer) -> None:
         kind = "application/x-ndjson" if is_of_ollama(request.url.path) else "text/event-stream"

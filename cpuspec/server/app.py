@@ -149,8 +149,9 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
             await asyncio.sleep(0.01)
         if threading.current_thread() is threading.main_thread():
             for number, before in handlers.items():
-                # The event loop's own handlers are not used: signals reach them through the loop's pipe, and are lost when the pipe
-                # is full, as with 278 tokens that wait to be sent. A background job ignores Ctrl-C and must go on ignoring it.
+                # The event loop's own handlers are not used: signals reach them through the loop's pipe, and a full pipe loses
+                # them. On Linux 278 wake-ups fill it, as from steps whose tokens a busy loop has not sent yet. A background job
+                # ignores Ctrl-C and must go on ignoring it.
                 signal.signal(number, before if before is signal.SIG_IGN else lambda *_: server.stop())
         await asyncio.wait((loaded, ending, serving), return_when=asyncio.FIRST_COMPLETED)
         if loaded.done():

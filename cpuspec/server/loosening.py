@@ -106,7 +106,7 @@ def plain_pattern(pattern: str) -> str | None:
 
 
 def _closes(pattern: str) -> list[bool]:
-    """For each place whether no more than ends of groups stand between it and the end of a branch."""
+    """For each position of the pattern: whether only `)` and `$` stand between it and the end of its branch."""
     found = [True] * (len(pattern) + 1)
     for at in range(len(pattern) - 1, -1, -1):
         found[at] = pattern[at] == "|" or (pattern[at] in "$)" and found[at + 1])

@@ -297,7 +297,10 @@ class Answers:
         self._ready.set()
 
     def close(self) -> None:
-        """End what still runs, and give all places back. Doing it again changes nothing."""
+        """End what still runs, and give all places back. Doing it again changes nothing.
+
+        The next answer may start before the engine frees the slot of this one. That is safe: it waits in `Scheduler.waiting`.
+        """
         self._model.unfinished.discard(self)
         for number, ticket in enumerate(self._tickets):
             if number in self._engine_ids:

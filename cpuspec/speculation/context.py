@@ -44,8 +44,8 @@ MIN_SHARED_PREFIX = 0.1
 _OLDEST_PART = 32
 
 
-# Forwards run at once while they take no longer than this together: no reader notices, and Python takes its time behind all of them
-# once, instead of behind each.
+# Several forwards run in one call while they take no longer than this together. No reader notices such a delay, and Python runs
+# once after all of them instead of after each.
 _AT_ONCE_S = 0.04
 _MOST_AHEAD = 31  # fewer than the tokens that the engine keeps memory for
 
@@ -63,10 +63,10 @@ class _Assignment:
 
     seq: Sequence  # in its latest state
     slot: int
-    agreed: int  # how many of the slot's tokens are the sequence's for good
-    # Hidden states of chunks that were fed since the last score, after that of a cached prefix's last token, if it was kept.
+    agreed: int  # how many of the slot's leading tokens are known to be committed tokens of the sequence: not compared again
+    # Hidden states of the chunks that were fed since the last score. That of a cached prefix's last token comes first, if kept.
     hidden: list[tuple[F32, ...]] = field(default_factory=list)
-    num_hidden_kept: int = 0  # 1 if that one was kept
+    num_hidden_kept: int = 0  # 1 if `hidden` begins with that of a cached token
     snapshots: list[int] = field(default_factory=list)  # lengths at which snapshots of states are still to be taken, rising
 
 
@@ -147,9 +147,10 @@ class Context:
     def acquire(self, seq: Sequence) -> int:
         """Give the sequence a slot; returns how many of its tokens the slot already supplies, at most all but the last.
 
-        The sequence takes over the free slot with the longest prefix, if little else is lost with it. Otherwise it gets an empty
-        slot, or the least recently used one, whose tokens go to the store. The longest prefix in any slot or in the store's memory
-        is copied into it. Blocks on the disk count if `poll_prefix` has read them. Raises CacheError when no slot is free.
+        The sequence takes over the free slot with the longest prefix, if fewer than 32 other tokens (`PrefixCache.many`) are
+        overwritten there. Otherwise it gets an empty slot, or the least recently used one, whose tokens go to the store. The
+        longest prefix in any slot or in the store's memory is copied into it. Blocks on the disk count if `poll_prefix` has read
+        them. Raises CacheError when no slot is free.
         """
         if not self.prefixes.free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
@@ -416,9 +417,10 @@ class Context:
                 store.copy_from_slot(slot, tokens, used, self._salts[slot])
 
     def _begin_hidden(self, seq: Sequence, num_cached: int) -> int:
-        """Supply the hidden state of the last cached token: it was kept in a snapshot, or the token is fed again.
+        """Provide the hidden state of the last cached token, which a head reads: from a snapshot, or by feeding the token again.
 
-        Returns how many tokens the slot supplies now. If neither is possible, drafts are made without that hidden state.
+        Returns how many tokens the slot supplies now, without one that is fed again. If neither is possible, the head drafts
+        without that hidden state.
         """
         assigned = self._assignments[seq.id]
         slot = assigned.slot
@@ -461,7 +463,7 @@ class Context:
         return np.concatenate(rows).view(np.uint8) if rows else np.empty(0, np.uint8)
 
     def _take_snapshots(self, feed: _Feed) -> None:
-        """Take the planned snapshots that the feed's slot has reached and that the next forward would overwrite."""
+        """Take the planned snapshots that cannot wait: the slot has their tokens, and the next forward may overwrite the states."""
         assert self.cache.states, "asked of caches with states only"
         waits = 0 if self.hidden_layers else self.cache.states.waits  # the hidden state is the last forward's
         while feed.snapshots and feed.snapshots[0] <= self.cache.lengths[feed.slot] - waits:

@@ -16,7 +16,7 @@ class Cycle(NamedTuple):
     source: str
     num_draft_tokens: int
     num_accepted_tokens: int
-    num_positions: int  # length of the longest drafted path that begins with the accepted tokens; of a chain its length
+    num_positions: int  # tokens of the longest drafted path that begins with the accepted ones: all tokens of a chain
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from cpuspec.model.cache import KVCache
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.prefix_store import PrefixStore
 
-_MANY = 32  # computing fewer tokens than this is quicker than copying them, than storing them, or than waiting a step for them
+_MANY = 32  # from so many tokens on, copying or storing them, or waiting a step for them, is quicker than computing them
 
 
 class SlotOwner(Protocol):
@@ -35,9 +35,9 @@ class PrefixCache:
     """Decides which tokens of finished sequences leave the memory first.
 
     free: slots without a sequence, the least recently used first. shares: whether sequences may use what was computed for others.
-    many: as many tokens are worth a copy. store: for tokens outside of slots; None where they stay in slots. max_bytes: that
-    finished sequences may leave in memory; None for no limit. num_prompt_tokens: that sequences came with; num_cached_tokens: those
-    of them that a slot or the store supplied.
+    many: from so many tokens on a copy is worth it. store: for tokens outside of slots; None where they stay in slots. max_bytes:
+    that finished sequences may leave in memory; None for no limit. num_prompt_tokens: that sequences came with;
+    num_cached_tokens: those of them that a slot or the store supplied.
     """
 
     def __init__(self, owner: SlotOwner | None, cache: KVCache, row_invariant: bool) -> None:
@@ -55,8 +55,9 @@ class PrefixCache:
         self._clock = 0
 
     def keep(self, max_bytes: int | None, queue: PrefixQueue | None = None) -> None:
-        """Set `max_bytes`. Call it before the first sequence. queue: of the directory for what does not fit, and for `spill`.
+        """Set `max_bytes`. Call it before the first sequence.
 
+        queue: writes what does not fit into memory, and what `spill` sends, to a directory; None without one.
         A backend that promises no row invariance shares nothing between sequences if `max_bytes` is 0.
         """
         self.shares = self._row_invariant or max_bytes != 0

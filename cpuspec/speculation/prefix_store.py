@@ -37,9 +37,9 @@ class _Block:
     waiting: U8 | None = None  # its data while they wait to be written
     is_filed: bool = False  # whether it is on the disk
     used: int = 0  # the time of the last use, never later than the parent's
-    used_ns: int = 0  # the time that its file is to have
+    used_ns: int = 0  # the time of use that its file gets
     children: "dict[bytes, _Block]" = field(default_factory=dict)
-    snapshots: "dict[bytes, _Block]" = field(default_factory=dict)  # each after the tokens of this block and some more
+    snapshots: "dict[bytes, _Block]" = field(default_factory=dict)  # those whose tokens end in a child's place
     is_snapshot: bool = False
 
 

@@ -15,9 +15,9 @@ from cpuspec.speculation.verify import Verdict
 class LevelContext(Protocol):
     """A drafting model with its cache: a `Context`, a `HeadContext` or a `StageContext`.
 
-    num_running: sequences that the engine runs, told before each round: beside others, prompts are read in small parts.
-    spent: the time of its forwards, and of a verifier's rounds. weight_bytes: of weights that its forwards read.
-    waiting_bytes: of hidden states that it keeps for drafts to come.
+    num_running: how many sequences the engine runs, set before each round. If there are several, prompts are read in small parts.
+    spent: the time of its forwards and, if it verifies drafts, of the parts of its rounds. weight_bytes: bytes of weights that its
+    forwards have read. waiting_bytes: bytes of hidden states that it keeps for later drafts.
     """
 
     cache: KVCache
@@ -66,9 +66,9 @@ class Proposer(Protocol):
         ...
 
     def num_idle(self, seqs: list[Sequence]) -> int:
-        """For how many rounds behind the next one, if that has no draft, it would draft nothing. They may then run without it.
+        """How many rounds after the next one it would leave without drafts, if the next one has none.
 
-        `accept` gets the tokens of all of them at once.
+        So many rounds may run at once, without a call of `propose` between them. Then one call of `accept` gets all their tokens.
         """
         return 0
 
@@ -85,8 +85,7 @@ class Proposer(Protocol):
         return
 
 
-# For each number n of drafted tokens, from 0 on: the probability that their path must have for a further token to pay. After the
-# last one it is 0.
+# floors[n]: the least probability of a path of n drafted tokens at which drafting one more pays. Beyond the list it is 0.
 Floors = list[float]
 
 

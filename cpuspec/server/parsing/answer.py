@@ -66,7 +66,10 @@ def answer_parser(template: str | None, functions: Functions, thinking: bool = F
 
 
 class ContinuingParser:
-    """Parses an answer that continues a text. It returns the pieces of the answer, and of the text the call that is open."""
+    """Parses an answer that continues a given text. It returns the pieces of the answer, and before them the text's calls.
+
+    The text may end within a call, of which the answer is then the rest.
+    """
 
     def __init__(self, parser: Parser, begun: str) -> None:
         self._parser = parser

@@ -135,10 +135,10 @@ class IndexedText:
         return self._matches(latest, num_matches, num_ahead, self._runs, 0)
 
     def matches_before_a_change(self, num_matches: int, num_ahead: int) -> list[Match]:
-        """Matches of the latest tokens without the last one, which counts as a replacement of the token that followed there.
+        """Matches of the tokens before the last one. The last one is taken for a change of the token that followed each match.
 
-        A quote may go on after a changed word. Only the longest runs are looked up, and a match counts as no longer than they are:
-        the next change may be near.
+        So each match continues after that token, as a quote may go on after a changed word. Only the longest runs are looked up,
+        and a match counts as no longer than they are: the next change may be near.
         """
         found = self._matches(self.tokens[-MAX_MATCH:-1], num_matches, num_ahead, self._runs[:1], 1)
         return [Match(RUNS[0], match.ahead) for match in found]
@@ -192,9 +192,10 @@ def text_of(seq: Sequence) -> IndexedText:
 def next_probs(evidence: Iterable[Evidence], depth: int) -> dict[int, float]:
     """The probability of each token that followed a match, `depth` tokens after it. The sum is less than one.
 
-    Frequencies after the longest context are smoothed by those after the next shorter one, and so on: with c occurrences of a
-    context, c / (c + strength) of the probability is theirs (the Dirichlet prior of MacKay and Peto, "A hierarchical Dirichlet
-    language model", 1995). Probability that one source leaves is divided by the next one; the rest belongs to no token.
+    A context is a run of the latest tokens. The longest one comes first. If it occurred c times, the tokens that followed share
+    c / (c + strength) of the probability by their frequencies. The next shorter context divides what is left in the same way, and
+    so on (the Dirichlet prior of MacKay and Peto, "A hierarchical Dirichlet language model", 1995). What one source leaves, the
+    next one divides. What the last one leaves belongs to no token.
     """
     probs: dict[int, float] = {}
     mass = 1.0
@@ -204,7 +205,8 @@ def next_probs(evidence: Iterable[Evidence], depth: int) -> dict[int, float]:
         for num, match in enumerate(live, 1):
             token = match.ahead[depth]
             counts[token] = counts.get(token, 0) + 1
-            num_contexts = match.length - (live[num].length if num < len(live) else -depth)  # that occurred just `num` times
+            # How many contexts occurred exactly `num` times: one for each length, drafted tokens included.
+            num_contexts = match.length - (live[num].length if num < len(live) else -depth)
             if num_contexts:
                 left = mass * (strength / (strength + num)) ** num_contexts
                 for token, times in counts.items():

@@ -26,9 +26,9 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _LOOKS, _UNDERCUT = 3, 0.5  # forwards timed at a start; the share of the kept seconds below which costs are measured again
 _SETTLED = 0.03  # a round that finds nothing quicker by more than this share ends the measurement
 
-# The deviation of a round is the logarithm of its seconds over the expected ones. A slow round mostly means a slow machine, which
-# changes no choice: _PACE of the deviation corrects all numbers of rows. _SHAPE of it also corrects those nearest to the round's
-# own.
+# The deviation of a round is log(its seconds / the expected seconds). It corrects the costs of all numbers of rows by _PACE of
+# itself: a slow round mostly means that the whole machine is slow, which changes no choice. It corrects the numbers nearest to the
+# round's own by a further _SHAPE of itself.
 _PACE, _SHAPE = 0.1, 0.2
 _FAR_OFF = math.log(2)  # a larger deviation counts as this one: something else took the time
 _BOUND = math.log(4)  # the most that rounds may correct a measurement
@@ -46,8 +46,8 @@ class Costs:
     They begin as measured and follow the time of rounds (`observe`): a machine that was busy during the measurement would mislead
     the planner for ever. Numbers of rows beyond the measured ones, as batches have, are extrapolated at first.
 
-    In a mixture of experts, rows that resemble each other read the same experts. Rows of a text do, above all those of a draft that
-    is right. So the part of the seconds that further experts take is weighted by the bytes that recent rounds read.
+    In a mixture of experts, similar rows read the same experts. Rows of one text are similar, above all those of a right draft. So
+    the seconds of further experts are multiplied by `read_share`, which is learned from the bytes that recent rounds read.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Costs:
 
     @property
     def read_share(self) -> float:
-        """How much further rows of this text read beyond one row, over what rows of unrelated tokens read. 1 without experts."""
+        """Bytes that further rows read, as a share of what rows of unrelated tokens would read. 1 without experts."""
         return self._read.expected(weight=1.0)  # of one drafted row
 
     @property
@@ -176,7 +176,10 @@ def find_costs(backend: Backend) -> Costs:
 
 
 def _is_undercut(costs: Costs, backend: Backend) -> bool:
-    """Whether forwards take far less than the kept seconds, which a busy machine gave: a model that seems slow is never asked."""
+    """Whether forwards now take far less than the kept seconds: the machine was busy when those were measured.
+
+    Rounds would not correct them: a model that seems slow is never asked.
+    """
     cache = backend.new_cache(1, 1)
     return min(_time(backend, cache, 0, 1, False)[0] for _ in range(_LOOKS)) < _UNDERCUT * costs.forward_s(1)
 

@@ -20,8 +20,9 @@ _FIRST_NEXT = 0.7  # the chance of a further token, at first
 class ModelDrafter:
     """A drafter with a model. Its drafts end where a further token does not pay.
 
-    acceptance: accepted tokens over those that its confidences claim. seconds: of drafting one token for one sequence, or a whole
-    draft if one pass makes it. A draft promises as much as the latest ones did, until it exists and has confidences.
+    acceptance: accepted tokens over those that its confidences claim. seconds: what drafting one token takes for one sequence, or a
+    whole draft if one pass makes it. Before a draft exists, it is expected to be like the latest ones. Afterwards its confidences
+    say what it promises.
     """
 
     def __init__(self, proposer: DraftModel, costs: Costs, verifier: Costs, clock: Callable[[], float]) -> None:
@@ -88,7 +89,7 @@ class ModelDrafter:
             self.seconds += LEARNING * (seconds / sum(num_forwards) - self.seconds)
         options = []
         for seq, draft, number in zip(seqs, drafts, num_forwards, strict=True):
-            # Beside other sequences its context reads a prompt over several rounds, without drafts. It is asked once for all.
+            # Count the prompt as read now. The model reads it over the next rounds anyway, though it may not draft until then.
             self._fed[seq.id] = len(seq.tokens)
             option = best_prefix(self, draft, costs, self.acceptance.expected(), num_seqs)
             options.append(option)
@@ -118,7 +119,11 @@ class ModelDrafter:
         return best_length(self, costs, acceptance, limit, per_token, num_seqs, per_draft)
 
     def _floors(self, limit: int, costs: Costs, num_seqs: int, other: float, chance: float) -> Floors:
-        """The probability that a path must have for one more token, of this chance, to pay. other: tokens per second without."""
+        """floors[n] = other * (seconds of row n + 2 in a forward + seconds of drafting one token) / chance.
+
+        After a path of n tokens, one more adds its probability * chance tokens to the answer. It pays if the same seconds yield
+        fewer without it. other: tokens per second without it. chance: that it is accepted if the path is.
+        """
         per_token_s = 0.0 if self.proposer.in_one_pass else self.seconds
         rows_s = [costs.forward_s(num_seqs * n) / num_seqs for n in range(1, limit + 2)]
         return [other * (more - less + per_token_s) / chance for less, more in pairwise(rows_s)]

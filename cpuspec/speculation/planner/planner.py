@@ -37,7 +37,7 @@ _WORTH = 1.05  # a lookup's draft must beat the best option so far by this facto
 # Hidden states of a sequence that are kept for a head which may never be asked: at 10 KB a token, as of a 4B model, 40 to 80 MB.
 _MOST_HIDDEN = 4096
 _MOST_IDLE = 1000  # rounds
-_MOST_FED = 2  # a round with more rows for each verified row teaches no costs: rows of prompts take less time
+_MOST_FED = 2  # a round that feeds more rows for each verified one teaches no costs: most are a prompt's, which take less time
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class _Timing(NamedTuple):
 class Planner(Proposer):
     """A proposer that asks others, and drafts for each sequence by the best option of the round.
 
-    costs: of the verifier's forwards, corrected by the time from a draft to its verdict. is_outermost: whether it tells its
-    drafters of sequences that begin and end; the outermost planner does that for those below it. context: the verifier's, which
-    counts forwards and rows; without it nothing corrects the costs.
+    costs: of the verifier's forwards, corrected by the time from a draft to its verdict. is_outermost: whether it calls `begin` and
+    `end` of its drafters. Planners below the outermost one share its drafters, so it alone calls these. context: the verifier's,
+    which counts forwards and rows; without it nothing corrects the costs.
     """
 
     name = "auto"
