@@ -139,7 +139,7 @@ class WindowRows:
     """
 
     def __init__(self, places: KVPlaces, config: ModelConfig, capacity: int) -> None:
-        """Of heads and of models with other states there are none: what these keep is truncated and saved in other ways."""
+        """There are none in heads and in models with recurrent layers, whose states are truncated and saved in other ways."""
         self._places = places
         rows = {n: kind.window + SLACK + kv_rows.CHUNK for n, kind in enumerate(places.kinds) if kind.window}
         has_none = config.head is not None or config.is_recurrent

@@ -162,7 +162,7 @@ class NumbaBackend:
         self._logits = np.empty((1, self._num_logits), np.float32).data
         self._lent = ref(np.empty(0, np.float32))
         self._peaks = np.empty(argmax.MOST_ROWS * sharing.PIECES * self.threads, np.float32)
-        self._picked = (c_int32 * argmax.MOST_ROWS)()  # of which a part is a list
+        self._picked = (c_int32 * argmax.MOST_ROWS)()  # ctypes, because its slices are lists
         self._paths = np.empty(0, np.int64)
         self._routing = Routing(c.experts, self.max_rows) if c.experts else None
         centres = key_centres(c, kv_format, tensors)
@@ -459,7 +459,8 @@ class NumbaBackend:
             return np.empty((num_rows, self._num_logits), np.float32)
         if len(self._logits) != num_rows or self._lent() is not None:
             self._logits = np.empty((num_rows, self._num_logits), np.float32).data
-        # The base of an array's parts is that array only if its own base is none of numpy's.
+        # A view refers to `logits`, and so keeps `_lent` alive, only because the base of `logits` is a memoryview. If the base were
+        # an array, numpy would make the view refer to that array instead.
         logits: F32 = np.asarray(self._logits)
         self._lent = ref(logits)
         return logits

@@ -31,7 +31,7 @@ assert KEPT_ROWS + _STEP - 1 + _SHORT <= _LONG_KEPT, "as `inputs_kept` takes for
 
 
 def inputs_kept(mixer: Recurrent) -> int:
-    """Rows of the ring of a convolution's inputs: from the first tap of the least length that a slot can be truncated to on."""
+    """Rows in the ring of a convolution's inputs: _LONG_KEPT that may be truncated, and taps - 1 before them for the next token."""
     return mixer.taps - 1 + _LONG_KEPT
 
 

@@ -141,7 +141,7 @@ class LoadedWeights(Mapping[str, W]):
         self._output_bytes = self._by_name["output"].nbytes if "output" in self._by_name else 0
 
     def read_bytes(self, num_logits: int, expert_bytes: int = 0) -> int:
-        """Bytes that a forward read: of experts these, of the output matrix none unless a row's logits were asked for."""
+        """Bytes of weights that a forward read. expert_bytes: those of experts. num_logits: 0 if the output matrix was not read."""
         return self._dense_bytes + expert_bytes - (0 if num_logits else self._output_bytes)
 
     def __getitem__(self, name: str) -> W:

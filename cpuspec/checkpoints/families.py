@@ -40,7 +40,9 @@ _LAYER_NAMES = {
     "up_bias": ("ffn_up.bias", "mlp.up_proj.bias"),
     "down_bias": ("ffn_down.bias", "mlp.down_proj.bias"),
 }
-_NORM_BETWEEN = {"mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight")}  # another name in GGUF files
+# GGUF files of these families call the norm before the MLP by another name. In families with norms after the branches
+# (`_POST_NAMES`) the same name is the norm of the attention's output.
+_NORM_BETWEEN = {"mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight")}
 _EACH = ("gate", "up", "down")
 
 
@@ -283,7 +285,9 @@ class Family:
     text_alike: str = ""  # the family that computes the same in a file of texts only
     # Classes that compute the same, or have further layers for multi-token prediction.
     hf_alike: tuple[str, ...] = ()
-    flags: Mapping[str, Any] = field(default_factory=dict)  # arguments of ModelConfig that all models of the family share
+    # Arguments of ModelConfig that all models of the family share. Hugging Face files decide the activation themselves, by
+    # `hidden_act`, unless it is "swiglu_oai".
+    flags: Mapping[str, Any] = field(default_factory=dict)
     hf_defaults: Mapping[str, object] = field(default_factory=dict)
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)
     # As GLOBAL_NAMES, for the parts of a layer; "" where a kind of file has none. "*" is the number of an expert, whose matrices
@@ -322,7 +326,8 @@ class Family:
     by_window: bool = False  # heads of layers with a window have another size, and layers may share keys (`checkpoints.gemma`)
     tells_ropes: bool = False  # `rope.scaling.finetuned` in GGUF files means that no layer rotates
     gguf_plain: str = ""  # the family that GGUF files of its models without recurrent layers belong to
-    gguf_mark: str = ""  # a GGUF key that others of the same `gguf_architecture` lack, or have as 0
+    # A GGUF key that is above 0 in this family, and absent or 0 in the other families of the same `gguf_architecture`.
+    gguf_mark: str = ""
     gguf_wide_layers: int = 0  # a model with so many layers scales scores by hidden_size / num_heads, for which GGUF has no key
 
     @property

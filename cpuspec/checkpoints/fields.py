@@ -52,7 +52,8 @@ def read_json_object(path: Path, max_bytes: int = 1 << 20) -> dict[str, object]:
 class Fields:
     """Fields of `what`, under the names that begin with `prefix`. Readers treat a field that is null as absent.
 
-    defaults: values of fields that the file does not name; a null names one. Without a default, a reader demands the field.
+    defaults: values of fields that the file lacks. A field that is null in the file gets none of these. A reader that is given
+    no default requires the field.
     Raises CheckpointError naming file and field, got and wanted.
     """
 

@@ -459,8 +459,8 @@ def rope_scaling(
 ) -> RopeScaling | None:
     """The file's stretching of rotary frequencies, or None. Raises CheckpointError on a kind that is not supported.
 
-    turned: dimensions of a head that turn. factors: of ROPE_TENSORS those that the file has. latent: whether a slope of YaRN's
-    factor is of the scores of latent attention, as `latent.read_gguf` reads it, and leaves none for cosines and sines.
+    turned: dimensions of a head that turn. factors: those of ROPE_TENSORS that the file has. latent: whether the model has latent
+    attention. There `latent.read_gguf` gives the slope of YaRN's factor to the scores, so that cosines and sines do without it.
     """
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))
     # Files older than the type key mean linear scaling.
@@ -514,9 +514,9 @@ def rope_scaling(
 
 
 def _yarn_attention(fields: Fields, factor: float, own: float) -> float | None:
-    """YaRN's factor of attention (arXiv 2309.00071, section 3.4), or its quotient by one of another slope, times the file's own.
+    """The factor of cosines and sines: YaRN's (arXiv 2309.00071, section 3.4) times the file's own.
 
-    None for YaRN's alone.
+    If the file has a slope, YaRN's factor is divided by the same factor with that slope. None: YaRN's factor alone.
     """
     slope, grows = fields.number("rope.scaling.yarn_log_multiplier", 0.0), 0.1 * math.log(max(factor, 1.0))
     if own == 1.0 and not slope:

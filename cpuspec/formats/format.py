@@ -186,7 +186,7 @@ class Format:
     # search that follows from the affine form.
     search: Callable[[F32, F32 | None, Searches], Parts] | None = None
     scale_range: tuple[int, int] | None = None  # the least and the greatest scale that multiplies d or base; None for no scales
-    free_codes: bool = True  # the code of a value may be chosen by itself: not that of a point of a codebook, or a rotated one
+    free_codes: bool = True  # each code is chosen independently; False for codebooks and rotated formats
     # A block holds its values times Hadamard's matrix. Parts, planes and the affine form are those of the rotated values; `decode`
     # and `encode` rotate. Kernels multiply them with rotated activations.
     rotated: bool = False
@@ -367,7 +367,7 @@ def _lines(format: Format, groups: F32, weights: F32 | None, shape: tuple[int, .
     """The parts that hold scales and minima of groups [n g, k]. shape: n and g."""
     assert format.affine, "checked by `_fitted`"
     zero, largest = np.float32(format.affine.zero), (1 << format.code_bits) - 1
-    is_free = zero < 0  # base is then not the minimum but its negative, of either sign
+    is_free = zero < 0  # then the file stores the negative of the minimum, of either sign
     scale, minimum = find.lines(groups, weights, largest, is_free)
     if format.scale_range:
         most = format.scale_range[1]

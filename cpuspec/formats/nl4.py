@@ -35,7 +35,7 @@ from cpuspec.formats.packing import bits, lanes
 from cpuspec.formats.search import IN_NUMPY, Searches, inverse
 
 LEVELS = (-32, -26, -20, -16, -12, -8, -5, -2, 0, 3, 6, 9, 12, 16, 21, 28)
-MOVE_BITS = 15  # the bits of a head that hold the move
+MOVE_BITS = 15  # mask of the low bits of a head, which hold the move less LEAST_MOVE
 LEAST_MOVE = -7  # in all three formats
 _MOST_MOVE = LEAST_MOVE + MOVE_BITS
 MOVES = tuple(range(LEAST_MOVE, _MOST_MOVE + 1))

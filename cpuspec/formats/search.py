@@ -52,11 +52,12 @@ class Searches(NamedTuple):
     of units [n] each: `whole` or their neighbours.
     moved: (groups, weights, levels, moves, signs) -> scales and moves [n] for which scale * (level + move) comes nearest. signs:
     whether scales may be below zero.
-    moves_of_scales: (groups, weights, scales, levels, moves) -> under given scales, above 0 but for their signs, the least errors
-    and the index of the move, to which the number of moves is added where the sign is minus.
-    points: (groups, weights, magnitudes, offered, near) -> the index in `near` [n] of the nearest of sixteen points. magnitudes:
-    those that a value may have. offered F32 [all, k, 16], near I32 [all, 16]: magnitudes and indices of sixteen points, by the
-    number of the point that a group would be if there were all of them, the first of its values counting least.
+    moves_of_scales: (groups, weights, scales, levels, moves) -> the least errors [n] and the indices of their moves [n]. scales:
+    the absolute values, 0 or more; both signs are tried. Where minus is better, the number of moves is added to the index.
+    points: (groups, weights, magnitudes, offered, near) -> the indices [n], from `near`, of the nearest points. magnitudes: those
+    that a value may have. offered F32 [all, k, 16], near I32 [all, 16]: the magnitudes and the indices of sixteen points for each
+    combination of magnitudes. `offered[i]`: the 16 points nearest to combination i, to which the group's values
+    round. i numbers every combination, first value least significant.
     """
 
     scales: Callable[..., F32]
@@ -67,8 +68,8 @@ class Searches(NamedTuple):
     points: Callable[..., NDArray[np.int32]]
 
 
-# Starts of a search for scales: the value of largest magnitude lies some code steps beyond the last level or before it, or at a
-# multiple of the last level, which cuts it off. Cuts pay where codes are few.
+# Starts of a search for scales. A start fixes which level the largest value maps to: some code steps beyond the last level or
+# before it, or a multiple of the last level. A multiple cuts the value off, which pays where codes are few.
 _STEPS_BEYOND = tuple(np.linspace(-1.5, 0.9, 5))
 _CUTS = (1.2, 1.5, 2.2, 3.5)
 # Starts of a search for lines: the length and the begin of a line, as shares of the range of the group. A range ends some steps

@@ -90,8 +90,14 @@ def _whole(count: int) -> int:
     return -(-count // LANES) * LANES
 
 
-# Of sixteen groups, one in each lane: addresses of values and of weights, values of a group, address and number of the numbers that
-# it needs, two numbers of its own, the address of its results, and the bytes from a result to the next one of the same groups.
+# A search over sixteen groups, one in each lane. Its arguments:
+#   x, w: addresses of the values and of their weights
+#   size: values of a group
+#   numbers, num_numbers: address and count of its table of floats, such as levels, moves or starts
+#   first, second: two integers that differ by search
+#   out: address of its results
+#   row: bytes from one result to the next of the same groups
+# `_points` goes over all groups itself, with the arguments of `search_all` (`_by_sixteens`).
 Search = Callable[..., None]
 
 
@@ -169,7 +175,7 @@ def _scales(x, w, size, table, num_numbers, count, whole, out, _row):
         for _ in range(_TURNS):
             products, squares = _sums(x, w, size, inverse, splat(_ZERO), table, count, whole)
             scale = products * inverted(squares)
-            gain = products * scale  # of the squared error over that of zeros
+            gain = products * scale  # reduction of the squared error against a scale of 0
             inverse = inverted(scale)
         best = simd.where_less(best_gain, gain, scale, best)
         best_gain = larger(gain, best_gain)

@@ -4,8 +4,9 @@ Twelve registers hold the sums of six rows, which leaves four for weights and in
 what does not fit, and a row would take up to 1.7 times as long (benchmarks/LOG.md). The syntax is AT&T's: sources come first.
 
 Without dot products of bytes, VPMADDUBSW multiplies unsigned bytes with signed ones and adds neighbours in 16 bits, which is exact
-while the sums fit: results of narrow codes are added in 16 bits, as many as fit, before VPMADDWD widens them. Codes of eight bits
-are two of four. Activations of 16 bits are multiplied by VPMADDWD itself ("int16" records hold them in pairs, see `products`).
+while the sums fit: results of narrow codes are added in 16 bits, as many as fit, before VPMADDWD widens them. An 8-bit code is
+multiplied as two 4-bit halves. Activations of 16 bits are multiplied by VPMADDWD itself ("int16" records hold them in pairs, see
+`products`).
 """
 
 from collections.abc import Iterator

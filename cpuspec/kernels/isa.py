@@ -47,14 +47,14 @@ def lookup_isa() -> str:
 class PrefetchPlan(NamedTuple):
     """How kernels read weights from memory."""
 
-    streams: int  # places that a thread reads from at a time
+    streams: int  # tiles that a thread reads in turns, each from its own place in memory
     ahead: int  # bytes between what is multiplied and what is prefetched
     into_first: bool  # for few rows: into the first cache, too, and not into the second alone
 
 
 @cache
 def prefetch_plan() -> PrefetchPlan:
-    """The fastest plan on this processor, whatever features are held back (benchmarks/LOG.md). Four places are best on Xeons
+    """The fastest plan on this processor, whatever features are held back (benchmarks/LOG.md). Four streams are best on Xeons
     with AMX, and as good as others on Zen 3.
     """
     known = {"znver5": PrefetchPlan(1, 4096, True), "znver4": PrefetchPlan(1, 8192, False)}

@@ -94,7 +94,8 @@ ADAPTED = _record(
 )
 ADAPTED_SPAN = _words("first", "end")
 
-# `program.enter` writes num_rows to places and num_sequences for each call; addresses are of arrays that stay.
+# `program.enter` writes the fields from num_rows to num_chunks, num_sequences, and the records that `places` points to, for each
+# forward. The other addresses are of arrays that the backend keeps.
 STATE = _record(
     num_rows=_I64,
     starts=to(_I64),  # [sequences + 1]: the first row of each, and the end of the last
@@ -160,11 +161,14 @@ CALL = _words(
     "num_done",
 )
 
-# One matrix of a "linear" operation, or that of each expert one after another. bias and residual are added where they are not 0.
-# bias_bytes: from one expert's to the next. one_row: where the activations lie of a forward over one row, 0 for where others do.
-# table: int64 [experts], where the tiles of each expert lie that is in memory, 0 of others; no table: one after another.
-# apart: from the results of one head to those of the next, of matrices of heads. copies_apart: from the tiles of one copy of the
-# weights to those of the next, 0 where there is one.
+# One matrix of a "linear" operation, or one of each expert, one after another.
+#   bias, residual: added where they are not 0
+#   bias_bytes: from one expert's bias to the next
+#   one_row: address of the activations in a forward over one row; 0 if it is that of other forwards
+#   table: int64 [experts], the address of each expert's tiles, 0 for an expert that is not in memory; no table: the experts' tiles
+#     lie one after another
+#   apart: from the results of one head to those of the next, for matrices of heads
+#   copies_apart: from the tiles of one copy of the weights to those of the next, 0 where there is one
 TENSOR = _words(
     "kernel", "tiles", "tile_bytes", "num_tiles", "inputs", "row_bytes", "bias", "residual", "out", "stride", "bias_bytes",
     "one_row", "table", "apart", "copies_apart",
@@ -175,10 +179,13 @@ ADAPTED_TENSOR = _words("number", "out", "stride", "num_tiles")
 # [input][row]; padded: and so are those that fill up the last group.
 COPY = _words("source", "to", "bytes", "by_input", "padded")
 
-# The recurrence of a layer (`recurrent`). queries, keys, values: rows with one stride. decays: exp(rates * step), with the step
-# softplus(steps + dt), at least `least`, and dt 0 for none; rates are below 0. factors: of updates, the sigmoid of what lies there
-# where the layer `corrects` its state as the delta rule does, else the steps. The next fields: where a layer's states, what they
-# cover and the rings begin in a slot's memory.
+# The recurrence of a layer (`recurrent`).
+#   queries, keys, values: rows with one stride
+#   steps, dt, rates: a step is softplus(steps + dt), at least `least`. dt may be 0 for none. Rates are below 0.
+#   decays: written with exp(rates * step)
+#   factors: read and overwritten with what updates are multiplied by. With `corrects` (the delta rule) that is the sigmoid of what
+#     lies there, else the step.
+#   state_at to updates_at: where in a slot's memory the layer's states begin, how many tokens each covers, and the rings
 _RECURRENCE = _record(
     **dict.fromkeys(("queries", "keys", "values", "stride", "steps", "steps_stride", "dt", "rates"), _I64),
     **dict.fromkeys(("factors", "factors_stride", "decays", "decays_stride", "out", "out_stride", "corrects"), _I64),

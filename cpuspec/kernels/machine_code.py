@@ -138,7 +138,10 @@ def function(address: int, num_arguments: int, returns: bool = False) -> Callabl
 
 
 def _who_else_fills(directory: Path) -> str:
-    """Who else can put files into a directory, as `who_else_writes` has it. Of a link, it and the directory must be ours."""
+    """Who else can put files into a directory, in the words of `who_else_writes`; "" if none can or there is no directory.
+
+    If it is a link, both the link and the directory are checked.
+    """
     try:
         return who_else_writes(directory.lstat()) or who_else_writes(directory.stat())
     except OSError:  # there is none yet

@@ -156,8 +156,8 @@ def _goes_apart(op, rows, items, threads):
 def _linear_apart(op, state, counters, stride, done, step, here, rows, items, copy, threads, thread):
     """As `_linear`, but a thread that finds nothing left repeats what others hold for long: another process may have their cores.
 
-    Each multiplies a piece into memory of its own, and copies it to its place if it is the first to claim the piece. What a late
-    thread reads meanwhile may be later operations'; nobody sees what it makes of it.
+    Each thread multiplies a piece into memory of its own, and copies it to its place if it is the first to claim the piece. A late
+    thread may read what later operations wrote; its result is discarded.
     """
     own, begun, multiplied = state.scratch + thread * state.scratch_bytes, simd.cycles(), 0
     for turn in range(threads):

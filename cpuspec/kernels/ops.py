@@ -397,8 +397,9 @@ def dot_pairs(total: Value, x: Value, y: Value) -> Value:
 
 
 def dot_bytes(total: Value, unsigned: Value, signed: Value) -> Value:
-    """Per lane: total + the four products of unsigned and signed bytes, in exact 32-bit arithmetic; with AVX2 alone, as long as two
-    neighbouring products together fit 16 bits.
+    """Per lane: total + the four products of unsigned and signed bytes, in exact 32-bit arithmetic.
+
+    With AVX2 alone it is exact only if every two neighbouring products together fit 16 bits.
     """
     if dot_isa() == "avx512_vnni":
         return call("llvm.x86.avx512.vpdpbusd.512", I32X16, total, unsigned, signed)

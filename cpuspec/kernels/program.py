@@ -18,11 +18,12 @@ from cpuspec.kernels.pointers import address
 _Array = NDArray[Any]
 
 _CALL_BYTES = layout.CALL.itemsize
-_DONE_AT = _CALL_BYTES // 8 - 1  # of "num_done" among the numbers
+_DONE_AT = _CALL_BYTES // 8 - 1  # the index of "num_done", the last word of a CALL
 
 _NUMBERS = np.zeros(1)  # any array
 
-# In an array object of numpy, the address of its numbers: asking for it in Python takes longer than all else about an array.
+# The offset of the data pointer in a numpy array object. Compiled code reads the pointer there, because asking for it in Python
+# takes longer than all else about an array.
 _DATA_AT = next(at for at in range(0, 128, 8) if c_int64.from_address(id(_NUMBERS) + at).value == _NUMBERS.ctypes.data)
 
 
@@ -133,7 +134,7 @@ class Program:
 
     @property
     def ahead(self) -> list[list[int]]:
-        """The tokens that forwards of the last run chose and those behind them fed, a list for each row."""
+        """The tokens that forwards of the last run chose and the next forwards took as input, one list a row."""
         rows, first = self._num_rows, self._num_noted
         end = first + rows * self._numbers[_DONE_AT]
         return [self._numbers[first + row : end : rows] for row in range(rows)]

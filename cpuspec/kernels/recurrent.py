@@ -9,10 +9,10 @@ begins with a tile, does the recorded steps up to its first row again (a scale a
 operations as in the step that made the record), and goes on with its own rows. It writes to the state only where it folds. Folding
 changes no bit of what follows, so that it may happen anywhere.
 
-A forward of a few rows folds rows that it found, in place: it may end early, and the next one finds tiles of two ages, each right.
-One of many rows writes states, rows and inputs to another memory, which takes the place of the slot's when the forward has ended,
-unless the slot was empty. `backends.recurrent_memory` decides this, and
-`model.recurrence` does the same with arrays.
+A forward of a few rows folds rows of earlier forwards, in place. It may end early: some tiles then cover more tokens than others,
+and each tile's count says how many. A forward of many rows writes states, rows and inputs to a spare buffer, which the slot takes
+when the forward has ended. An empty slot is written in place. `backends.recurrent_memory` decides this. `model.recurrence` does the
+same with arrays.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -131,7 +131,7 @@ def _step(tile, dims, decay, keys, update):
 
 @compiled
 def _recall(tile, dims, decay, keys):
-    """What a decayed tile answers to a key. dims: a multiple of 4."""
+    """The product of a decayed tile and a key, [16]. dims: a multiple of 4."""
     a = b = c = d = simd.splat_f32(0.0)
     for k in range(0, dims, 4):
         at, key = tile + _TILE * k, keys + 4 * k
@@ -144,7 +144,7 @@ def _recall(tile, dims, decay, keys):
 
 @compiled
 def _step_and_answer(tile, dims, decay, keys, update, queries):
-    """`_step`, and what the tile answers to a query then. dims: a multiple of 4."""
+    """`_step`, and then the product of the tile and a query, [16]. dims: a multiple of 4."""
     a = b = c = d = simd.splat_f32(0.0)
     for k in range(0, dims, 4):
         at, key, query = tile + _TILE * k, keys + 4 * k, queries + 4 * k

@@ -43,8 +43,11 @@ def piece(tiles, number):
     return tiles - left
 
 
-# The counter of a share of tiles whose pieces may be repeated: how many were taken; from bit _CLAIMED on a bit for each that is the
-# first thread's that had it; from bit _REPEATED on a bit for each that is repeated; last, how many are where they belong.
+# The counter of a share of tiles whose pieces may be repeated. Its bits, from the lowest:
+#   below _CLAIMED: how many pieces were taken
+#   from _CLAIMED on: one bit a piece, set once a thread has claimed it, so that only that thread copies its result
+#   from _REPEATED on: one bit a piece, set once another thread repeats it
+#   from _PUBLISHED on: how many pieces have their results in place
 _CLAIMED, _REPEATED, _PUBLISHED = 16, 32, 48
 PUBLISHED = 1 << _PUBLISHED  # one piece more
 

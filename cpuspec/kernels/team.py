@@ -33,8 +33,9 @@ _Array = NDArray[Any]
 
 @compiled
 def _publish(team, job, threads):
-    """Reset the counters of the work, for each operation one of each thread and one of what is done, and begin the first operation.
-    Returns how many workers are parked.
+    """Reset the counters and begin the first operation. Returns how many workers are parked.
+
+    Each operation has a counter for each thread and one of the items that are done.
     """
     own, step = team.job, address(team.step)
     own.operations, own.num_operations, own.state, own.counters = job.operations, job.num_operations, job.state, job.counters
@@ -166,7 +167,8 @@ class Team:
                 for event in self._wake:
                     event.set()
         finally:
-            if asleep:  # workers must not read what an interrupted caller lets go; of a forward that is done nothing is run again
+            # Workers must not read memory that an interrupted caller frees. Nothing of a finished forward is run again.
+            if asleep:
                 self._run(self._address, self.threads, 0)
 
     def resume(self, job: int) -> None:

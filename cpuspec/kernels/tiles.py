@@ -289,7 +289,7 @@ def dequantized_pass(name: str, p: Pass) -> None:
 
 @emitted
 def shape(o: Ops, format_name: str) -> None:
-    """Shape the tile registers for a format, where there are some."""
+    """Configure the tile registers for a format (LDTILECFG), if the processor has them."""
     if format_name == PAIRED:
         if isa.has_bf16_tiles():
             o.tile_shapes(dict.fromkeys(range(8), (BLOCK_ROWS, 64)))
@@ -300,6 +300,6 @@ def shape(o: Ops, format_name: str) -> None:
 
 @emitted
 def release(o: Ops) -> None:
-    """Forget the shapes."""
+    """Release the tile registers (TILERELEASE)."""
     if isa.has_tiles() or isa.has_bf16_tiles():
         o.tile_release()

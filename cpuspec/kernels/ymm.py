@@ -45,8 +45,8 @@ def laid(products: Products, group: Group) -> list[Value]:
 def add_rows(encoding: str, read: Callable[[Value], Group], address: Value, records: Value, totals: list[Variable]) -> None:
     """Add a group's products with up to FEW rows to their totals, from registers.
 
-    read: the group of a tile at an address; it is asked for each vector of codes again, right before that is multiplied, and LLVM
-    drops the rest. records: the address of the first row's.
+    read: returns the group of a tile at an address. It is called again for each vector of codes, right before the vector is
+    multiplied; LLVM drops what is not used. records: the address of the first row's record.
     """
     group = read(address)
     products, share = Products.of(encoding, group), 8 // len(group.scales)
@@ -128,7 +128,10 @@ def _whole(halves: list[Any]) -> Value:
 
 
 def _settled(sums: _Halves, *addresses: Value) -> list[Value]:
-    """The addresses, known once these sums are made: LLVM loads as early as it can, and then keeps most of it on the stack."""
+    """The addresses, from an asm that also takes these sums: later loads cannot come before the sums are made.
+
+    LLVM would load as early as it can, and then keep most of it on the stack.
+    """
     values = [*(total for own in sums for total in own), *addresses]
     kinds = [value.type for value in values]
     outputs = ["=x"] * (len(values) - len(addresses)) + ["=r"] * len(addresses)

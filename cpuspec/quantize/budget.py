@@ -23,8 +23,9 @@ def choose(num_bytes: Sizes, losses: Losses, budget: int) -> dict[str, str]:
     """The format of each matrix, so that all take at most `budget` bytes and the sum of losses is small.
 
     Every matrix starts with its smallest format and takes steps up along the lower convex hull of its losses over bytes. Steps are
-    taken in the order of what a byte gains, as far as they fit. No choice of as many bytes as this one takes loses less, but for
-    steps that come after one which did not fit. The smallest formats must fit (`check`).
+    taken in the order of what a byte gains. A step that does not fit ends the steps of its matrix. Up to the first
+    such step, no choice of at most the same bytes loses less; steps taken after it may change this. The smallest formats must fit
+    (`check`).
     """
     hulls = {name: _hull(num_bytes[name], losses[name]) for name in losses}
     left = budget - sum(num_bytes[name][hull[0]] for name, hull in hulls.items())

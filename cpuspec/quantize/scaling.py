@@ -104,7 +104,7 @@ def _mixer(weights: Weights, name: str) -> Attention:
 
 
 def _shared(weights: Weights, name: str, sizes: F32) -> F32:
-    """Numbers of a matrix's inputs, of which query heads that share values share theirs: the means over these heads."""
+    """A number for each input of a matrix. In `o`, query heads with the same values have the same numbers: their means."""
     if layer_parts(name)[1] != "o":
         return sizes
     mixer = _mixer(weights, name)
