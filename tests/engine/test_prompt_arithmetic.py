@@ -96,7 +96,9 @@ def test_the_next_turn_has_the_bits_of_a_fresh_run(opened: Callable[..., LLM], t
 def test_a_prompt_that_runs_into_a_running_answer_takes_its_prompt_alone(opened: Callable[..., LLM]) -> None:
     llm, text = opened(), prompts()[-2]
     running = llm.stream(text, max_tokens=100, ignore_eos=True)
-    tokens = [token for _ in range(60) for token in next(running).token_ids]
+    tokens: list[int] = []
+    while len(tokens) < 60:
+        tokens += next(running).token_ids
     answer = llm.generate([[*text, *tokens]], GREEDY)[0]
     assert shown([answer]) == shown(opened().generate([[*text, *tokens]], GREEDY))
     assert answer.stats.num_cached_tokens == len(text)

@@ -107,7 +107,7 @@ def test_a_wrong_row_of_a_compiled_state_is_found(checkpoint: Checkpoint, moves:
             return False
         # No public path leads to a wrong state.
         mixer, at = checkpoint.config.recurrent, backend._recurrent._offsets[0]["folded_at"]
-        memory.block[at : at + mixer.value_heads * mixer.value_dims // 2].view(np.int64)[:] += moves
+        memory.buffer[at : at + mixer.value_heads * mixer.value_dims // 2].view(np.int64)[:] += moves
         return True
 
     backend = _backend(checkpoint, "numba")
@@ -130,7 +130,7 @@ def test_the_memory_of_another_slot_is_found_in_each_way(checkpoint: Checkpoint,
             inputs = theirs.states[0].inputs[-len(mine.states[0].inputs) :]
             mine.states[0] = replace(mine.states[0], state=theirs.states[0].last(), inputs=inputs)
         else:
-            mine.recurrent.block[:], mine.recurrent.folded = theirs.recurrent.block, theirs.recurrent.folded
+            mine.recurrent.buffer[:], mine.recurrent.folded = theirs.recurrent.buffer, theirs.recurrent.folded
         return True
 
     found = Lying(backend, plant).found()

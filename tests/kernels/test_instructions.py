@@ -137,7 +137,7 @@ def _memory(products: Products, rows: int) -> tuple[list[bytearray], np.ndarray]
     scales, minima = (rng.standard_normal((TILE, count)).astype("f4") for count in (products.num_scales, products.num_minima))
     moves = rng.integers(-39, -24, TILE) if products.moved else np.full(TILE, -products.zero)
     weights = reference.Weights(codes + moves[:, None], scales, minima)
-    wide = products.order == "int16"
+    wide = products.encoding == "int16"
     largest = 32512 if wide else 127
     numbers = rng.integers(-largest, largest + 1, (rows, GROUP))
     numbers[0] = 127 * 256 - 128 if wide else 127
@@ -155,9 +155,9 @@ def _memory(products: Products, rows: int) -> tuple[list[bytearray], np.ndarray]
     factors = [*scales.T, *(minima.T * np.float32(-1 / 32) if products.num_minima == 2 else minima.T)]
     factors += [reference.sum_of_weights(weights)] if products.shifted else []
     factors += [(moves & 0xFFFF).astype("<u4").view("f4")] if products.moved else []
-    records = reference.records(reference.Inputs(*(part[:, None] for part in inputs)), products.order, products.in_words)
+    records = reference.records(reference.Inputs(*(part[:, None] for part in inputs)), products.encoding, products.in_words)
     memory = [laid.tobytes(), np.array(factors).tobytes(), records.tobytes(), totals.tobytes(), bytes(SCRATCH_BYTES)]
-    add_group = reference.add_rotated_group if products.order == "rotated" else reference.add_group
+    add_group = reference.add_rotated_group if products.encoding == "rotated" else reference.add_group
     return [bytearray(part) for part in memory], add_group(totals, weights, inputs)
 
 

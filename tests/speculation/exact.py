@@ -53,9 +53,7 @@ class ExactContext:
     def keep_path(self, seq: Sequence, draft: Draft, path: list[int]) -> None:
         pass
 
-    def score(
-        self, seqs: list[Sequence], drafts: list[Draft], hidden: object = (), chunks: object = (), most: object = None
-    ) -> list[ForwardOutput]:
+    def score(self, seqs: list[Sequence], drafts: list[Draft], *of_models: object) -> list[ForwardOutput]:
         outputs = []
         for seq, draft in zip(seqs, drafts, strict=True):
             paths = [(*seq.output, *draft.tokens_to(node)) for node in range(-1, len(draft))]

@@ -36,9 +36,7 @@ def shared_by(ours: PieceTokenizer, theirs: PieceTokenizer) -> SharedTokens:
 class FloatRows(ExactContext):
     """For a chain that chooses greedily, which looks at logits and draws nothing."""
 
-    def score(
-        self, seqs: list[Sequence], drafts: list[Draft], hidden: object = (), chunks: object = (), most: object = None
-    ) -> list[ForwardOutput]:
+    def score(self, seqs: list[Sequence], drafts: list[Draft], *of_models: object) -> list[ForwardOutput]:
         return [ForwardOutput(output.logits.astype(np.float32)) for output in super().score(seqs, drafts)]
 
 
