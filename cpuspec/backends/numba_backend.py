@@ -172,7 +172,8 @@ class NumbaBackend:
         )  # fmt: skip
         decode(c, self._writer)
         self._first = dict(self._writer.first)  # buffers that are written before a forward
-        self._goes_on = not (self._first or self._recurrent or self._writer.stored)  # where the next needs nothing of Python
+        # Whether a forward can follow another without Python in between.
+        self._can_run_ahead = not (self._first or self._recurrent or self._writer.stored)
         self._num_positions = 0  # whose cosines and sines are known
         self._rotations: list[tuple[F32, F32]] = []
         self._programs: list[program.Program] = []
@@ -257,7 +258,7 @@ class NumbaBackend:
         batch.check(c, cache, self.max_rows)
         lists = batch.lists
         num_rows, logit_rows = len(lists.tokens), lists.logit_rows
-        num_ahead = batch.num_ahead if self._goes_on and not batch.hidden_layers and num_rows <= argmax.MOST_ROWS else 0
+        num_ahead = batch.num_ahead if self._can_run_ahead and not batch.hidden_layers and num_rows <= argmax.MOST_ROWS else 0
         self._provide_rotations(max(lists.positions) + num_ahead)
         if self._first:
             self._write_first_rows(batch)

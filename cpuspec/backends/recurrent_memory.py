@@ -152,7 +152,7 @@ class RecurrentLayers:
         state["num_sequences"] = len(memories)
 
     def commit(self) -> None:
-        """The forward has ended: give the slots what it wrote. One of the blocks that they had is kept as a spare."""
+        """The forward has ended: give the slots what it wrote. One of the buffers that they had is kept as a spare."""
         for memory, (buffer, fold) in self._pending.items():
             self._spare, memory.buffer, memory.folded = memory.buffer, buffer, fold
         self._pending.clear()

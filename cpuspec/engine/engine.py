@@ -96,7 +96,7 @@ class Request:
     max_length: int  # the most tokens of prompt and answer
     max_draft_tokens: int
     shows_progress: bool  # whether a step that reads a part of the prompt returns an output
-    goes_on: bool  # whether a forward may follow another at once: only the likeliest token counts
+    can_run_ahead: bool  # whether a forward may follow another at once: only the likeliest token counts
 
 
 class Engine:
@@ -169,8 +169,8 @@ class Engine:
         # The context's end limits drafts anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
         max_length = min(self.most_tokens, len(seq.tokens) + params.max_tokens)
-        goes_on = seq.is_plain_greedy and params.logprobs is None and not params.stop
-        return Request(seq, text, meter, end_ids, max_length, max_drafted, wanted.shows_progress, goes_on)
+        can_run_ahead = seq.is_plain_greedy and params.logprobs is None and not params.stop
+        return Request(seq, text, meter, end_ids, max_length, max_drafted, wanted.shows_progress, can_run_ahead)
 
     def check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
         """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that fills the context.
@@ -354,7 +354,7 @@ class Engine:
         num_ahead = 0 if reads or self._scheduler.waiting else self._context.most_ahead(len(requests))
         ends: set[int] = set()
         for request in requests if num_ahead else ():
-            if not request.goes_on:
+            if not request.can_run_ahead:
                 return 0, []
             num_ahead = min(num_ahead, request.max_length - len(request.seq.tokens) - 1)
             ends |= request.end_ids

@@ -61,9 +61,10 @@ def enter(state, numbers):
 
 @compiled
 def go_on(state, numbers):
-    """Whether another forward follows, of one row of each sequence: the token that this one has chosen for it, which is noted.
+    """Make the tokens that a forward has chosen, one for each sequence, the rows of the next forward, and note them for
+    `Program.ahead`. Returns whether there is a next forward.
 
-    None follows behind the last one, an end, a row without a finite logit, and where the backend was asked to stop.
+    There is none after `num_ahead` of them, an end token, or a row without a finite logit, and if the backend was asked to stop.
     """
     call = call_at(numbers)
     rows = call.num_rows

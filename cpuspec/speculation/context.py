@@ -43,7 +43,6 @@ MIN_SHARED_PREFIX = 0.1
 # One row of 32 goes to the prompt that has waited longest. So few rows delay a short prompt by no step.
 _OLDEST_PART = 32
 
-
 # Several forwards run in one call while they take no longer than this together. No reader notices such a delay, and Python runs
 # once after all of them instead of after each.
 _AT_ONCE_S = 0.04

@@ -124,19 +124,18 @@ class PrefixCache:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys, values and states in memory: of running sequences, and of finished ones."""
-        return self._cache.used_bytes + self._shared_bytes
+        return self._cache.used_bytes + self._store_bytes
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of keys, values and states in memory that finished sequences have left, and of every snapshot."""
-        return sum(map(self._cache.slot_bytes, self.free)) + self._shared_bytes
+        return sum(map(self._cache.slot_bytes, self.free)) + self._store_bytes
 
     @property
-    def _shared_bytes(self) -> int:
+    def _store_bytes(self) -> int:
         """Bytes in the store and of snapshots of slots, which may be the same arrays."""
-        arrays = self.store.arrays if self.store else []
-        arrays += [taken for slot in range(self._cache.num_slots) for taken in self._cache.snapshots(slot).values()]
-        return sum({id(array): array.nbytes for array in arrays}.values())
+        snapshots = [taken for slot in range(self._cache.num_slots) for taken in self._cache.snapshots(slot).values()]
+        return sum({id(array): array.nbytes for array in [*(self.store.arrays if self.store else ()), *snapshots]}.values())
 
     def _drop(self, slot: int) -> None:
         if owner := self._owner():
