@@ -17,7 +17,7 @@ from cpuspec.files import read_file
 from cpuspec.formats import get_format
 from cpuspec.formats.format import OWN_GGUF_TYPES
 from cpuspec.quantize.gptq import GptqSettings
-from cpuspec.quantize.imatrix import read_importance, write_importance
+from cpuspec.quantize.imatrix import Importance, read_importance, write_importance
 from cpuspec.quantize.job import Job, Made, measure_importance, read_chunks
 from cpuspec.quantize.job import quantize as quantize_model
 from cpuspec.quantize.weights import Weights
@@ -118,6 +118,7 @@ def quantize(
     with interruptible(), step_progress() as on_step:
         found = None if text is None else read_chunks(checkpoint, text, chunks, ctx_size)
         importance = None if imatrix is None else read_importance(imatrix)
+        _note_unreached(importance)
         made = quantize_model(checkpoint, out, job, threads or usable_cores(), found, importance, on_step, adapters)
     if as_json:
         emit_json(asdict(made))
@@ -164,6 +165,12 @@ def _print_mix(matrices: Mapping[str, str]) -> None:
     print_facts(outside.items())
 
 
+def _note_unreached(importance: Importance | None) -> None:
+    if importance and importance.num_unreached:
+        unreached = f"experts' matrices that saw no token of the text: {importance.num_unreached}"
+        note(f"{unreached}; quantize gives them the mean of the other experts, and a longer text would reach more")
+
+
 @exit_codes()
 def imatrix(
     model: options.ModelArgument,
@@ -178,6 +185,7 @@ def imatrix(
     with interruptible(), step_progress() as progress:
         found = measure_importance(Weights(checkpoint), read_chunks(checkpoint, text, chunks, ctx_size), progress)
     write_importance(out, replace(found, dataset=calibration.name))
+    _note_unreached(found)
     emit(f"{out}\n")
 
 

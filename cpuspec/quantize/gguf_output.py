@@ -50,7 +50,8 @@ _PROBE = (
 
 def gguf_name(config: ModelConfig, name: str) -> str:
     """The name in GGUF files of a tensor by its canonical name, or of the one that it is a part of."""
-    return next(iter(file_names(FAMILIES[config.architecture], GGUF, [name])))
+    marks = ["layers.0.q_a"] if config.latent and config.latent.q_rank else []  # which names of queries' matrices depend on
+    return next(iter(file_names(FAMILIES[config.architecture], GGUF, [name, *marks])))
 
 
 def one_format_of_joined(config: ModelConfig, formats: Mapping[str, Format], choose: Callable[..., Format]) -> dict[str, Format]:

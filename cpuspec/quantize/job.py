@@ -280,6 +280,8 @@ def _identity(weights: Weights, job: Job, chunks: I32 | None, importance: Import
         digest.update(chunks.tobytes())
     for name, means in sorted(importance.means.items()) if importance else ():
         digest.update(name.encode() + means.tobytes())
+    for name, counts in sorted(importance.counts.items()) if importance else ():
+        digest.update(name.encode() + counts.tobytes())
     return {
         "source": [str(checkpoint.path.resolve()), status.st_size, status.st_mtime_ns],
         "job": asdict(job),

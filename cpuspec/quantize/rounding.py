@@ -18,8 +18,8 @@ _SAFE = 1024  # the scales of smaller values fit every format
 def encode(format: Format, values: F32, importance: F32 | None = None) -> U8:
     """Rows [N, K] in the format, U8 [N, row_bytes(K)].
 
-    importance: of the K inputs, such as the mean squares of what they are multiplied with; None where all count the same, as they
-    do in a rotated format (`scaling.balanced` makes up for that).
+    importance: of the K inputs, such as the mean squares of what they are multiplied with, [K] or of each row [N, K]; None where
+    all count the same, as they do in a rotated format (`scaling.balanced` makes up for that).
     Raises FormatError as `Format.encode` does.
     """
     if not format.is_searched:
@@ -36,7 +36,8 @@ def encode(format: Format, values: F32, importance: F32 | None = None) -> U8:
             x = format.turned(x.reshape(-1, format.block_size)).reshape(x.shape)
         blocks, weights = x.reshape(-1, format.block_size), None
         if importance is not None and not format.rotated:
-            weights = importance * np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.square(x))
+            of_rows = importance if importance.ndim == 1 else importance[start : start + step]
+            weights = of_rows * np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.square(x))
             weights = weights.reshape(blocks.shape)
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             out[start : start + step] = format.join(format.searched(blocks, weights, COMPILED)).reshape(len(x), -1)

@@ -29,7 +29,8 @@ def round_all(
 ) -> None:
     """Round every matrix that is not in the store yet, `threads` at a time.
 
-    importance: of the inputs [K], by matrix; without an entry all count the same. Raises FormatError, naming the tensor.
+    importance: of the inputs [K], or of those of each expert [E, K], by matrix; without an entry all count the same.
+    Raises FormatError, naming the tensor.
     """
     tensors = weights.checkpoint.tensors
     total, done = (
@@ -106,5 +107,8 @@ def _rounded(weights: Weights, name: str, format: Format, importance: F32 | None
     with naming(name):
         for first in range(0, rows, step):
             last = min(first + step, rows)
-            data[first:last] = encode(format, weights.rows(name, first, last), importance)
+            own = importance
+            if importance is not None and importance.ndim == 2:
+                own = importance[np.arange(first, last) // weights.checkpoint.tensors[name].shape[-2]]
+            data[first:last] = encode(format, weights.rows(name, first, last), own)
     store.put(name, data)

@@ -76,8 +76,3 @@ def layer_parts(name: str) -> tuple[int, str]:
         return -1, name
     _, layer, part = name.split(".")
     return int(layer), part
-
-
-def mean_squares(x: F32) -> F32:
-    """The mean square of each column of x [T, K]."""
-    return np.asarray(np.einsum("tk,tk->k", x, x, dtype=np.float32) / np.float32(len(x)), np.float32)

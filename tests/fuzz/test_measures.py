@@ -19,10 +19,11 @@ NAMES = [f"blk.{layer}.{part}.weight" for layer in range(2) for part in ("attn_q
 @cache
 def importance_sample(suffix: str) -> tuple[bytes, list[tuple[int, int]]]:
     rng = np.random.default_rng(5)
-    means = {name: rng.random(24 + 8 * number, np.float32) for number, name in enumerate(NAMES)}
+    means = {name: rng.random((1 + number % 2 * 3, 24 + 8 * number), np.float32) for number, name in enumerate(NAMES)}
+    counts = {name: np.arange(len(of_each), dtype=np.float32) + 1 for name, of_each in means.items()}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / f"sample{suffix}"
-        write_importance(path, Importance(means, 4, 128, "a text"))
+        write_importance(path, Importance(means, counts, 4, 128, "a text"))
         content = path.read_bytes()
     if suffix == ".gguf":
         return content, [(position, size) for _, position, size in structural_fields(content) if size]

@@ -465,9 +465,9 @@ def test_damaged_importance_matrices_are_refused(tmp_path: Path, content: bytes)
 def test_an_importance_matrix_of_another_model_is_refused(source: Checkpoint) -> None:
     weights = Weights(source)
     with pytest.raises(ConfigError, match="another model"):
-        of_matrices(Importance({"nothing": np.ones(4, np.float32)}), weights, str)
+        of_matrices(Importance({"nothing": np.ones((1, 4), np.float32)}, {"nothing": np.ones(1, np.float32)}), weights, str)
     with pytest.raises(ConfigError, match="inputs"):
-        of_matrices(Importance({"layers.0.q": np.ones(4, np.float32)}), weights, str)
+        of_matrices(Importance({"layers.0.q": np.ones((1, 4), np.float32)}, {"layers.0.q": np.ones(1, np.float32)}), weights, str)
 
 
 def test_an_importance_matrix_that_lacks_matrices_of_few_bits_is_refused_unless_a_text_fills_it(
