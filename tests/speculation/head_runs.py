@@ -24,13 +24,13 @@ def llm_over(target: Checkpoint, spec: str, backend: str = "numba", **settings: 
     return LLM(target, spec, backend, settings=replace(SETTINGS, **settings))  # type: ignore[arg-type]
 
 
-def check_answers(target: Checkpoint, backend: str, specs: Several[str], drafts: bool = True) -> None:
+def check_answers(target: Checkpoint, backend: str, specs: Several[str], drafts: bool = True, **settings: object) -> None:
     """Answers with these drafts are those of plain decoding, greedy or sampled. drafts: all must draft, `auto` as it likes."""
     params = [PARAMS, SAMPLED, replace(PARAMS, frequency_penalty=0.7)]
     with llm_over(target, "none", backend) as plain:
         wanted = [plain.generate(PROMPTS, one) for one in params]
     for spec in specs:
-        with llm_over(target, spec, backend) as llm:
+        with llm_over(target, spec, backend, **settings) as llm:
             for one, answers in zip(params, wanted, strict=True):
                 got = [answer.token_ids for answer in llm.generate(PROMPTS, one)]
                 assert got == [answer.token_ids for answer in answers], spec
