@@ -17,6 +17,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 from cpuspec.errors import ConfigError
 from cpuspec.platform import SYSTEM
@@ -57,11 +58,14 @@ def packed_limit_bytes() -> int:
     return int(limit * 1e9)
 
 
-def sources_digest(directory: Path) -> str:
-    """A hash of the Python sources in a directory. A cache of things that they make has it in its name."""
+def sources_digest(*modules: ModuleType) -> str:
+    """A hash of the sources of modules and packages, with a package's tables. A cache of what they make has it in its name."""
     digest = hashlib.sha256()
-    for source in sorted(directory.glob("*.py")):
-        digest.update(source.read_bytes())
+    for module in modules:
+        file = Path(module.__file__ or "")
+        of_package = sorted(one for one in file.parent.iterdir() if one.suffix in (".py", ".json"))
+        for source in of_package if file.stem == "__init__" else [file]:
+            digest.update(f"{source.name} {source.stat().st_size} ".encode() + source.read_bytes())
     return digest.hexdigest()
 
 

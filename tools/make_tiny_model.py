@@ -168,6 +168,8 @@ LATENT_SHAPES: Mapping[str, ModelConfig] = {
 }  # fmt: skip
 SHAPES = {**SHAPES, **LATENT_SHAPES}
 
+# Parts of layers that llama.cpp's converter writes in F32, and llama-quantize leaves so.
+_ALWAYS_F32 = ("router", "shared_weight")
 # What llama-quantize takes where the rows do not fill superblocks.
 _FALLBACK = {
     **{"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"},
@@ -573,8 +575,7 @@ def write_gguf(
     rows = {name: values.reshape(file_shape(config, GGUF, name, values.shape)) for name, values in rows.items()}
     for theirs, ours in _gguf_parts(config, list(weights)).items():
         values = _joined_by_head(config, {name.rpartition(".")[2]: rows[name] for name in ours}, in_gguf=True)
-        is_vector = not is_matrix(ours[0], weights[ours[0]].shape)
-        format_name = "f32" if is_vector else _fitting_format(chosen.get(ours[0], weight_format), values.shape)
+        format_name = _gguf_format(ours[0], weights[ours[0]].shape, chosen.get(ours[0], weight_format), values.shape)
         stored = QuantTensor.encode(get_format(format_name), values)
         writer.add_tensor(theirs, stored.data, raw_dtype=gguf.GGMLQuantizationType[format_name.upper()])
     if predicting:
@@ -619,9 +620,8 @@ def write_random_gguf(
         asked = {"output": output_format, "embed": embed_format}.get(name) or weight_format
         if asked == "mxfp4" and "expert_" not in name:  # as files of gpt-oss have it
             asked = "q8_0"
-        is_vector = not is_matrix(name, dims)
-        dims = file_shape(config, GGUF, name, dims)
-        format = get_format("f32" if is_vector else _fitting_format(asked, dims))
+        in_file = file_shape(config, GGUF, name, dims)
+        format, dims = get_format(_gguf_format(name, dims, asked, in_file)), in_file
         formats.append((name, format, dims))
         byte_shape = (*dims[:-1], format.row_bytes(dims[-1]))
         writer.add_tensor_info(
@@ -677,7 +677,8 @@ def write_huggingface(
         if family.hf_shift_is_row and ours[0].endswith("router_shift"):
             values = values[None]
         theirs = prefix + name.removeprefix("model.") if name.startswith("model.") else name
-        stored |= _hf_tensors(theirs, QuantTensor.encode(get_format(dtype), values))
+        format = get_format("f32" if ours[0].endswith("router_shift") else dtype)
+        stored |= _hf_tensors(theirs, QuantTensor.encode(format, values))
     last = f"{prefix}layers.{config.num_layers - 1}."
     for name, values in predicting.items():
         theirs = f"{last}{name.replace('shared_head_', 'shared_head.')}.weight"
@@ -799,6 +800,13 @@ def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor]) -> None:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
             file.write(tensor.data.tobytes())
+
+
+def _gguf_format(name: str, shape: tuple[int, ...], asked: str, in_file: tuple[int, ...]) -> str:
+    """The format of a tensor of a GGUF file. asked: that of matrices; in_file: the tensor's shape there."""
+    if name.rpartition(".")[2] in _ALWAYS_F32 or not is_matrix(name, shape):
+        return "f32"
+    return _fitting_format(asked, in_file)
 
 
 def _fitting_format(name: str, shape: tuple[int, ...]) -> str:

@@ -53,13 +53,19 @@ def _lay(matrix: F32, to: U8) -> int:
 class AdaptedRows:
     """The adapters of one forward's rows. numbers: of the matrices that adapters may change, by name. orders: of their inputs.
 
-    num_partials: the most numbers, in ranks, that one operation makes for a row.
+    num_partials: the most numbers, in ranks, that one operation makes for a row. packed: adapters that were met before.
     """
 
-    def __init__(self, numbers: Mapping[str, int], orders: Mapping[str, I32], num_partials: int) -> None:
+    def __init__(
+        self,
+        numbers: Mapping[str, int],
+        orders: Mapping[str, I32],
+        num_partials: int,
+        packed: "WeakKeyDictionary[Adapter, PackedAdapter]",
+    ) -> None:
         self._numbers, self._num_partials = numbers, num_partials
         self._orders = {name: orders[name] for name in numbers if name in orders}
-        self._packed: WeakKeyDictionary[Adapter, PackedAdapter] = WeakKeyDictionary()
+        self._packed = packed
         self._partials = aligned_bytes((0,))
         self._held: tuple[NDArray[Any], ...] = ()
 

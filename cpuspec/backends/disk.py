@@ -147,7 +147,8 @@ class Reader:
         """Forget a reading if none of it was read yet. Returns whether it is forgotten."""
         with self._work:
             if not reading.has_begun:
-                self._later = deque(one for one in self._later if one[0] is not reading)
+                queues = self._now, self._later
+                self._now, self._later = (deque(one for one in queue if one[0] is not reading) for queue in queues)
             return not reading.has_begun
 
     def wait(self, readings: Sequence[Reading]) -> None:

@@ -12,16 +12,15 @@ from collections.abc import Mapping
 from ctypes import addressof, c_int32
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec import model
+from cpuspec import backends, layers, model
 from cpuspec.backends import memory_limit
-from cpuspec.backends.adapted import AdaptedRows
+from cpuspec.backends.adapted import AdaptedRows, PackedAdapter
 from cpuspec.backends.kv_memory import SLACK, KVPlaces, Memory, WindowRows
 from cpuspec.backends.numa import copy_of_processor, new_pages_on, nodes_to_use, placed
 from cpuspec.backends.numba_program import Plans, ProgramWriter, Routing, at
@@ -30,7 +29,7 @@ from cpuspec.backends.recurrent_memory import RecurrentLayers, RecurrentMemory
 from cpuspec.backends.stored import ExpertStore, StoredTensor, packed_bytes, stored_matrices
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.adapters import MAX_RANK
+from cpuspec.checkpoints.adapters import MAX_RANK, Adapter
 from cpuspec.checkpoints.checkpoint import is_matrix
 from cpuspec.checkpoints.mapped import place_in_file
 from cpuspec.config import ModelConfig
@@ -62,6 +61,7 @@ from cpuspec.settings import EngineConfig
 _log = logging.getLogger(__name__)
 
 _MANY_ROWS = 1 << 30  # more than a forward has
+_MORE_POSITIONS = 4096  # whose cosines and sines are computed at once, at most: some milliseconds
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ class NumbaBackend:
         # Whether a forward can follow another without Python in between.
         self._can_run_ahead = not (self._first or self._recurrent or self._writer.stored)
         self._num_positions = 0  # whose cosines and sines are known
-        self._rotations: list[tuple[F32, F32]] = []
+        self._rotations: list[F32] = []
         self._programs: list[program.Program] = []
         self.program = self._prompt_program = self._new_program(0)
         if self.prompt_arithmetic == "bf16":
@@ -186,6 +186,7 @@ class NumbaBackend:
             self._prompt_program = self._new_program(written)
         self._projections: dict[str, program.Program] = {}  # by the name of the matrix
         self._adapted: dict[bool, tuple[program.Program, AdaptedRows]] = {}  # by whether its rows are of prompts
+        self._packed_adapters: WeakKeyDictionary[Adapter, PackedAdapter] = WeakKeyDictionary()
         if c.head and c.head.injects:
             written = len(self._writer.operations)
             inject(c, self._writer)
@@ -483,7 +484,8 @@ class NumbaBackend:
             writer.adapts = writer.of_prompts = False
             entered = self._new_program(written)
             entered.state["rotations"] = self.program.state["rotations"]
-            self._adapted[of_prompts] = entered, AdaptedRows(writer.adapted, writer.input_orders, writer.num_partials)
+            rows = AdaptedRows(writer.adapted, writer.input_orders, writer.num_partials, self._packed_adapters)
+            self._adapted[of_prompts] = entered, rows
         return self._adapted[of_prompts]
 
     def _provide_paths(self, entered: program.Program, rows: int) -> None:
@@ -494,15 +496,24 @@ class NumbaBackend:
         entered.state["paths"], entered.state["path_length"] = at(self._paths), length
 
     def _provide_rotations(self, last: int) -> None:
-        """Cosines and sines of positions up to `last`, in tables that grow by doubling."""
-        if last < self._num_positions:
+        """Cosines and sines of positions up to `last` and some more, in tables whose room doubles: it is memory once it is used."""
+        known, ropes = self._num_positions, self._writer.ropes
+        if last < known:
             return
-        longer = [rope_table(rope, dims, np.arange(2 * last)) for rope, dims in self._writer.ropes]
-        self._rotations += longer  # the former stay, should an interrupt leave some of their addresses in use
-        for n, (cosines, sines) in enumerate(longer):
+        count = max(round_up(last + 1, GROUP), min(2 * known, known + _MORE_POSITIONS))
+        tables = self._rotations
+        if ropes and (not tables or count > tables[0].shape[1]):
+            tables = [np.empty((2, 2 * count, dims // 2), np.float32) for _, dims in ropes]
+            for table, former in zip(tables, self._rotations, strict=False):
+                table[:, :known] = former[:, :known]
+        for table, (rope, dims) in zip(tables, ropes, strict=True):
+            table[:, known:count] = rope_table(rope, dims, np.arange(known, count))
+        self._num_positions = 0  # an interrupt would leave addresses of the former tables
+        self._rotations = tables
+        for n, table in enumerate(tables):
             for one in self._programs:
-                one.state["rotations"][n] = at(cosines), at(sines)
-        self._rotations, self._num_positions = longer, 2 * last
+                one.state["rotations"][n] = at(table[0]), at(table[1])
+        self._num_positions = count
 
 
 def _state_access(recurrent: RecurrentLayers) -> StateAccess:
@@ -554,7 +565,7 @@ def _prompt_arithmetic(asked: str, config: ModelConfig) -> str:
 
 def _identity(config: ModelConfig, kv_format: str, prompt_arithmetic: str, tensors: Mapping[str, WeightTensor]) -> str:
     """A hash of everything that the bits of keys and values depend on besides the tokens."""
-    sources = [sources_digest(Path(file).parent) for file in (__file__, model.__file__)]
+    sources = sources_digest(backends, model, layers)
     weights = [(name, tensor.format.name, tensor.shape, _weights_of(tensor)) for name, tensor in tensors.items()]
     versions = machine_code.fingerprint(), sources, np.__version__, sys.byteorder
     facts = (*versions, repr(config), kv_format, prompt_arithmetic, weights)

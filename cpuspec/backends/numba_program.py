@@ -89,7 +89,6 @@ class Routing:
     def __init__(self, experts: Experts, max_rows: int) -> None:
         self.pairs = max_rows * experts.used
         self.factors = aligned_bytes((max_rows, 4 * round_up(experts.used, TILE)))
-        self.routed = np.zeros(1, np.int64)
         self.segments = np.zeros(experts.count, layout.SEGMENT)
         self._arrays = {
             "chosen": np.zeros(self.pairs, np.int64),
@@ -260,7 +259,10 @@ class ProgramWriter:
         if rope is None:
             return layout.NO_ROTATION
         if (rope, dims) not in self.ropes:
-            assert len(self.ropes) < layout.NUM_ROTATIONS, "keys of two kinds of layers, and their queries"
+            if len(self.ropes) == layout.NUM_ROTATIONS:
+                raise BackendError(
+                    f"layers rotate heads in more than {layout.NUM_ROTATIONS} ways (bases, scalings, sizes); use --backend numpy"
+                )
             self.ropes.append((rope, dims))
         return self.ropes.index((rope, dims))
 
@@ -452,7 +454,7 @@ class ProgramWriter:
             "logits": at(scores), "stride": scores.strides[0], "factors": at(routing.factors), "shift": at(shift),
             "count": experts.count, "used": used, "score": ("softmax", "sigmoid", "chosen").index(experts.score),
             "normalised": experts.normalised, "groups": experts.groups, "groups_used": experts.groups_used, "bytes": num_bytes,
-            "routed": at(routing.routed), "scale": experts.scale, "least_sum": experts.least_sum,
+            "scale": experts.scale, "least_sum": experts.least_sum,
             "weights": at(self._vectors.get(weight("router_factors"))),
         }  # fmt: skip
         copies = [

@@ -36,6 +36,7 @@ from cpuspec.files import replacing, write_file
 from cpuspec.formats import Cast
 from cpuspec.formats.packing import PackedTensor, aligned_bytes, num_tiles, pack, round_up, tile_bytes
 from cpuspec.formats.tensor import U8
+from cpuspec.kernels import machine_code
 from cpuspec.platform import SYSTEM
 
 # Packing fewer bytes takes no longer than looking for them on the disk.
@@ -55,7 +56,7 @@ _ODD = np.arange(1, _PAGE // 4, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C
 _log = logging.getLogger(__name__)
 
 # Taken once: sources that are edited while a process runs did not make its weights.
-_FINGERPRINT = sources_digest(Path(formats.__file__).parent)
+_FINGERPRINT = sources_digest(formats)
 
 
 def packed_matrices(
@@ -381,10 +382,10 @@ def _pack(tensor: WeightTensor) -> PackedTensor:
 def _identity(tensor: WeightTensor) -> tuple[object, ...]:
     """Facts that change whenever the bytes of a tensor do: a hash of its file and its place there, or a hash of its own.
 
-    Of a cast: those of its source.
+    Of a cast: those of its source, and of the machine code that makes it.
     """
     if isinstance(tensor, Cast):
-        return ("cast", tensor.source.format.name, *_identity(tensor.source))
+        return ("cast", machine_code.fingerprint(), tensor.source.format.name, *_identity(tensor.source))
     if tensor.parts:
         return ("stack", *map(_identity, tensor.parts))
     data = tensor.data.reshape(-1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.checkpoint import HfTokenizerFiles, norm_sha256
+from cpuspec.checkpoints.checkpoint import HfTokenizerFiles, is_linear, norm_sha256
 from cpuspec.checkpoints.heads import Head, HeadFiles, HeadReader
 from cpuspec.checkpoints.recipes import HeadOf
 from cpuspec.errors import CheckpointError, ConfigError
@@ -74,16 +74,18 @@ def of_frequent_tokens(head: Head, number: int | None, tokenizer: Tokenizer) -> 
 
 
 def casts_of_head(head: Head, format_name: str, target: Checkpoint | None) -> Mapping[str, Format]:
-    """The formats of the matrices that are cast at load, by name: the head's own ones of 16 bits or more that fit the format."""
+    """The formats of the matrices that are cast at load, by name: the head's own ones of 16 bits or more that fit the format, and
+    that are worth quantizing (`is_linear`), those of experts included.
+    """
     if format_name not in _FORMATS:
         return {}
     format, theirs = get_format(_FORMATS[format_name]), set(map(id, target.tensors.values())) if target else set()
     return {
         name: format
         for name, tensor in head.model.tensors.items()
-        if len(tensor.shape) == 2
+        if is_linear(name, tensor.shape)
         and name != "embed"
         and id(tensor) not in theirs
         and tensor.format.bits >= _MOST_BITS
-        and not tensor.shape[1] % format.block_size
+        and not tensor.shape[-1] % format.block_size
     }

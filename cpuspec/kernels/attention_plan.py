@@ -98,4 +98,6 @@ def _plan(state, plan):
         items += spans * kv_heads
         if spans > 1:
             partials += separate
+            for counter in range(i * kv_heads, (i + 1) * kv_heads):
+                state.walked[counter] = 0  # also in a child that was forked within a forward
     plan.num_tasks, plan.num_items = num_tasks, items

@@ -9,6 +9,7 @@ import numpy as np
 
 from cpuspec.kernels import simd
 from cpuspec.kernels.options import compiled
+from cpuspec.kernels.pointers import address
 from cpuspec.kernels.pointwise import exp_f32, rows_of_block
 from cpuspec.kernels.products import BLOCK_ROWS
 
@@ -101,9 +102,8 @@ def route(op, state, row):
         if op.weights != 0:
             scale = scale * simd.peek_f32(op.weights + 4 * state.chosen[row * op.used + slot])
         simd.poke_f32(factors + 4 * slot, simd.peek_f32(factors + 4 * slot) * scale)
-    routed = op.routed
-    if simd.fetch_add(routed, 1) == state.num_rows - 1:
-        simd.poke_i64(routed, 0)
+    if simd.fetch_add(address(state.routed), 1) == state.num_rows - 1:
+        state.routed.rows = 0
         _segment(op, state)
 
 

@@ -12,6 +12,7 @@ activations rounded to bf16, as tile registers do it.
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 
+from cpuspec.errors import BackendError
 from cpuspec.formats import FORMATS, get_format
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import isa, machine_code, tiles, ymm
@@ -54,6 +55,15 @@ def activation_encoding(format_name: str, precise: bool = False) -> str:
     if FORMATS[format_name].rotated:
         return "rotated"
     return "int16" if precise else "int8"
+
+
+def encodings(format_name: str) -> tuple[str, ...]:
+    """Every encoding in which a format can read activations; bf16 is for tile registers."""
+    if format_name == PAIRED:
+        return "rounded", "bf16"
+    if format_name not in READERS:
+        return ("f32",)
+    return ("rotated",) if FORMATS[format_name].rotated else ("int8", "int16", "bf16")
 
 
 def prompt_encoding(format_name: str, precise: bool = False) -> str:
@@ -259,16 +269,20 @@ def linear_kernel(format_name: str, encoding: str) -> int:
     out, stride)
 
     all int64, addresses and byte counts. Writes out[row * stride + 64 * tile] for tiles first..end and all rows.
+    Raises BackendError for an encoding in which the format does not read activations.
     """
+    if encoding not in (known := encodings(format_name)):
+        raise BackendError(f"{format_name} weights are multiplied with {' or '.join(known)} activations, got {encoding}")
+    return machine_code.address(f"linear-{format_name}-{encoding}", 12, lambda: made(format_name, encoding))
 
-    def make() -> Callable[..., None]:
-        if encoding == "bf16":
-            return _bf16_linear() if format_name == PAIRED else _dequantized_linear(format_name)
-        if isa.has_sixteen_registers() and format_name in READERS:
-            return _ymm_linear(format_name, encoding)
-        return _linear(format_name, encoding)
 
-    return machine_code.address(f"linear-{format_name}-{encoding}", 12, make)
+def made(format_name: str, encoding: str) -> Callable[..., None]:
+    """The Python function of `linear_kernel`."""
+    if encoding == "bf16":
+        return _bf16_linear() if format_name == PAIRED else _dequantized_linear(format_name)
+    if isa.has_sixteen_registers() and format_name in READERS:
+        return _ymm_linear(format_name, encoding)
+    return _linear(format_name, encoding)
 
 
 @compiled

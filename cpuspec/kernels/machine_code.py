@@ -2,7 +2,8 @@
 
 Numba has a disk cache of its own. To read it, it prepares a whole compiler, which takes longer than all else at a start; and it
 would miss a change in another file's intrinsic. So machine code is kept here, in a directory named after all that it is made
-from: the sources of this package and of the formats, Numba's and LLVM's versions, and the processor's features.
+from: the sources of this package and of what it takes constants from, Numba's and LLVM's versions, and the processor's features.
+The directories that were not used for longest are removed.
 
 Loading a file is running it. So the directories and files must belong to this user or root, and no other user may write them.
 """
@@ -13,6 +14,8 @@ import hashlib
 import json
 import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numba
 from llvmlite import binding
@@ -29,9 +32,9 @@ from numba import types
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 
-from cpuspec import formats, platform
+from cpuspec import config, formats, kernels, platform
 from cpuspec.environment import cache_dir, importing_environment, sources_digest, usable_cores, who_else_writes
-from cpuspec.errors import CpuspecError
+from cpuspec.errors import BackendError, CpuspecError
 from cpuspec.files import why_unwritable
 from cpuspec.kernels import isa
 from cpuspec.kernels.options import OPTIONS
@@ -39,9 +42,14 @@ from cpuspec.platform import SYSTEM
 
 
 def _fingerprint() -> str:
-    sources = [sources_digest(Path(file).parent) for file in (__file__, formats.__file__, platform.__file__)]
     processor = (isa.describe(), isa.target(), sorted(isa.features()))
-    facts = (sources, sys.version, numba.__version__, binding.llvm_version_info, processor)
+    facts = (
+        sources_digest(kernels, formats, platform, config),
+        sys.version,
+        numba.__version__,
+        binding.llvm_version_info,
+        processor,
+    )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -49,6 +57,8 @@ _log = logging.getLogger(__name__)
 _one_at_a_time = threading.RLock()
 
 _COMPILER_BYTES = 1 << 30  # that compiling takes, and some more
+_MOST_DIRECTORIES = 24  # of other sources, compilers and processors; a directory has some megabytes
+_LONGEST_WAIT_S = 120.0  # for another process that compiles: it may have been stopped
 _elsewhere: dict[str, "subprocess.Popen[bytes]"] = {}  # by the name of a kernel, the process that compiles it
 
 # Taken once: sources edited under a running process must not get its machine code.
@@ -62,7 +72,7 @@ def kernel_directory() -> Path:
 
 
 def fingerprint() -> str:
-    """Names the sources of the kernels and formats, the compiler, and the processor's features."""
+    """Names all that machine code is made from, and so all that it makes: sources, compiler, and the processor's features."""
     return _FINGERPRINT
 
 
@@ -75,7 +85,7 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
     """Address of a C function of `num_arguments` int64s that returns an int64 or nothing, compiled unless it is on the disk.
 
     name: tells it from every other kernel. make: gives the Python function that Numba compiles; it allocates and raises nothing,
-    because Numba's runtime is not there when it comes from the disk.
+    because Numba's runtime is not there when it comes from the disk. Raises BackendError if it cannot be compiled.
     A directory that this user cannot write, or another user can, costs a compilation at every start, which is told, and nothing
     else.
     """
@@ -83,9 +93,12 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
     path = directory / f"{name}.o"
     with _one_at_a_time:
         others = _who_else_fills(directory)
+        if not others:
+            _note_use(directory)
         found = None if others else _load(path)
         if found is None and (child := _elsewhere.get(name)) and child.poll() is None:
-            child.wait()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_LONGEST_WAIT_S)
             found = _load(path)
         if found is None:
             _tell_of_compiling(directory, is_ours=not others)
@@ -94,7 +107,13 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
             with _compiling_alone(path) if not others else nullcontext():
                 found = None if others else _load(path)
                 if found is None:
-                    body = _compile(make(), num_arguments, returns)
+                    try:
+                        body = _compile(make(), num_arguments, returns)
+                    except Exception as error:
+                        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                        raise BackendError(
+                            f"the kernel {name} cannot be compiled for {isa.describe()}; use --backend numpy and report this: {why}"
+                        ) from error
                     found = _link(body)
                     if not others:
                         try:
@@ -149,6 +168,17 @@ def _who_else_fills(directory: Path) -> str:
 
 
 @cache
+def _note_use(directory: Path) -> None:
+    """Make a directory the one that was used last, and remove those that were not used for longest if there are many."""
+    with suppress(OSError):
+        if directory.exists():
+            os.utime(directory)
+        others = [one for one in directory.parent.iterdir() if re.fullmatch(r"[0-9a-f]{16}(-\d+)?", one.name) and one != directory]
+        for one in sorted(others, key=lambda one: one.lstat().st_mtime_ns, reverse=True)[_MOST_DIRECTORIES:]:
+            shutil.rmtree(one, ignore_errors=True)
+
+
+@cache
 def _warn_of(directory: Path, instead: Path | None) -> None:
     place = f"in {instead}" if instead else "in memory, at every start: remove it, or set CPUSPEC_CACHE to a directory of your own"
     _log.warning("no machine code is loaded from %s, because it %s; it is kept %s", directory, _who_else_fills(directory), place)
@@ -198,20 +228,36 @@ def _compile(python: Callable[..., Any], num_arguments: int, returns: bool) -> b
 
 @contextmanager
 def _compiling_alone(path: Path) -> Iterator[None]:
-    """One process at a time compiles a kernel; others wait, and find what it kept. Where nothing can be locked, none waits."""
-    lock = path.with_suffix(".lock")
+    """One process at a time compiles a kernel; others wait, and find what it kept. None waits where nothing can be locked, or
+    longer than _LONGEST_WAIT_S.
+    """
+    lock, end_s = path.with_suffix(".lock"), time.monotonic() + _LONGEST_WAIT_S
     with ExitStack() as held:
         with suppress(OSError, CpuspecError):
-            held.callback(_remove, lock)  # after it was closed, as Windows wants it
-            file = held.enter_context(lock.open("wb"))
-            while not SYSTEM.try_lock(file):
-                time.sleep(0.05)
+            while True:
+                file = lock.open("wb")
+                held.callback(file.close)
+                while not (locked := SYSTEM.try_lock(file)) and time.monotonic() < end_s:
+                    time.sleep(0.05)
+                # Whoever had the lock before has removed its file, and others may lock a new one by now.
+                if not locked or (lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat())):
+                    break
+                file.close()
+            if locked:
+                held.callback(_remove, lock, file)
         yield
 
 
-def _remove(path: Path) -> None:
-    with suppress(OSError):  # there is none, or another process of Windows waits for it
-        path.unlink()
+def _remove(lock: Path, file: BinaryIO) -> None:
+    """Remove the file of a lock while it is held, or behind that on Windows, where no open file is removed."""
+    try:
+        lock.unlink()
+    except PermissionError:
+        file.close()
+        with suppress(OSError):  # another process waits for it
+            lock.unlink()
+    except OSError:  # there is none
+        pass
 
 
 def _keep(body: bytes, path: Path) -> None:

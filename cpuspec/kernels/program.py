@@ -41,6 +41,7 @@ def enter(state, numbers):
     state.num_picked = call.num_logit_rows if call.num_logit_rows <= MOST_ROWS else 0
     if call.num_done == 0:
         state.stops_early, state.stop.asked, state.stopped, state.expert_bytes = call.stops_early, 0, 0, 0
+    state.routed.rows = 0  # also in a child that was forked within a forward
     state.num_chunks, state.logits = call.num_chunks, _data(call.logits)
     state.kept = int64s_at(_data(call.kept) if call.kept != 0 else 0)
     tokens = numbers + _CALL_BYTES

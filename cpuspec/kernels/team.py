@@ -120,7 +120,7 @@ class Team:
     """
 
     def __init__(self, threads: int) -> None:
-        self.threads = threads
+        self.threads, self.lock = threads, threading.RLock()
         # All of it is compiled before a thread waits for another.
         self._lead, self._run, self._publish = map(_function, ("lead", "run", "publish"))
         _function("work")
@@ -130,7 +130,6 @@ class Team:
 
     def _gather(self) -> None:
         self._forked = False
-        self.lock = threading.RLock()
         memory = aligned_bytes((layout.TEAM.itemsize + layout.WORKER.itemsize * self.threads,))
         memory[:] = 0
         memory[: layout.TEAM.itemsize].view(layout.TEAM)["step"]["number"] = layout.DONE

@@ -32,6 +32,7 @@ _ROOT = Path("/")
 _ARCH_PRCTL, _SET_MEMPOLICY, _GET_MEMPOLICY, _MOVE_PAGES = 158, 238, 239, 279
 _REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18
 _DEFAULT, _INTERLEAVE = 0, 3
+_NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python's mmap does not name
 _ONLY_OWN = 2  # move pages that only this process has mapped
 _RESERVED = (1 << 30) * ("t" in sys.abiflags)  # bytes of addresses that a free-threaded Python takes at its start
 _MOST_MAPS, _TRIM_THRESHOLD, _NEVER = -4, -1, 2**31 - 1  # of glibc's mallopt(3)
@@ -192,10 +193,19 @@ def enable_tile_registers() -> bool:
 
 def zeroed_pages(num_bytes: int) -> mmap.mmap:
     """Without huge pages: the first byte written to one takes two megabytes, and the time to zero them."""
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return _pages(num_bytes)
+
+
+def _pages(num_bytes: int, flags: int = 0) -> mmap.mmap:
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
     with suppress(OSError):  # of a kernel that knows no huge pages
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return pages
+
+
+def reserved_pages(num_bytes: int) -> mmap.mmap:
+    """Without a share of what the system promises: most of these pages are never written."""
+    return _pages(num_bytes, _NO_RESERVE)
 
 
 def prefer_huge_pages(address: int, num_bytes: int) -> None:
@@ -328,7 +338,7 @@ SYSTEM = replace(
     boot_id=lambda: _read(_ROOT / "proc/sys/kernel/random/boot_id"),
     enable_tile_registers=enable_tile_registers,
     zeroed_pages=zeroed_pages,
-    reserved_pages=zeroed_pages,
+    reserved_pages=reserved_pages,
     prefer_huge_pages=prefer_huge_pages,
     populated_file=populated_file,
     decommit_pages=decommit_pages,

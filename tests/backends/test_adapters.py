@@ -3,11 +3,12 @@
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from cpuspec.backends import Backend, make_backend
+from cpuspec.backends import Backend, adapted, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.adapters import Adapter, AdapterSet, open_adapter
 from cpuspec.errors import BackendError
@@ -172,4 +173,24 @@ def test_a_batch_names_adapters_for_each_sequence(quantized: tuple[Checkpoint, A
     backend = _backend(checkpoint)
     with pytest.raises(BackendError, match="for each of 2 sequences or for none, got 1"):
         backend.forward(ForwardBatch([1, 2], [0, 0], [0, 1], [0, 1, 2], adapters=[((one, 1.0),)]), backend.new_cache(2, 16))
+    backend.close()
+
+
+def test_an_adapter_is_packed_once_for_prompts_and_answers(
+    quantized: tuple[Checkpoint, Adapter, Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, adapter, _ = quantized
+    made, pack = list[Adapter](), adapted.PackedAdapter.__init__
+
+    def watched(self: adapted.PackedAdapter, one: Adapter, *rest: Any) -> None:
+        made.append(one)
+        pack(self, one, *rest)
+
+    monkeypatch.setattr(adapted.PackedAdapter, "__init__", watched)
+    backend = _backend(checkpoint)
+    cache = backend.new_cache(1, 64)
+    for position, of_prompts in enumerate((True, False)):
+        batch = ForwardBatch([5], [position], [0], [0, 1], adapters=[((adapter, 1.0),)], of_prompts=of_prompts)
+        backend.forward(batch, cache)
+    assert made == [adapter]
     backend.close()

@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cpuspec.backends import BACKENDS, OWN_SETTINGS, Backend, make_backend, packed
+from cpuspec.backends import BACKENDS, OWN_SETTINGS, Backend, make_backend, numba_backend, packed
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import RopeScaling
+from cpuspec.config import Rope, RopeScaling
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.formats import FORMATS, QuantTensor, packing
+from cpuspec.kernels import layout
 from cpuspec.kernels.kv_rows import CHUNK
 from cpuspec.model.batch import ForwardBatch, ForwardStoppedError, Lists
 from cpuspec.platform import SYSTEM
@@ -549,3 +550,33 @@ def test_a_cache_is_touched_only_where_its_memory_was_committed(tmp_path_factory
         assert np.array_equal(rest[-1], logits[-1])
     assert sum(committed) <= 8 * CHUNK * cache.bytes_per_token  # two chunks in each slot
     backend.close()
+
+
+def test_cosines_and_sines_are_computed_some_positions_at_a_time(tmp_path_factory, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """A long answer does not wait for those of all positions that may come. There are two tables."""
+    checkpoint = tiny(tmp_path_factory, context_length=1 << 17, **GEMMA4["gemma4"])
+    computed, table = [0], numba_backend.rope_table
+
+    def counted(rope: Rope, dims: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        computed[-1] += len(positions)
+        return table(rope, dims, positions)
+
+    monkeypatch.setattr(numba_backend, "rope_table", counted)
+    backend = numba_backend.NumbaBackend(checkpoint, EngineConfig(threads=1, max_rows=32))
+    for last in range(0, 70_000, 100):
+        computed.append(0)
+        backend._provide_rotations(last)
+    assert max(computed) <= 2 * 4096 + 2 * 100
+    assert sum(computed) < 2 * 75_000, "each position once"
+    for n, (rope, dims) in enumerate(backend._writer.ropes):
+        for address, wanted in zip(backend.program.state["rotations"][n], table(rope, dims, np.arange(70_000)), strict=True):
+            assert np.array_equal(
+                np.ctypeslib.as_array((ctypes.c_float * wanted.size).from_address(int(address))), wanted.reshape(-1)
+            )
+    backend.close()
+
+
+def test_more_kinds_of_rotations_than_kernels_know_are_a_clear_error(tmp_path_factory, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(layout, "NUM_ROTATIONS", 1)
+    with pytest.raises(BackendError, match=r"rotate heads in more than 1 ways \(bases, scalings, sizes\); use --backend numpy"):
+        make_backend("numba", tiny(tmp_path_factory, **GEMMA4["gemma4"]), EngineConfig(threads=1, max_rows=32))

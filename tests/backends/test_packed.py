@@ -19,6 +19,7 @@ from cpuspec.checkpoints.mapped import give_back_pages, map_file, place_in_file
 from cpuspec.errors import ConfigError
 from cpuspec.formats import FORMATS, Cast, Format, QuantTensor
 from cpuspec.formats.packing import pack
+from cpuspec.kernels import machine_code
 from cpuspec.platform import SYSTEM
 
 SHAPE = (40, 256)
@@ -647,3 +648,17 @@ def _view_like(view: np.ndarray, whole: np.ndarray, other: np.ndarray) -> np.nda
     assert place is not None
     start = place[1]
     return other[start : start + view.nbytes].reshape(view.shape)
+
+
+def test_casts_have_the_name_of_the_machine_code_that_made_them_and_other_weights_have_not(
+    model: Path, packs: list[str], monkeypatch
+) -> None:
+    source = QuantTensor.encode(FORMATS["f16"], np.ones(SHAPE))
+    weights = [{"a": Cast(source, FORMATS["q8_0"], lambda data, of, to: to.encode(of.decode(data)))}, tensors_of(model)]
+    for tensors in weights:
+        packed_matrices("A model", tensors, 2)
+    packs.clear()
+    monkeypatch.setattr(machine_code, "_FINGERPRINT", "other sources")
+    for tensors in weights:
+        packed_matrices("A model", tensors, 2)
+    assert packs == ["q8_0"]

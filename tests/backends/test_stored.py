@@ -1,21 +1,26 @@
 """Mixtures larger than the memory they may use: the same bits, whatever fits, and clear errors."""
 
 import os
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cpuspec.backends import disk_reads, make_backend
+from cpuspec.backends.disk import PAGE, DiskFile, Reader, Reading
 from cpuspec.backends.numba_backend import NumbaBackend
 from cpuspec.backends.packed import packed_directory
-from cpuspec.backends.stored import packed_bytes, slot_bytes
+from cpuspec.backends.stored import LayerExperts, packed_bytes, slot_bytes
 from cpuspec.backends.weights import weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli.bench import describe_bench, show_markdown
 from cpuspec.environment import cache_dir
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.speed import Plan, measure_speed
+from cpuspec.formats.packing import paged_bytes
 from cpuspec.model.batch import ForwardStoppedError
 from cpuspec.settings import EngineConfig
 from tests.backends.models import TOKENS, asked_to_stop, every_backend, forward, in_chunks, read_until_stopped, tiny
@@ -237,4 +242,60 @@ def test_a_forward_that_was_stopped_leaves_all_as_it_was(mixture: Checkpoint) ->
                 read_until_stopped(backend, cache)
             assert cache.lengths == [0]
             assert np.array_equal(logits(backend), wanted)
+    backend.close()
+
+
+def test_a_reading_that_is_forgotten_never_writes_though_it_was_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped forward leaves readings that its layer gives up, and their slots go to other experts."""
+    (tmp_path / "file").write_bytes(bytes([1]) * PAGE + bytes([2]) * PAGE + bytes([3]) * PAGE)
+    may_read, read = threading.Event(), DiskFile.read
+
+    def slow(self: DiskFile, start: int, into: np.ndarray) -> None:
+        may_read.wait()
+        read(self, start, into)
+
+    monkeypatch.setattr(DiskFile, "read", slow)
+    for is_waited_for in (True, False):
+        may_read.clear()
+        reader, slots = Reader(DiskFile(tmp_path / "file"), threads=1), paged_bytes((2, PAGE))
+        first, dropped, last = Reading([(0, slots[0])]), Reading([(PAGE, slots[1])]), Reading([(2 * PAGE, slots[1])])
+        reader.start(first, True)
+        while not first.has_begun:  # the only thread reads this one, and the next one waits
+            time.sleep(0.001)
+        reader.start(dropped, is_waited_for)
+        if not is_waited_for:
+            reader.hurry(dropped)
+        assert reader.cancel(dropped)
+        reader.start(last, True)
+        may_read.set()
+        reader.wait([last])
+        assert (first.is_done, dropped.is_done) == (True, False)
+        assert (slots == [[1], [3]]).all()
+        reader.close()
+
+
+def test_a_forward_that_was_stopped_while_experts_are_read_harms_no_later_one(
+    mixture: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its readings are still queued when the next forward gives their slots to other experts."""
+    backend = stored(mixture, 4)
+    wanted, cache, read = logits(backend), backend.new_cache(1, 64), DiskFile.read
+
+    def slow(self: DiskFile, start: int, into: np.ndarray) -> None:
+        time.sleep(0.002)
+        read(self, start, into)
+
+    monkeypatch.setattr(DiskFile, "read", slow)
+    rounds = LayerExperts.rounds
+
+    def stopped(self: LayerExperts) -> Iterator[tuple[int, int]]:
+        next(rounds(self))
+        raise ForwardStoppedError
+
+    for size in (1, 3, 45):
+        monkeypatch.setattr(LayerExperts, "rounds", stopped)
+        with pytest.raises(ForwardStoppedError):
+            forward(backend, cache, {0: TOKENS[::-1]})
+        monkeypatch.setattr(LayerExperts, "rounds", rounds)
+        assert np.array_equal(logits(backend, size), wanted)
     backend.close()

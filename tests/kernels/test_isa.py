@@ -38,16 +38,20 @@ def _chosen_and_digest(path: str) -> str:
     return f"{isa.dot_isa()} {digest.hexdigest()}"
 
 
-def _in_child(path: Path, features: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """Its machine code is kept beside that for this processor, under a name of its own."""
+def in_child(code: str, features: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Run Python as on a processor of these features. Its machine code is kept beside that for this one, under another name."""
     environment = {
         **os.environ,
         "NUMBA_CPU_NAME": "x86-64-v3",
         "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in features),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    command = [sys.executable, "-c", f"from tests.kernels.test_isa import _chosen_and_digest as f; print(f({str(path)!r}))"]
-    return subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
+    return subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+
+
+def _in_child(path: Path, features: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    return in_child(f"from tests.kernels.test_isa import _chosen_and_digest as f; print(f({str(path)!r}))", features)
 
 
 @pytest.fixture(scope="module")

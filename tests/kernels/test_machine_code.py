@@ -1,16 +1,25 @@
 """Kernels come from the disk at the second start, and only whole."""
 
+import inspect
 import os
+import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+from cpuspec import config
+from cpuspec.environment import sources_digest
+from cpuspec.errors import BackendError
 from cpuspec.kernels import machine_code
+from cpuspec.kernels.linear import linear_kernel
 from cpuspec.kernels.machine_code import address, compiled_before, function, kernel_directory
 from cpuspec.platform import SYSTEM, Memory
 
@@ -150,7 +159,7 @@ def test_a_kernel_that_would_need_an_allocator_is_found_when_it_is_compiled() ->
             room[i] = i
         return int(room.sum())
 
-    with pytest.raises(AssertionError, match="kernels get memory from their callers"):
+    with pytest.raises(BackendError, match="kernels get memory from their callers"):
         address("allocating", 1, lambda: allocating, returns=True)
 
 
@@ -353,3 +362,99 @@ def test_compiling_is_announced_whenever_it_happens_and_once(logged) -> None:
     value()
     address("raising", 1, lambda: raising, returns=True)
     assert len(logged.records) == 1
+
+
+def test_a_kernel_that_cannot_be_compiled_is_an_error_with_words() -> None:
+    def wrong(count):
+        return count.nothing
+
+    with pytest.raises(
+        BackendError, match=r"the kernel wrong cannot be compiled for .*; use --backend numpy, and report this: TypingError: "
+    ):
+        address("wrong", 1, lambda: wrong, returns=True)
+    for format_name, encoding in (("q8_0", "f32"), ("f16", "int8"), ("nl4_r", "int8"), ("bf16", "f32"), ("q4_k", "nothing")):
+        with pytest.raises(BackendError, match=f"{format_name} weights are multiplied with .* activations, got {encoding}"):
+            linear_kernel(format_name, encoding)
+
+
+def test_the_name_of_machine_code_covers_all_that_makes_it() -> None:
+    """Modules that machine code takes constants from, by what kernels import. Others make none."""
+    covered = {"kernels", "formats", "platform", "config"}
+    imported = set()
+    for source in Path(machine_code.__file__).parent.glob("*.py"):
+        imported |= set(re.findall(r"^from cpuspec\.(\w+)", source.read_text(), re.M))
+    assert imported - covered == {"environment", "errors", "files"}
+    (arguments,) = re.findall(r"sources_digest\((.*)\)", inspect.getsource(machine_code._fingerprint))
+    assert set(arguments.split(", ")) == covered
+
+
+def test_a_digest_of_sources_sees_every_table_and_name(tmp_path: Path) -> None:
+    package, digests = tmp_path / "package", list[str]()
+    package.mkdir()
+    for name, content in (
+        ("__init__.py", ""),
+        ("grids.json", "[1]"),
+        ("grids.json", "[2]"),
+        ("other.py", "[2]"),
+        ("README.md", ""),
+    ):
+        (package / name).write_text(content)
+        of = ModuleType("package")
+        of.__file__ = str(package / "__init__.py")
+        digests.append(sources_digest(of, config))
+    assert len(set(digests)) == 4
+    assert digests[-1] == digests[-2]
+    assert sources_digest(of) != digests[-1]
+
+
+def test_directories_of_other_sources_are_removed_when_there_are_many(cache: Path, monkeypatch) -> None:
+    monkeypatch.setattr(machine_code, "_MOST_DIRECTORIES", 2)
+    for number in range(5):
+        (cache / "kernels" / f"{number:016x}").mkdir(parents=True)
+        (cache / "kernels" / f"{number:016x}" / "run.o").touch()
+        os.utime(cache / "kernels" / f"{number:016x}", (number, number))
+    os.utime(cache / "kernels" / f"{1:016x}", (9, 9))  # as a start does that uses it
+    (cache / "kernels" / "notes").mkdir()
+    (cache / "kernels" / f"{3:016x}").rename(cache / "kernels" / f"{3:016x}-1000")
+    machine_code._note_use.cache_clear()
+    before = time.time()
+    assert value() == 12
+    names = {path.name for path in (cache / "kernels").iterdir()}
+    assert names == {kernel_directory().name, "notes", f"{1:016x}", f"{4:016x}"}
+    os.utime(kernel_directory(), (1, 1))
+    machine_code._note_use.cache_clear()
+    assert value() == 12
+    assert kernel_directory().stat().st_mtime > before - 60
+
+
+def test_two_that_wait_for_a_lock_never_have_it_at_once(cache: Path) -> None:
+    """Whoever leaves removes the lock's file, which others may have open."""
+    path, inside, most, done = kernel_directory() / "weighted.o", list[int](), list[int](), list[int]()
+    path.parent.mkdir(parents=True)
+
+    def enter(number: int) -> None:
+        for _ in range(15):
+            with machine_code._compiling_alone(path):
+                inside.append(number)
+                most.append(len(inside))
+                time.sleep(0.001)
+                inside.pop()
+        done.append(number)
+
+    threads = [threading.Thread(target=enter, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(done), max(most)) == (4, 1)
+    assert not list(path.parent.iterdir())
+
+
+def test_a_process_that_holds_a_lock_and_never_ends_is_not_waited_for(cache: Path, compiles: list[object], monkeypatch) -> None:
+    monkeypatch.setattr(machine_code, "_LONGEST_WAIT_S", 0.1)
+    kernel_directory().mkdir(parents=True)
+    with (kernel_directory() / "weighted.lock").open("wb") as lock:
+        assert SYSTEM.try_lock(lock)
+        assert value() == 12
+        assert compiles == [weighted]
+        assert not SYSTEM.try_lock((kernel_directory() / "weighted.lock").open("wb")), "the lock is still the other's"

@@ -257,3 +257,34 @@ def _ends(run) -> None:  # type: ignore[no-untyped-def]
     thread.start()
     thread.join(900)
     assert ended, "the forwards did not come to their end"
+
+
+def test_a_forked_childs_first_forward_keeps_the_lock_that_it_holds(checkpoint, alone) -> None:  # type: ignore[no-untyped-def]
+    """Else a second thread of the child would take a new lock, and run on the same memory."""
+    backend = NumbaBackend(checkpoint, EngineConfig(threads=2, max_rows=64))
+    backend.team.close()
+    backend.team._quit[0] = 0  # in a child, the memory is as the parent had it, and its threads are not there
+    backend.team.after_fork()
+    lock = backend.team.lock
+    assert np.array_equal(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits, alone)
+    assert backend.team.lock is lock
+    backend.close()
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_what_a_fork_within_a_forward_has_counted_is_forgotten(left: int, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    """Spans of attention over a long context, and rows that a router has chosen for, in the memory that a child gets."""
+    checkpoint = tiny(tmp_path_factory, architecture="qwen3moe", context_length=2048)
+    backend = NumbaBackend(checkpoint, EngineConfig(threads=2, max_rows=1024))
+    tokens = np.random.default_rng(0).integers(0, 300, 1010).tolist()
+    logits = []
+    for counted in (0, left, 0):
+        cache = backend.new_cache(1, 2048)
+        forward(backend, cache, {0: tokens[:1000]})
+        for token in tokens[1000:]:
+            backend._plans._walked[:] = counted
+            backend.program.state["routed"]["rows"] = counted
+            logits.append(forward(backend, cache, {0: [token]}).logits.copy())
+    assert (backend.program.state["plans"]["num_items"] > checkpoint.config.num_kv_heads).any(), "threads share the attention"
+    assert all(np.array_equal(one, logits[number % 10]) for number, one in enumerate(logits))
+    backend.close()

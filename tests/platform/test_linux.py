@@ -1,5 +1,6 @@
 """The number of threads and the memory of machines of every kind, from made-up trees of the files in which Linux describes them."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,13 @@ def test_this_machine_has_cores() -> None:
     found = SYSTEM.topology()
     assert isinstance(found, Topology)
     assert 1 <= found.usable_cores <= len(found.cores)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="promises of memory are Linux's")
+def test_reserved_pages_may_be_more_than_the_machine_has() -> None:
+    """A slot maps its whole capacity, of which most is never written."""
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        pytest.skip("this system promises no more than it has")
+    pages = SYSTEM.reserved_pages(1 << 43)
+    pages[1 << 42] = 1
+    assert pages[(1 << 42) - 1 : (1 << 42) + 2] == b"\0\1\0"

@@ -13,7 +13,7 @@ from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.heads import HeadProposer
 
-SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False, prompt_rows=4, head_format="file")
+SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False, prompt_rows=4)
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 4, "vocab_size": 320}
 PROMPTS = [[7, 8, 9], [5, 6, 7, 8, 9, 10] * 6, [11, 5, 6, 7, 5, 6]]
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -24,13 +24,13 @@ def llm_over(target: Checkpoint, spec: str, backend: str = "numba", **settings: 
     return LLM(target, spec, backend, settings=replace(SETTINGS, **settings))  # type: ignore[arg-type]
 
 
-def check_answers(target: Checkpoint, backend: str, specs: Several[str], drafts: bool = True) -> None:
+def check_answers(target: Checkpoint, backend: str, specs: Several[str], drafts: bool = True, **settings: object) -> None:
     """Answers with these drafts are those of plain decoding, greedy or sampled. drafts: all must draft, `auto` as it likes."""
     params = [PARAMS, SAMPLED, replace(PARAMS, frequency_penalty=0.7)]
     with llm_over(target, "none", backend) as plain:
         wanted = [plain.generate(PROMPTS, one) for one in params]
     for spec in specs:
-        with llm_over(target, spec, backend) as llm:
+        with llm_over(target, spec, backend, **settings) as llm:
             for one, answers in zip(params, wanted, strict=True):
                 got = [answer.token_ids for answer in llm.generate(PROMPTS, one)]
                 assert got == [answer.token_ids for answer in answers], spec
