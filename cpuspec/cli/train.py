@@ -11,7 +11,7 @@ from cpuspec.cli.console import counted, emit_json, exit_codes, note
 from cpuspec.cli.opening import load_backend, open_model, open_target
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import busy, step_progress
-from cpuspec.cli.train_heads import block, check_is_installed, distill, eagle3, export, mtp, tell
+from cpuspec.cli.train_heads import block, check_is_installed, distill, eagle3, export, mtp, tell, tell_duplicates
 from cpuspec.engine.assemble import model_and_spec
 from cpuspec.errors import ConfigError
 from cpuspec.metrics import now_s
@@ -74,6 +74,7 @@ def extract(
     """
     from cpuspec.evaluate.certify import file_identity
     from cpuspec.text import make_tokenizer
+    from cpuspec.train import answers as answering
     from cpuspec.train import extract as extracting
     from cpuspec.train.samples import DTYPES, Extraction
 
@@ -81,7 +82,7 @@ def extract(
         raise typer.BadParameter(f"there is no --dtype {dtype!r}; wanted one of {', '.join(DTYPES)}")
     _check_files(texts, "TEXTS")
     checkpoint = open_target(model)
-    config, tokenizer = checkpoint.config, make_tokenizer(checkpoint)
+    config, answer_files = checkpoint.config, answering.AnswerFiles(make_tokenizer(checkpoint))
     with options.usage_errors():
         named = extracting.read_layers(layers, config.num_layers) if layers else extracting.usual_layers(config.num_layers)
     files = tuple(file_identity(checkpoint.path))
@@ -89,8 +90,9 @@ def extract(
     length = max_length or min(2048, config.context_length)
     with load_backend(model, checkpoint, running) as backend:
         extractor = extracting.Extractor(backend, checkpoint, named, top, length)
-        read = extracting.read_texts(texts, tokenizer, length, all_count)
+        read = extracting.read_texts(texts, answer_files, length, all_count)
         summary = extracting.extract(extractor, about, read, out, max_tokens, _Notes().of_extraction)
+    tell_duplicates(answer_files)
     if as_json:
         emit_json(summary.as_dict())
     note(_describe_extraction(summary))
@@ -122,6 +124,9 @@ def answers(
     max_answer_tokens: AnswerTokensOption = 256,
     max_prompt_tokens: Annotated[int, option("N", "Longer prompts are left out.", min=1)] = 512,
     seed: Annotated[int, option("S", "Of every answer's own seed.", min=0)] = 0,
+    part: Annotated[
+        str, option("I/N", "Answer only the I-th of N shares of the prompts, as one of N machines. Commands take all N files.")
+    ] = "1/1",
     as_json: options.JsonOption = False,
     running: options.Running,
 ) -> None:
@@ -145,6 +150,7 @@ def answers(
             max_prompt_tokens=max_prompt_tokens,
             seed=seed,
             exclude=tuple(exclude or ()),
+            part=_read_part(part),
         )
     checkpoint = open_target(model)
     with busy(f"loading {model}"):
@@ -180,6 +186,10 @@ def auto(
         option("FILE", "JSON lines with messages, text or ids. Repeatable. By default it makes up prompts.", dir_okay=False),
     ] = None,
     functions: FunctionsOption = None,
+    given: Annotated[
+        list[Path] | None,
+        option("FILE", "Train on this file of `train answers` instead of answering. Repeatable.", "--answers", dir_okay=False),
+    ] = None,
     exclude: ExcludeOption = None,
     temperatures: TemperaturesOption = "0,0.7",
     max_answer_tokens: AnswerTokensOption = 256,
@@ -207,6 +217,9 @@ def auto(
 
     _check_files(prompts or [], "--prompts")
     _check_files(exclude or [], "--exclude")
+    _check_files(given or [], "--answers")
+    if given and (prompts or functions or exclude):
+        raise typer.BadParameter("--answers are there already; give no --prompts, --functions and --exclude with them")
     with options.usage_errors():
         target, spec = model_and_spec(options.checked_text(model, "MODEL"), None)
     checkpoint = open_model(target)
@@ -228,6 +241,7 @@ def auto(
             tuple(one for one in spec.levels if one.drafter not in ("auto", source, f"text:{source}")),
             *(hours, vocab_size, intermediate_size, epochs),
             bf16=multiplies_bf16(running.settings.device),
+            given=tuple(given or ()),
         )
     path = Path(target)
     name = str(path.resolve()) if path.exists() else target
@@ -318,6 +332,13 @@ def _read_temperatures(text: str) -> tuple[float, ...]:
         return tuple(float(one) for one in text.split(","))
     except ValueError:
         raise ConfigError(f"--temperatures takes numbers with commas between them, as 0,0.7; got {text!r}") from None
+
+
+def _read_part(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not all(one.isascii() and one.isdigit() and len(one) < 7 for one in (number, count)):
+        raise ConfigError(f"--part takes I/N, as 1/4; got {text!r}")
+    return int(number), int(count)
 
 
 def _check_files(paths: list[Path], name: str) -> None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cpuspec.cli import options
-from cpuspec.cli.console import emit_json, exit_codes, note
+from cpuspec.cli.console import counted, emit_json, exit_codes, note
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import step_progress
 from cpuspec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cpuspec.train.answers import AnswerFiles
     from cpuspec.train.block import BlockLoss
     from cpuspec.train.chains import ChainLoss
     from cpuspec.train.loop import Measured, Schedule
@@ -82,6 +83,12 @@ def check_is_installed() -> None:
     for module in ("torch", "safetensors"):
         if find_spec(module) is None:
             raise typer.BadParameter(f"training needs {module}, which is not installed; pip install 'cpuspec[train]'")
+
+
+def tell_duplicates(files: "AnswerFiles") -> None:
+    """Say how many answers of several files were left out."""
+    if files.num_duplicates:
+        note(f"{counted(files.num_duplicates, 'answer')} left out, which an earlier file has, or nearly")
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +170,7 @@ def mtp(
 @takes_training(of_head=False, but=("rate",), tokens=512, epochs=2)
 def distill(
     model: options.ModelArgument,
-    answers: Annotated[Path, argument("ANSWERS", "A file of `cpuspec train answers`.", dir_okay=False)],
+    answers: Annotated[list[Path], argument("ANSWERS...", "Files of `cpuspec train answers`.", dir_okay=False)],
     out: OutArgument,
     *,
     target: Annotated[str | None, option("MODEL", "The model that answered; by default MODEL itself.")] = None,
@@ -193,6 +200,7 @@ def distill(
     """
     from cpuspec.text import make_tokenizer
     from cpuspec.train.adapter import LoraShape
+    from cpuspec.train.answers import AnswerFiles
     from cpuspec.train.distill import DistillLoss, read_answers
     from cpuspec.train.job import ModelJob, train_model
 
@@ -203,7 +211,9 @@ def distill(
     chosen["rate"] = rate if rate is not None else 3e-4 if rank else 3e-5
     opened = open_target(model)
     of_target = opened if target is None else open_target(target)
-    texts = read_answers(answers, make_tokenizer(of_target), make_tokenizer(opened), of_target.config.vocab_size)
+    files = AnswerFiles(make_tokenizer(of_target))
+    texts = read_answers(answers, files, make_tokenizer(opened), of_target.config.vocab_size)
+    tell_duplicates(files)
     job = ModelJob(DistillLoss(num_drafted, masks), _schedule(chosen), mask_id, lora=lora, **{name: chosen[name] for name in _HOW})
     with step_progress() as progress:
         _report(out, train_model(opened, texts, out, job, progress, tell), as_json)

@@ -10,12 +10,12 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cpuspec.batch.lines import MAX_LINE_BYTES
+from cpuspec.batch.lines import MAX_LINE_BYTES, read_lines
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM
@@ -51,7 +51,7 @@ class AnswerPlan:
 
     prompts: JSON-lines files. functions: installed packages. num_self_made: prompts that the target makes up. temperatures: of the
     answers to each prompt, 0 is greedy. max_answer_tokens: of one answer. max_prompt_tokens: longer prompts are left out.
-    exclude: evaluation sets.
+    exclude: evaluation sets. part: (I, N) answers one of N shares of the prompts, from 1; a prompt's id says in which it is.
     """
 
     prompts: tuple[Path, ...] = ()
@@ -62,6 +62,7 @@ class AnswerPlan:
     max_prompt_tokens: int = 512
     seed: int = 0
     exclude: tuple[Path, ...] = ()
+    part: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
         if not self.prompts and not self.functions and not self.num_self_made:
@@ -70,11 +71,18 @@ class AnswerPlan:
             raise ConfigError(f"temperatures must be different numbers from 0 on, at least one; got {list(self.temperatures)}")
         if min(self.max_answer_tokens, self.max_prompt_tokens) < 1:
             raise ConfigError("prompts and answers must be allowed at least one token each")
+        if not 1 <= self.part[0] <= self.part[1]:
+            raise ConfigError(f"there is no part {self.part[0]} of {self.part[1]}; wanted I/N with I from 1 to N")
 
     @property
     def context_length(self) -> int:
         """Tokens that a sequence may have: a prompt with its answer, or a turn that the target makes up."""
         return self.max_prompt_tokens + max(self.max_answer_tokens, _MOST_OF_A_TURN if self.num_self_made else 0)
+
+    def has(self, prompt: Prompt) -> bool:
+        """Whether the part that this run answers has a prompt."""
+        number, count = self.part
+        return int.from_bytes(hashlib.sha256(prompt.id.encode()).digest()[:8]) % count == number - 1
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,8 @@ class Refused:
 class AnswersSummary:
     """The counts of a run. num_kept: answers of earlier runs. Counts are of this run only; refused are of all runs of the file.
 
-    num_new_tokens: all that were generated; num_answer_tokens: those of answers in the file, earlier runs' included.
+    num_new_tokens: all that were generated, those of answers that are not done included; num_answer_tokens: those of answers in the
+    file, earlier runs' included.
     """
 
     num_kept: int = 0
@@ -195,6 +204,7 @@ def _facts(llm: LLM, files: list[dict[str, Any]], plan: AnswerPlan, exclusion: E
         "max_prompt_tokens": plan.max_prompt_tokens,
         "seed": plan.seed,
         "excluded": [asdict(one) for one in exclusion.files],
+        "part": list(plan.part),
     }
 
 
@@ -213,7 +223,7 @@ class _Header:
         except CheckpointError as error:
             raise ConfigError(f"{out} has no facts beside it, so nothing can be added to it: {error}") from None
         for name, wanted in facts.items():
-            if name != "model" and (got := fields.value(name)) != wanted:
+            if name != "model" and (got := fields.value(name)) != wanted and (name, got) != ("part", None):
                 shown = tuple(str(one)[:120] for one in (got, wanted))
                 raise ConfigError(f"{out} was made with {name} {shown[0]}, and this run has {shown[1]}; name another file")
         for one in fields.items("refused"):
@@ -222,17 +232,18 @@ class _Header:
                 and one.keys() == Refused.__dataclass_fields__.keys()
                 and {str} == set(map(type, one.values()))
             ):
-                self.refuse(Refused(**one), write=False)
+                self.refused[one["id"], one["where"]] = Refused(**one)
+        self._num_written = len(self.refused)
 
-    def refuse(self, one: Refused, write: bool = True) -> None:
-        """Note a refusal, on the disk, too."""
-        if (one.id, one.where) not in self.refused:
-            self.refused[one.id, one.where] = one
-            if write:
-                self.write()
+    def refuse(self, one: Refused) -> None:
+        """Note a refusal, on the disk, too: of many, whenever an eighth more are known, because the file is written whole."""
+        self.refused.setdefault((one.id, one.where), one)
+        if 8 * (len(self.refused) - self._num_written) > self._num_written:
+            self.write()
 
     def write(self) -> None:
         """Put everything on the disk."""
+        self._num_written = len(self.refused)
         refused = [asdict(one) for one in self.refused.values()]
         head = {"format": _FORMAT, "version": _VERSION}
         write_file(self._path, json.dumps(head | dict(self._facts) | {"refused": refused}, indent=1) + "\n")
@@ -247,26 +258,18 @@ def read_header(out: Path) -> Fields:
     return fields
 
 
-def check_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError where the facts beside a file of answers tell of other tokens."""
-    if header_path(path).exists():
-        facts = read_header(path)
-        if facts.text("tokenizer_sha256") != tokenizer_identity(tokenizer):
-            raise ConfigError(
-                f"{path} has answers of {facts.text('model')}, whose tokens are others; name the model that gave them"
-            )
-
-
 @dataclass(eq=False)
 class _Text:
     """The tokens that a request has generated. reason: why it ended; "" while it runs."""
 
+    summary: AnswersSummary  # which counts them
     request: int = -1
     ids: list[int] = field(default_factory=list)
     reason: str = ""
 
     def receive(self, output: Output) -> None:
         self.ids += output.token_ids
+        self.summary.num_new_tokens += len(output.token_ids)
         self.reason = output.finish_reason or ""
 
 
@@ -310,7 +313,8 @@ class _Run:
         file.seek(0)
         begin = end = 0
         while (content := file.readline(MAX_LINE_BYTES + 1)).endswith(b"\n"):
-            line = read_answer(content, self._llm.tokenizer, f"{out} at byte {end}")
+            line = parse_line(content, where := f"{out} at byte {end}")
+            check_answer(line, self._llm.tokenizer, where)
             prompt_id = str(line["id"]).rpartition("@")[0]
             if held and held[0][0] != prompt_id:
                 self._keep([one for _, one in held])
@@ -338,7 +342,7 @@ class _Run:
         )
 
     def answers(self, prompts: Iterator[Prompt]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the lines of each prompt, in order; none for one that is left out."""
+        """Yield the lines of each prompt, in order; none for one that is left out, and after each step."""
         more = True
         while self._jobs or more:
             while more and self._has_room():
@@ -353,6 +357,7 @@ class _Run:
                 yield self._lines(self._jobs.popleft())
             if any(job.num_running for job in self._jobs):
                 self._llm.step()
+                yield []
 
     def count(self, lines: list[dict[str, Any]]) -> None:
         """Count the answers of one prompt that go to the file."""
@@ -381,6 +386,11 @@ class _Run:
         return running < 2 * self._llm.max_sequences and len(self._jobs) < _PROMPTS_AHEAD * self._llm.max_sequences
 
     def _begin(self, prompt: Prompt) -> None:
+        """Ask for a prompt's answers. Those of other parts are only known from then on."""
+        if not self._plan.has(prompt):
+            if prompt.ids is not None:
+                self._admits(prompt, counts=False)
+            return
         job = _Job(prompt)
         self._jobs.append(job)
         if prompt.ids is None:
@@ -396,8 +406,8 @@ class _Run:
         if len(prompt.ids) > self._plan.max_prompt_tokens:
             self.summary.num_long_prompts += counts
         elif not self._refused(prompt.id, "prompt", prompt.text):
-            if self._known_prompts.is_new(prompt.text):
-                self._known_prompts.add(prompt.text)
+            if self._known_prompts.is_new(prompt.said):
+                self._known_prompts.add(prompt.said)
                 return True
             self.summary.num_duplicate_prompts += counts
         return False
@@ -425,7 +435,7 @@ class _Run:
             self._ask(job, ids)
 
     def _ask(self, job: _Job, ids: list[int]) -> None:
-        job.prompt = Prompt(job.prompt.id, job.prompt.source, job.prompt.text, tuple(ids))
+        job.prompt = replace(job.prompt, ids=tuple(ids))
         most = self._plan.max_answer_tokens
         job.answers = [self._submit(ids, job.prompt.id, most, temperature=one) for one in self._plan.temperatures]
 
@@ -433,7 +443,7 @@ class _Run:
         digest = hashlib.sha256(f"{self._plan.seed}/{prompt_id}/{sampling['temperature']:g}".encode()).digest()
         params = SamplingParams(max_tokens=max_tokens, seed=int.from_bytes(digest[:4], "little") >> 1, **sampling)  # type: ignore[arg-type]
         self._llm.check(ids, params)
-        text = _Text()
+        text = _Text(self.summary)
         text.request = self._llm.submit(RequestedAnswer(ids, params), text.receive)
         return text
 
@@ -444,7 +454,6 @@ class _Run:
     def _lines(self, job: _Job) -> list[dict[str, Any]]:
         """The answers of a prompt that are worth keeping."""
         self._drop(job)
-        self.summary.num_new_tokens += sum(len(one.ids) for one in job.texts)
         if any(one.reason == "aborted" for one in job.texts):
             raise CpuspecError("an answer was aborted, because another caller of this LLM was interrupted; run it again")
         if any(one.reason == "error" for one in job.texts):
@@ -463,8 +472,8 @@ class _Run:
                 continue
             self._known_answers.add(text)
             name = f"{prompt.id}@{temperature:g}"
-            own = {"id": name, "prompt_ids": ids, "answer_ids": answer.ids}
-            lines.append({**own, "temperature": temperature, "source": prompt.source})
+            own = {"id": name, "prompt_ids": ids, "answer_ids": answer.ids, "temperature": temperature}
+            lines.append({**own, "source": prompt.source, "finish_reason": answer.reason})
         if job.turn and lines:
             self._known_turns.add(self._turn_text(ids))
         return lines
@@ -474,12 +483,45 @@ class _Run:
         return self._llm.tokenizer.decode(ids[len(self._users_turn) :])
 
 
-def read_answer(content: bytes, tokenizer: Tokenizer, where: str) -> dict[str, Any]:
-    """A line of a file of answers, checked. Raises ConfigError, naming `where`."""
-    line = parse_line(content, where)
+def check_answer(line: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> None:
+    """Raise ConfigError, naming `where`, unless an object is a line of a file of answers."""
     for name, kind in (("id", str), ("source", str), ("temperature", float)):
         if not isinstance(line.get(name), kind):
             raise ConfigError(f"{where}: {name} is {str(line.get(name))[:60]!r}, and is wanted in a file of answers")
     for name in ("prompt_ids", "answer_ids"):
         checked_ids(line.get(name), tokenizer, f"{where}: {name}")
-    return line
+
+
+class AnswerFiles:
+    """Reads files of a target's answers as one. num_duplicates: answers so far that are nearly those of an earlier file."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.num_duplicates = 0
+        self._known = Known()
+
+    def lines(self, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Where a line is and its object, of each line of the next file but duplicates. An object with answer_ids is an answer.
+
+        Raises ConfigError for a line that is no object or no sound answer, and where the facts beside the file tell of other
+        tokens; OSError.
+        """
+        if header_path(path).exists():
+            facts = read_header(path)
+            if facts.text("tokenizer_sha256") != tokenizer_identity(self.tokenizer):
+                raise ConfigError(
+                    f"{path} has answers of {facts.text('model')}, whose tokens are others; name the model that gave them"
+                )
+        texts = []
+        for line in read_lines(path):
+            where = f"{path}, line {line.number}"
+            value = parse_line(line.content, where)
+            if "answer_ids" in value:
+                check_answer(value, self.tokenizer, where)
+                texts.append(self.tokenizer.decode(value["answer_ids"]))
+                if self._known.has(texts[-1]):
+                    self.num_duplicates += 1
+                    continue
+            yield where, value
+        for text in texts:
+            self._known.add(text)

@@ -9,6 +9,7 @@ Every stage continues by itself where it was interrupted, and a finished one is 
 with the same numbers as one that was not, where no stage ends by the clock.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -22,7 +23,6 @@ import numpy as np
 import torch
 
 from cpuspec.backends import make_backend
-from cpuspec.batch.lines import read_lines
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
 from cpuspec.checkpoints.fields import read_json_object
@@ -38,7 +38,7 @@ from cpuspec.quantize.head_output import write_head
 from cpuspec.settings import EngineConfig, LevelSpec, SamplingParams, SpecConfig
 from cpuspec.speculation.drafters.vocab import same_tokens
 from cpuspec.text import make_tokenizer
-from cpuspec.train.answers import AnswerPlan, AnswersSummary, make_answers, read_answer
+from cpuspec.train.answers import AnswerFiles, AnswerPlan, AnswersSummary, make_answers
 from cpuspec.train.block import BlockLoss
 from cpuspec.train.chains import ChainLoss
 from cpuspec.train.distill import DistillLoss, read_answers
@@ -67,9 +67,10 @@ _HEAD_FORMAT = "iq4_nl"
 class AutoPlan:
     """What a run makes and how long it may take.
 
-    answers, max_tokens: the prompts, and of all answers the tokens. source: a head, or a small model, to go on with; None for a new
-    head. beside: other drafts that the chain names. hours: of all stages together, of which answers take up to half and training
-    the rest; 0 for no limit. vocab_size, intermediate_size: of a new head. epochs: of each training.
+    answers, max_tokens: the prompts, and of all answers the tokens. given: files of answers instead of these. source: a head, or
+    a small model, to go on with; None for a new head. beside: other drafts that the chain names. hours: of all stages together, of which
+    answers take up to half and training the rest; 0 for no limit. vocab_size, intermediate_size: of a new head. epochs: of each
+    training.
     """
 
     answers: AnswerPlan
@@ -81,6 +82,7 @@ class AutoPlan:
     intermediate_size: int = 0
     epochs: int = 3
     bf16: bool = False
+    given: tuple[Path, ...] = ()
 
 
 class Listener(NamedTuple):
@@ -142,10 +144,11 @@ def tune(
     with (out / "lock").open("wb") as lock:
         if not SYSTEM.try_lock(lock):
             raise ConfigError(f"{out} is in use by another run; wait for it, or name another directory")
-        told = {"model": file_identity(target.path), **asdict(plan)}
+        given = [hashlib.sha256(path.read_bytes()).hexdigest() for path in plan.given]
+        told = {"model": file_identity(target.path), **asdict(plan), "given": given}
         del told["hours"]
         progress = _Progress(out / PROGRESS, told)
-        if "answers" not in progress.done:
+        if "answers" not in progress.done and not plan.given:
             run.answer(progress)
         if run.small is None and "states" not in progress.done:
             run.extract(progress)
@@ -165,7 +168,7 @@ class _Run:
     ) -> None:
         self._target, self._out, self._plan = target, out, plan
         self._backend, self._settings, self._listener = backend, settings, listener
-        self._answers, self._states = out / "answers.jsonl", out / "states"
+        self._answers, self._states = plan.given or (out / "answers.jsonl",), out / "states"
         self.small: Checkpoint | None = None
         self._method = "mtp" if target.config.is_recurrent else "eagle3"
         inside = 0 if self._method == "mtp" else plan.intermediate_size
@@ -195,7 +198,7 @@ class _Run:
         most = {"max_seconds": _OF_ANSWERS * 3600 * plan.hours - before} if plan.hours else {}
         identity = file_identity(self._target.path)
         with LLM(self._target, "none", self._backend, settings=settings) as llm:
-            summary = make_answers(llm, identity, plan.answers, self._answers, plan.max_tokens, tell, **most)
+            summary = make_answers(llm, identity, plan.answers, self._answers[0], plan.max_tokens, tell, **most)
         progress.note("answers", before + summary.duration_s)
         if summary.interrupted:
             raise KeyboardInterrupt
@@ -209,7 +212,7 @@ class _Run:
         before = progress.seconds.get("states", 0.0)
         try:
             extractor = Extractor(backend, self._target, about.layers, about.top, length)
-            texts = read_texts([self._answers], make_tokenizer(self._target), length)
+            texts = read_texts(self._answers, AnswerFiles(make_tokenizer(self._target)), length)
             summary = extract(extractor, about, texts, self._states, on_progress=self._listener.on_states)
         finally:
             backend.close()
@@ -241,8 +244,8 @@ class _Run:
             plan.epochs, minutes, tokens=1024, longest=_LENGTH, rate=1e-3 if source is None else 6e-4, bf16=plan.bf16
         )
         if self.small is not None:
-            mine, theirs = make_tokenizer(self._target), make_tokenizer(self.small)
-            texts = read_answers(self._answers, mine, theirs, self._target.config.vocab_size)
+            files, theirs = AnswerFiles(make_tokenizer(self._target)), make_tokenizer(self.small)
+            texts = read_answers(self._answers, files, theirs, self._target.config.vocab_size)
             of_model = ModelJob(DistillLoss(_DRAFTED), replace(schedule, rate=1e-4), **how)
             return train_model(self.small, texts, directory, of_model, listener.on_step, listener.on_measured)
         loss = BlockLoss() if self._method == "block" else ChainLoss(self._method, steps, 0.6 if self._method == "mtp" else 0.8)
@@ -272,8 +275,8 @@ class _Run:
 
     def tried(self, spec: SpecConfig) -> dict[str, Any]:
         """Tokens a forward, and the speed over plain decoding, on prompts of answers that nothing was trained on."""
-        tokenizer = make_tokenizer(self._target)
-        lines = [read_answer(one.content, tokenizer, f"{self._answers}, line {one.number}") for one in read_lines(self._answers)]
+        files = AnswerFiles(make_tokenizer(self._target))
+        lines = [line for path in self._answers for _, line in files.lines(path)]
         held = lines[-max(1, int(_TRIED_SHARE * len(lines))) :]
         prompts = list({tuple(line["prompt_ids"]): None for line in held})[:_TRIED]
         params, settings = SamplingParams(max_tokens=_TRIED_TOKENS), replace(self._settings, max_sequences=1)

@@ -8,7 +8,7 @@ kept one.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from cpuspec.batch.lines import read_lines
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.model.transformer import decode
 from cpuspec.speculation.drafters.vocab import SharedTokens, same_tokens
 from cpuspec.text import Tokenizer
 from cpuspec.train.acceptance import Acceptance, chances
 from cpuspec.train.adapter import AdapterWeights
-from cpuspec.train.answers import check_tokenizer, read_answer
+from cpuspec.train.answers import AnswerFiles, check_answer
 from cpuspec.train.model_files import ModelWeights
 from cpuspec.train.rows import Rows, attended
 from cpuspec.train.samples import Sample
@@ -70,24 +69,24 @@ class Texts:
         return ids, np.arange(len(ids)) >= self._prompts[index]
 
 
-def read_answers(path: Path, target: Tokenizer, model: Tokenizer, num_rows: int) -> Texts:
-    """The answers of a file of `cpuspec train answers`, in the tokens of a model.
+def read_answers(paths: Sequence[Path], files: AnswerFiles, model: Tokenizer, num_rows: int) -> Texts:
+    """The answers of files of `cpuspec train answers`, at least one, in the tokens of a model.
 
-    They are split as the engine splits a target's text for a drafter. num_rows: of the target's logits. Raises CheckpointError and
-    ConfigError for a file that is none, or vocabularies with nothing in common.
+    They are split as the engine splits a target's text for a drafter. files: reads the target's answers. num_rows: of the target's
+    logits. Raises CheckpointError and ConfigError for a file that is none, or vocabularies with nothing in common.
     """
-    check_tokenizer(path, target)
+    target = files.tokenizer
     shared = None if same_tokens(target, model) else SharedTokens.find(target, num_rows, model, "the model")
     texts = []
-    for line in read_lines(path):
-        answer = read_answer(line.content, target, f"{path}, line {line.number}")
+    for where, answer in chain.from_iterable(map(files.lines, paths)):
+        check_answer(answer, target, where)
         prompt, ids = answer["prompt_ids"], answer["answer_ids"]
         if shared:
             prompt, ids = shared.prompt_for_draft(prompt), shared.text_for_draft(ids)
         texts.append((prompt + ids, len(prompt)))
     if not texts:
-        raise CheckpointError(f"{path} has no answers; wanted a file of `cpuspec train answers`")
-    return Texts(path, texts)
+        raise CheckpointError(f"{paths[0]} has no answers; wanted a file of `cpuspec train answers`")
+    return Texts(paths[0], texts)
 
 
 class Layout(NamedTuple):

@@ -14,16 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.backends import Backend
-from cpuspec.batch.lines import read_lines
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.heads.head import final_norm
 from cpuspec.errors import ConfigError
-from cpuspec.evaluate.prompts import parse_line
 from cpuspec.metrics import now_s
 from cpuspec.model.batch import F32, I32, ForwardBatch
 from cpuspec.platform import SYSTEM
 from cpuspec.text import Tokenizer
-from cpuspec.train.answers import check_tokenizer, read_answer
+from cpuspec.train.answers import AnswerFiles
 from cpuspec.train.prompts import line_ids
 from cpuspec.train.samples import FINAL, METADATA, MOST, Extraction, Sample, SampleSet, open_samples, shard_path, write_shard
 
@@ -83,36 +81,33 @@ def read_layers(text: str, num_layers: int) -> tuple[int | str, ...]:
 
 
 def usual_layers(num_layers: int) -> tuple[int | str, ...]:
-    """The layers that EAGLE-3 reads: it takes the inputs of layers 2, n/2 and n - 3, and the final state."""
+    """The layers that EAGLE-3 reads, the inputs of layers 2, n/2 and n - 3; and the final state, which only `mtp` reads."""
     inputs = dict.fromkeys(min(max(one, 1), num_layers) for one in (2, num_layers // 2, num_layers - 3))
     return (*(one - 1 for one in inputs), FINAL)
 
 
-def read_texts(paths: Sequence[Path], tokenizer: Tokenizer, max_length: int, all_count: bool = False) -> Iterator[ReadText]:
+def read_texts(paths: Sequence[Path], files: AnswerFiles, max_length: int, all_count: bool = False) -> Iterator[ReadText]:
     """The sequences of files, one after the other, in windows of at most `max_length` tokens.
 
     A `.jsonl` file has a text, messages, ids, or an answer in each line; any other is plain text. Tokens count for the loss that
-    the target generated, and with `all_count` all of a text that is no answer. Raises ConfigError for what is neither, and for
-    answers of another vocabulary.
+    the target generated, and with `all_count` all of a text that is no answer. files: reads answers. Raises ConfigError for what
+    is neither, and for answers of another vocabulary.
     """
     for path in paths:
-        whole = _lines(path, tokenizer, all_count) if path.suffix == ".jsonl" else _plain(path, tokenizer, max_length, all_count)
+        is_lines = path.suffix == ".jsonl"
+        whole = _lines(path, files, all_count) if is_lines else _plain(path, files.tokenizer, max_length, all_count)
         for text in whole:
             for begin in range(0, len(text.token_ids), max_length):
                 window = text.token_ids[begin : begin + max_length]
                 yield ReadText(window, min(max(text.num_prompt - begin, 0), len(window)))
 
 
-def _lines(path: Path, tokenizer: Tokenizer, all_count: bool) -> Iterator[ReadText]:
-    check_tokenizer(path, tokenizer)
-    for line in read_lines(path):
-        where = f"{path}, line {line.number}"
-        value = parse_line(line.content, where)
-        if "answer_ids" in value:
-            answer = read_answer(line.content, tokenizer, where)
-            yield ReadText(answer["prompt_ids"] + answer["answer_ids"], len(answer["prompt_ids"]))
+def _lines(path: Path, files: AnswerFiles, all_count: bool) -> Iterator[ReadText]:
+    for where, line in files.lines(path):
+        if "answer_ids" in line:
+            yield ReadText(line["prompt_ids"] + line["answer_ids"], len(line["prompt_ids"]))
         else:
-            ids = line_ids(value, tokenizer, where)
+            ids = line_ids(line, files.tokenizer, where)
             yield ReadText(ids, 0 if all_count else len(ids))
 
 

@@ -120,6 +120,11 @@ class Known:
         found = _hashes(text)
         return len(set(found) - self._runs) > (1 - _KNOWN_SHARE) * len(found)
 
+    def has(self, text: str) -> bool:
+        """Whether half of a text's runs of words, or more, are known."""
+        found = set(_hashes(text))
+        return bool(found) and len(found & self._runs) >= _KNOWN_SHARE * len(found)
+
     def add(self, text: str) -> None:
         """Know a text from now on."""
         self._runs.update(_hashes(text))

@@ -8,6 +8,7 @@ import hashlib
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count, islice
@@ -29,24 +30,32 @@ _USERS_TURN = "THE-USER-SAYS"  # what a chat template is cut at
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. id: unlike any other of its run. source: where it is from, for reports. text: for comparisons with others.
+    """One prompt. id: unlike any other of its run. source: where it is from, for reports.
 
-    ids: None where the target makes up the text itself, as what a user says.
+    text: all of it, for comparison with evaluation sets. said: what the user wrote, for comparison with other prompts; the chat
+    template's words and system messages are the same in many. ids: None where the target makes up what a user says.
     """
 
     id: str
     source: str
     text: str = ""
+    said: str = ""
     ids: tuple[int, ...] | None = None
 
 
 def read_line_prompts(path: Path, tokenizer: Tokenizer) -> Iterator[Prompt]:
     """A prompt of each line of a JSON-lines file: `messages`, `text` or `prompt`, or `ids`. Raises ConfigError for other lines."""
+    begin: list[int] = []  # of a rendered conversation, which ids may be
+    with suppress(ConfigError):
+        begin = users_turn(tokenizer)
     for line in read_lines(path):
         where = f"{path}, line {line.number}"
         value = parse_line(line.content, where)
         ids = line_ids(value, tokenizer, where)
-        yield Prompt(f"{path.name}:{line.number}", path.name, tokenizer.decode(ids), tuple(ids))
+        said = "\n".join(one.get("content") or "" for one in value.get("messages", ()) if one["role"] == "user")
+        if not said:
+            said = tokenizer.decode(ids[len(begin) :] if ids[: len(begin)] == begin else ids)
+        yield Prompt(f"{path.name}:{line.number}", path.name, tokenizer.decode(ids), said, tuple(ids))
 
 
 def line_ids(value: dict[str, Any], tokenizer: Tokenizer, where: str) -> list[int]:
@@ -87,7 +96,7 @@ def function_prompts(packages: Sequence[str], tokenizer: Tokenizer) -> Iterator[
         for line, text in functions[:_MOST_OF_A_FILE]:
             is_chat = tokenizer.has_chat_template and not is_chat
             said = [{"role": "user", "content": CHAT_FORMS["complete"].replace("{}", text)}] if is_chat else text + "\n"
-            yield Prompt(f"{package}/{place}:{line}", f"functions of {package}", text, tuple(prompt_ids(tokenizer, said)))
+            yield Prompt(f"{package}/{place}:{line}", f"functions of {package}", text, text, tuple(prompt_ids(tokenizer, said)))
 
 
 def _digest(text: str) -> bytes:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.platform import SYSTEM
 from cpuspec.settings import SamplingParams
 from cpuspec.text import make_tokenizer
-from cpuspec.train.answers import AnswerPlan, AnswersSummary, header_path, make_answers, tokenizer_identity
+from cpuspec.train.answers import AnswerFiles, AnswerPlan, AnswersSummary, header_path, make_answers, tokenizer_identity
 from tests.train.models import loaded, tiny
 
 FILES = [{"name": "tiny.gguf", "bytes": 1, "sha256": "0" * 64}]
@@ -76,6 +77,105 @@ def test_a_run_that_was_broken_off_anywhere_goes_on_to_the_same_bytes(
     assert summary.num_answer_tokens == sum(len(line["answer_ids"]) for line in lines(out))
     if 0 < share < 1:
         assert 0 < summary.num_answers < len(lines(out))
+
+
+def test_prompts_are_alike_by_what_users_wrote(llm: LLM, tmp_path: Path) -> None:
+    """The template's words and the system message are in every prompt: of two short questions none is left out for these."""
+    system = {
+        "role": "system",
+        "content": "you are a helpful assistant made by a company that is known for its short answers",
+    }
+    asked = ["what is osmosis", "what is inflation", "What is  osmosis?", SECRET, f"{SECRET} fourteen"]
+    path = tmp_path / "asked.jsonl"
+    path.write_text("".join(json.dumps({"messages": [system, {"role": "user", "content": one}]}) + "\n" for one in asked))
+    plan = AnswerPlan((path,), temperatures=(1.0,), max_answer_tokens=24)
+    summary = make_answers(llm, FILES, plan, tmp_path / "out.jsonl")
+    assert [line["id"] for line in lines(tmp_path / "out.jsonl")] == [f"asked.jsonl:{number}@1" for number in (1, 2, 4)]
+    assert summary.num_duplicate_prompts == 2
+    excluded = tmp_path / "excluded.txt"
+    excluded.write_text(system["content"])
+    refused = make_answers(llm, FILES, replace(plan, exclude=(excluded,)), tmp_path / "refused.jsonl").refused
+    assert len(refused) == 5, "an evaluation set is looked for in all of a prompt"
+
+
+def test_progress_counts_what_is_generated(llm: LLM, plan: AnswerPlan, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    summary = make_answers(
+        llm, FILES, plan, tmp_path / "out.jsonl", on_progress=lambda now: told.append((now.num_new_tokens, now.num_answers))
+    )
+    assert any(tokens and not answers for tokens, answers in told), "before the first answer is done"
+    assert told == sorted(told)
+    assert told[-1][0] == summary.num_new_tokens >= summary.num_answer_tokens
+
+
+def test_a_line_says_why_its_answer_ended(llm: LLM, tmp_path: Path, whole: tuple[bytes, AnswersSummary]) -> None:
+    for line in lines(tmp_path / "whole.jsonl"):
+        assert line["finish_reason"] == ("length" if len(line["answer_ids"]) == 24 else "stop")
+
+
+def test_parts_of_a_run_answer_each_prompt_once(
+    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, AnswersSummary]
+) -> None:
+    """Each part gives the answers that one run gives, and leaves out a prompt that is nearly one of another part."""
+    outs = [tmp_path / f"part{number}.jsonl" for number in (1, 2, 3)]
+    for number, out in enumerate(outs, 1):
+        make_answers(llm, FILES, replace(plan, part=(number, 3)), out)
+    of_parts = [line for out in outs for line in lines(out)]
+    ids = [line["id"] for line in of_parts]
+    assert len(set(ids)) == len(ids)
+    assert sum(bool(lines(out)) for out in outs) > 1
+    by_id = {line["id"]: line for line in of_parts}
+    of_whole = lines(tmp_path / "whole.jsonl")
+    assert all(by_id[line["id"]] == line for line in of_whole)
+    files = AnswerFiles(llm.tokenizer)
+    read = [line for out in outs for _, line in files.lines(out)]
+    assert len(read) + files.num_duplicates == len(of_parts)
+    before = outs[0].read_bytes()
+    outs[0].write_bytes(before[: len(before) // 2])
+    make_answers(llm, FILES, replace(plan, part=(1, 3)), outs[0])
+    assert outs[0].read_bytes() == before
+    with pytest.raises(ConfigError, match="part"):
+        make_answers(llm, FILES, replace(plan, part=(2, 3)), outs[0])
+
+
+def test_answers_that_an_earlier_file_has_are_read_once(llm: LLM, tmp_path: Path, whole: tuple[bytes, AnswersSummary]) -> None:
+    first, second = tmp_path / "whole.jsonl", tmp_path / "second.jsonl"
+    more = {"id": "x@0", "source": "x", "temperature": 0.0, "prompt_ids": [1], "answer_ids": llm.tokenizer.encode("osmosis is it")}
+    second.write_bytes(whole[0] + json.dumps(more).encode() + b"\n")
+    files = AnswerFiles(llm.tokenizer)
+    assert [line for _, line in files.lines(first)] == lines(first)
+    assert [line for _, line in files.lines(second)] == [more]
+    assert files.num_duplicates == len(lines(first))
+
+
+def test_a_file_from_before_parts_and_reasons_is_gone_on_with(
+    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, AnswersSummary]
+) -> None:
+    out = tmp_path / "whole.jsonl"
+    header = json.loads(header_path(out).read_text())
+    del header["part"]
+    header_path(out).write_text(json.dumps(header))
+    before = [{name: value for name, value in line.items() if name != "finish_reason"} for line in lines(out)]
+    out.write_text("".join(json.dumps(line) + "\n" for line in before[: len(before) // 2]))
+    make_answers(llm, FILES, plan, out)
+    assert [line["id"] for line in lines(out)] == [line["id"] for line in before]
+
+
+def test_many_refusals_are_not_written_anew_each_time(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, tasks, out = tmp_path / "prompts.jsonl", tmp_path / "tasks.txt", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps({"text": f"{SECRET} number {number}"}) + "\n" for number in range(300)))
+    tasks.write_text(SECRET)
+    num_writes = 0
+
+    def counted(path: Path, text: str) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        path.write_text(text)
+
+    monkeypatch.setattr("cpuspec.train.answers.write_file", counted)
+    make_answers(llm, FILES, AnswerPlan((prompts,), exclude=(tasks,)), out)
+    assert len(json.loads(header_path(out).read_text())["refused"]) == 300
+    assert num_writes < 60
 
 
 def test_answers_do_not_depend_on_how_many_run_at_once(
@@ -209,6 +309,8 @@ def test_two_runs_do_not_write_one_file(llm: LLM, plan: AnswerPlan, tmp_path: Pa
         {"num_self_made": 1, "temperatures": ()},
         {"num_self_made": 1, "temperatures": (-1.0,)},
         {"functions": ("a",), "max_answer_tokens": 0},
+        {"functions": ("a",), "part": (0, 2)},
+        {"functions": ("a",), "part": (3, 2)},
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:

@@ -99,11 +99,12 @@ def test_a_run_that_was_interrupted_ends_with_the_same_draft(
 def test_hours_that_are_over_end_answers_and_training(
     target: Checkpoint, plan: AutoPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = itertools.count(step=1000)
-    monkeypatch.setattr(answering, "now_s", lambda: float(next(clock)))
-    monkeypatch.setattr("cpuspec.train.loop.now_s", lambda: float(next(clock)))
-    done = tuned(target, tmp_path / "run", replace(plan, hours=1.0))
-    assert 2 <= done["answers"]["num_answers"] < 5, "1800 of 3600 seconds, of which each answer took 1000"
+    step_of_answers, step_of_training = itertools.count(step=100), itertools.count(step=1000)
+    monkeypatch.setattr(answering, "now_s", lambda: float(next(step_of_answers)))
+    monkeypatch.setattr("cpuspec.train.loop.now_s", lambda: float(next(step_of_training)))
+    longer = replace(plan, hours=1.0, answers=replace(plan.answers, max_answer_tokens=8))
+    done = tuned(target, tmp_path / "run", longer)
+    assert 2 <= done["answers"]["num_answers"] < 20, "1800 of 3600 seconds, of which four answers took 800"
     assert done["draft"]["best"]["epoch"] < 2
     assert done["chain"]["num_identical"] == done["chain"]["num_prompts"]
 
@@ -126,6 +127,20 @@ def test_a_small_model_is_taught_without_states(target: Checkpoint, plan: AutoPl
     assert list(done) == ["answers", "draft", "chain"]
     assert open_checkpoint(done["draft"]["path"]).config == small.config
     assert done["chain"]["num_identical"] == done["chain"]["num_prompts"]
+
+
+def test_answers_that_are_there_are_trained_on(target: Checkpoint, whole: Path, plan: AutoPlan, tmp_path: Path) -> None:
+    halves = [tmp_path / name for name in ("first.jsonl", "second.jsonl")]
+    lines = (whole / "answers.jsonl").read_bytes().splitlines(keepends=True)
+    halves[0].write_bytes(b"".join(lines[:5]))
+    halves[1].write_bytes(b"".join(lines[3:]))
+    done = tuned(target, tmp_path / "run", replace(plan, given=tuple(halves)))
+    assert list(done) == ["states", "draft", "chain"]
+    assert done["states"]["num_samples"] == len(lines)
+    assert (tmp_path / "run" / "draft.gguf").read_bytes() == (whole / "draft.gguf").read_bytes()
+    halves[1].write_bytes(b"".join(lines[3:-1]))
+    with pytest.raises(CheckpointError, match="with another given"):
+        tuned(target, tmp_path / "run", replace(plan, given=tuple(halves)))
 
 
 def test_what_cannot_be_trained_is_told_before_anything_is_computed(target: Checkpoint, plan: AutoPlan, tmp_path: Path) -> None:

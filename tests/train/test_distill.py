@@ -18,7 +18,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.text import make_tokenizer
 from cpuspec.train.adapter import AdapterWeights, LoraShape
-from cpuspec.train.answers import header_path
+from cpuspec.train.answers import AnswerFiles, header_path
 from cpuspec.train.distill import DistillLoss, DistillTraining, Layout, Texts, read_answers
 from cpuspec.train.job import ModelJob, train_model
 from cpuspec.train.loop import Schedule
@@ -50,11 +50,11 @@ def texts() -> Texts:
 def test_answers_in_other_tokens_are_refused(model: Checkpoint, tmp_path: Path) -> None:
     path, tokenizer = tmp_path / "answers.jsonl", make_tokenizer(model)
     path.write_text(json.dumps({"id": "a@0", "prompt_ids": [1], "answer_ids": [2, 3], "temperature": 0.0, "source": "x"}) + "\n")
-    assert len(read_answers(path, tokenizer, tokenizer, model.config.vocab_size)) == 1
+    assert len(read_answers([path], AnswerFiles(tokenizer), tokenizer, model.config.vocab_size)) == 1
     about = {"format": "cpuspec-answers", "version": 1, "model": "another", "tokenizer_sha256": "0" * 64}
     header_path(path).write_text(json.dumps(about))
     with pytest.raises(ConfigError, match="answers of another, whose tokens are others"):
-        read_answers(path, tokenizer, tokenizer, model.config.vocab_size)
+        read_answers([path], AnswerFiles(tokenizer), tokenizer, model.config.vocab_size)
 
 
 def test_a_masks_token_without_masks_is_refused(model: Checkpoint, texts: Texts, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from cpuspec.platform import SYSTEM
 from cpuspec.settings import EngineConfig
 from cpuspec.text import Tokenizer, make_tokenizer
 from cpuspec.train import extract as extracting
-from cpuspec.train.answers import header_path, tokenizer_identity
+from cpuspec.train.answers import AnswerFiles, header_path, tokenizer_identity
 from cpuspec.train.extract import Extractor, ExtractSummary, ReadText, extract, likeliest_ids, read_layers, read_texts, usual_layers
 from cpuspec.train.samples import FINAL, Extraction, open_samples
 from tests.train.models import tiny
@@ -252,20 +252,20 @@ def test_files_are_read_as_what_they_are(tmp_path: Path, tokenizer: Tokenizer) -
     answers.write_text(json.dumps(line) + "\n")
     others.write_text('{"ids": [1, 2, 3, 4, 5, 6]}\n{"text": "hello there"}\n')
     plain.write_text("hello there\n" * 3)
-    assert list(read_texts([answers], tokenizer, 5)) == [ReadText([1, 2, 3, 4, 5], 3), ReadText([6, 7], 0)]
-    hello, texts = tokenizer.encode("hello there"), list(read_texts([others], tokenizer, 100))
+    assert list(read_texts([answers], AnswerFiles(tokenizer), 5)) == [ReadText([1, 2, 3, 4, 5], 3), ReadText([6, 7], 0)]
+    hello, texts = tokenizer.encode("hello there"), list(read_texts([others], AnswerFiles(tokenizer), 100))
     assert texts == [ReadText([1, 2, 3, 4, 5, 6], 6), ReadText(hello, len(hello))]
-    assert [one.num_prompt for one in read_texts([others, plain], tokenizer, 100, all_count=True)] == [0, 0, 0]
-    ids = [token for text in read_texts([plain], tokenizer, 4) for token in text.token_ids]
+    assert [one.num_prompt for one in read_texts([others, plain], AnswerFiles(tokenizer), 100, all_count=True)] == [0, 0, 0]
+    ids = [token for text in read_texts([plain], AnswerFiles(tokenizer), 4) for token in text.token_ids]
     assert ids == tokenizer.encode("hello there\n" * 3, add_special=False)
 
 
 def test_a_long_plain_text_is_read_in_pieces(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plain.txt"
     path.write_text("".join(f"the {number} line\n" for number in range(50)))
-    whole = list(read_texts([path], tokenizer, 16))
+    whole = list(read_texts([path], AnswerFiles(tokenizer), 16))
     monkeypatch.setattr(extracting, "_PIECE_CHARACTERS", 30)
-    assert list(read_texts([path], tokenizer, 16)) == whole
+    assert list(read_texts([path], AnswerFiles(tokenizer), 16)) == whole
     assert {len(text.token_ids) for text in whole[:-1]} == {16}
 
 
@@ -275,17 +275,17 @@ def test_answers_of_another_vocabulary_and_broken_files_are_refused(tmp_path: Pa
     answers.write_text(json.dumps(line) + "\n")
     facts = {"format": "cpuspec-answers", "version": 1, "model": "other", "tokenizer_sha256": tokenizer_identity(tokenizer)}
     header_path(answers).write_text(json.dumps(facts))
-    assert len(list(read_texts([answers], tokenizer, 5))) == 1
+    assert len(list(read_texts([answers], AnswerFiles(tokenizer), 5))) == 1
     header_path(answers).write_text(json.dumps(facts | {"tokenizer_sha256": "0" * 64}))
     with pytest.raises(ConfigError, match="answers of other"):
-        list(read_texts([answers], tokenizer, 5))
+        list(read_texts([answers], AnswerFiles(tokenizer), 5))
     plain.write_bytes(b"hello \xff")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        list(read_texts([plain], tokenizer, 5))
+        list(read_texts([plain], AnswerFiles(tokenizer), 5))
     answers.write_text('{"answer_ids": [1]}\n')
     header_path(answers).unlink()
     with pytest.raises(ConfigError, match=r"answers\.jsonl, line 1"):
-        list(read_texts([answers], tokenizer, 5))
+        list(read_texts([answers], AnswerFiles(tokenizer), 5))
 
 
 @pytest.mark.parametrize(("top", "max_length"), [(-1, 10), (1 << 20, 10), (0, 0), (0, 1 << 20)])

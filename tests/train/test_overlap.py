@@ -86,6 +86,10 @@ def test_half_of_the_runs_make_a_duplicate() -> None:
     assert known.is_new("a few words")
     known.add("a few words")
     assert not known.is_new("A few words!")
+    assert known.has("A few words!")
+    assert [known.has(" ".join([*listed[:n], *other[n:]])) for n in (45, 20, 0)] == [True, False, False]
+    assert not known.has("...")
+    assert not Known().has("and so on and so forth " * 20), "repeated, but not known"
 
 
 def test_a_text_that_goes_round_in_a_loop_is_not_new() -> None:

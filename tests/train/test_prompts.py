@@ -112,6 +112,19 @@ def test_lines_have_texts_messages_or_ids(tmp_path: Path, tokenizer: Tokenizer) 
     assert [one.id for one in found] == [f"prompts.jsonl:{number}" for number in range(1, 5)]
 
 
+def test_what_users_wrote_is_told_from_the_templates_words(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "prompts.jsonl"
+    system, hello = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}
+    talk = [system, hello, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "and you"}]
+    values = [{"messages": talk}, {"ids": tokenizer.encode_chat([hello])}, {"text": "hello there"}, {"messages": [system]}]
+    path.write_text("\n".join(map(json.dumps, values)))
+    said = [one.said for one in read_line_prompts(path, tokenizer)]
+    assert said[0] == "hello there\nand you"
+    assert said[1].split()[:2] == ["hello", "there"]
+    assert said[2] == "hello there"
+    assert "be brief" in said[3], "a prompt without a user's words is compared whole"
+
+
 @pytest.mark.parametrize(
     "line",
     [
