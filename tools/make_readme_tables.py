@@ -23,7 +23,7 @@ START, END = "<!-- made by tools/make_readme_tables.py -->", "<!-- end of what i
 
 OWN = "cpuspec"
 # Benchmarks that time nothing: how busy the machine was is no matter.
-_COUNTING = ("identity", "certificates", "served_identity", "quantize", "training")
+_COUNTING = ("identity", "certificates", "served_identity", "quantize")
 
 Result = Mapping[str, Any]
 Cell = Callable[[Result], str | None]  # a file's text in a row of the table; None if it has none
