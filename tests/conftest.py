@@ -26,7 +26,6 @@ MARKS: Mapping[str, tuple[str, ...]] = {
 # parameter once: every family, every way, every drafter. The other combinations are slow.
 COMBINED = {  # by directory
     "backends": "adapters experts forward kv_formats latent layer_differences recurrent sharing",
-    "benchmarks": "predict_threads",
     "checkpoints": "adapters quantized safetensors",
     "engine": "adapters assemble engine faults grammar interleaving mixtures prefix_cache prompt_arithmetic recurrent_prefixes"
     " ways",
