@@ -28,13 +28,14 @@ def test_scores_are_the_log_probabilities_of_answers(llm: LLM) -> None:
     for tokens, prompt, answer, scores in zip(whole, prompts, answers, together, strict=False):
         assert len(scores) == len(tokens) - 1
         (alone,) = llm.score([tokens], 3)
-        # A scored text is a prompt: where prompts have an arithmetic of their own, so has the answer in it from its second token on.
+        # A scored text is all prompt. Where prompts have an arithmetic of their own, an answer has only its first token in it.
         same = 1 if has_prompt_arithmetic(llm.backend) else len(answer.token_ids)
         for found, wanted in ((scores[len(prompt) - 1 :][:same], answer.logprobs[:same]), (scores, alone)):
             assert [one.token_id for one in found] == [one.token_id for one in wanted]
             likely = [[one.logprob for one in scored] for scored in (found, wanted)]
             assert likely[0] == (likely[1] if llm.row_invariant else pytest.approx(likely[1], abs=1e-3))
-        assert [one.logprob for one in scores[len(prompt) - 1 :]] == pytest.approx([one.logprob for one in answer.logprobs], abs=0.2)
+        likely = [[one.logprob for one in scored] for scored in (scores[len(prompt) - 1 :], answer.logprobs)]
+        assert likely[0] == pytest.approx(likely[1], abs=0.2)
     assert llm.score([[5]]) == [[]]
     assert llm.score([]) == []
     with pytest.raises(ConfigError, match="token ids must be in"):
