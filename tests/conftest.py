@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from cpuspec.backends import numba_backend
+from cpuspec.config import ModelConfig
+from cpuspec.kernels import isa, linear
+
 # A machine may be busy: no example has to end within a time.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -28,14 +32,22 @@ COMBINED = {  # by directory
     "backends": "adapters experts forward kv_formats latent layer_differences recurrent sharing",
     "checkpoints": "adapters quantized safetensors",
     "engine": "adapters assemble engine faults grammar interleaving mixtures prefix_cache prompt_arithmetic recurrent_prefixes"
-    " ways",
-    "evaluate": "parity",
+    " scoring ways",
+    "evaluate": "certify parity replays",
     "kernels": "attention attention_plan",
     "model": "cache",
     "quantize": "cast methods",
     "server": "continuing nonce schema",
-    "speculation": "assistants constrained guarded head_oracles heads masks planner prefixes recurrent trees",
+    "speculation": "assistants constrained context guarded head_oracles heads masks planner prefixes recurrent trees",
     "train": "extract heads",
+}
+# Tests of these modules run in each arithmetic that prompts may have (`prompt_arithmetic`). In COMBINED it is one more parameter;
+# elsewhere the default run has every second test in bf16, and the others in codes.
+BOTH_ARITHMETICS = {
+    "engine": "adapters engine interleaving llm mixtures prefix_cache recurrent_prefixes scoring ways",
+    "evaluate": "certify parity replays",
+    "server": "continuing messages nonce ollama openai prefix_cache responses",
+    "speculation": "assistants constrained context heads prefixes recurrent sampled_heads trees",
 }
 PREFERRED = "numba"  # this backend has each value of the other parameters
 ROOT = Path(__file__).parent
@@ -47,11 +59,41 @@ _REFUSED = {
 }
 
 
+def _modules(names: Mapping[str, str]) -> list[Path]:
+    return [ROOT / directory / f"test_{name}.py" for directory, some in names.items() for name in some.split()]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of BOTH_ARITHMETICS in each."""
+    if metafunc.definition.path in _modules(BOTH_ARITHMETICS):
+        metafunc.parametrize("prompt_arithmetic", ["codes", "bf16"], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prompt_arithmetic(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The arithmetic in which numba computes tokens of prompts by default: the processor's own, or the test's parameter.
+
+    On a processor without tile registers (AMX) another one stands for bf16: activations of prompts have 16 bits. Fixtures that keep
+    an LLM for a module ask for this one, so that they are made anew.
+    """
+    wanted = getattr(request, "param", "")
+    with pytest.MonkeyPatch.context() as patch:
+        if wanted:
+            own = numba_backend._prompt_arithmetic
+
+            def chosen(asked: str, config: ModelConfig) -> str:
+                return own(asked, config) if asked != "auto" or config.head else wanted
+
+            patch.setattr(numba_backend, "_prompt_arithmetic", chosen)
+        if wanted == "bf16" and not isa.has_bf16_tiles():
+            patch.setattr(linear, "prompt_encoding", lambda name, precise=False: linear.activation_encoding(name, precise=True))
+        yield wanted
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test the marks of its place."""
     marks: dict[Path, list[str]] = {path: [] for path in dict.fromkeys(item.path for item in items)}
-    combined = [f"{directory}/test_{name}.py" for directory, names in COMBINED.items() for name in names.split()]
-    for mark, places in {**MARKS, "combined": combined}.items():
+    for mark, places in {**MARKS, "combined": _modules(COMBINED)}.items():
         paths = [ROOT / place for place in places]
         missing = [path for path in paths if not path.exists()]
         assert not missing, f"tests/conftest.py has the mark {mark} for files that do not exist: {missing}"
@@ -59,12 +101,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if any(file.is_relative_to(path) for path in paths):
                 found.append(mark)
     tests: dict[tuple[Path, str], list[pytest.Item]] = {}
+    in_turn: dict[Path, dict[tuple[str, str], int]] = {}  # the number of each test without its arithmetic
     for item in items:
         for mark in marks[item.path]:
             item.add_marker(mark)
         given = {mark.name for mark in item.iter_markers()}
-        if "combined" in given and not given & {"slow", "skip"} and hasattr(item, "callspec"):
+        if given & {"slow", "skip"} or not hasattr(item, "callspec"):
+            continue
+        if "combined" in given:
             tests.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+        elif arithmetic := item.callspec.params.get("prompt_arithmetic"):
+            others = repr([value for name, value in item.callspec.params.items() if name != "prompt_arithmetic"])
+            turns = in_turn.setdefault(item.path, {})
+            if turns.setdefault((item.originalname, others), len(turns)) % 2 != (arithmetic == "bf16"):
+                item.add_marker("slow")
     for combinations in tests.values():
         for item in _spare(combinations):
             item.add_marker("slow")

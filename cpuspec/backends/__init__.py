@@ -137,6 +137,15 @@ def has_prompt_arithmetic(backend: Backend) -> bool:
     return getattr(backend, "prompt_arithmetic", "codes") != "codes"  # only some backends have a choice
 
 
+def num_of_prompt(backend: Backend, num_prompt_tokens: int, start: int) -> int:
+    """How many tokens from number `start` on are computed as a prompt's, in a sequence whose first `num_prompt_tokens` are its
+    prompt's: 0 where a backend has one arithmetic for all. Nothing else decides a token's arithmetic.
+
+    A text that is scored for a request is a prompt as a whole; one that is measured (perplexity) is all an answer's.
+    """
+    return max(num_prompt_tokens - start, 0) if has_prompt_arithmetic(backend) else 0
+
+
 def stop_forward(backend: Backend) -> None:
     """End the running forward, if its batch `stops_early` and the backend is able to. Any thread may call this at any time."""
     if stop := getattr(backend, "stop", None):

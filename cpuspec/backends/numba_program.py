@@ -25,6 +25,7 @@ from cpuspec.kernels import (
     attention_bf16,
     attention_plan,
     embed,
+    isa,
     kv_rows,
     latent,
     layout,
@@ -312,7 +313,7 @@ class ProgramWriter:
         value_dims = mixer.mixed_dims
         out, kv_format = self._rows("attention", mixer.heads * value_dims), self._kv_format.name
         kernel, together = attention.attend_kernel, attention.QUERIES
-        if self.of_prompts and mixer.dims % 2 == 0:
+        if self.of_prompts and isa.has_bf16_dots() and mixer.dims % 2 == 0:
             kernel, together = attention_bf16.attend_kernel, MAX_QUERIES
         address = kernel(kv_format, mixer.window is not None, mixer.softcap > 0)
         if mixer.latent:

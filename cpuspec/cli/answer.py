@@ -103,21 +103,18 @@ class ExactCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether the answers agree as they must: drafts may change a sampled answer, never a greedy one."""
-        return self.identical or not self.greedy
+        """Whether the answers agree as they must: only sampled ones may differ, where rows are not invariant."""
+        return self.identical or not (self.greedy or self.row_invariant)
 
     def __str__(self) -> str:
         if self.identical:
             return f"verified without drafts: identical, {self.num_tokens} tokens"
         where = f"the answer without drafts differs from token {self.first_difference} on"
-        if self.greedy and not self.row_invariant:
-            return f"error: {where}; this backend cannot promise that it does not, where two tokens are nearly as likely: numba can"
+        if self.row_invariant:
+            return f"error: {where}, and answers{'' if self.greedy else ' of one seed'} must not; please report this"
         if self.greedy:
-            return f"error: {where}, and greedy answers must not; please report this"
-        return (
-            f"{where}: sampled answers may, with the same distribution, unless drafts are looked up (ngram, suffix); "
-            "`cpuspec certify` tests the distribution"
-        )
+            return f"error: {where}; this backend cannot promise that it does not, where two tokens are nearly as likely: numba can"
+        return f"{where}: on this backend sampled answers may, with the same distribution; `cpuspec certify` tests that"
 
 
 def check_exact(answer: StreamedAnswer, plain: StreamedAnswer, row_invariant: bool) -> ExactCheck | None:

@@ -515,10 +515,11 @@ class LLM:
 
     def memory(self) -> list[LevelMemory]:
         """The memory of each model: draft models first, beginning with the cheapest, then the target."""
-        return [
-            LevelMemory(name, context.backend.weight_bytes, context.backend.shared_bytes, context.prefixes.kv_bytes)
-            for name, context in self._contexts
-        ]
+        with self._shared.exclusive():
+            return [
+                LevelMemory(name, context.backend.weight_bytes, context.backend.shared_bytes, context.prefixes.kv_bytes)
+                for name, context in self._contexts
+            ]
 
     def reads(self) -> list[LevelReads]:
         """The forwards of each model so far and the weights that they read, in the order of `memory`."""

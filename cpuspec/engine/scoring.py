@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from cpuspec.backends import Backend
+from cpuspec.backends import Backend, num_of_prompt
 from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.model.batch import F32, ForwardBatch
 from cpuspec.model.cache import KVCache
@@ -18,9 +18,9 @@ _ROWS = 64  # of a step: their logits are held, 39 MB with 152 thousand ids, and
 class Scorer:
     """Logits of texts, one after the other. The beginning that a text shares with the one before is not computed again."""
 
-    def __init__(self, backend: Backend, capacity: int, adapters: AdapterSet = ()) -> None:
-        """capacity: tokens of the longest text."""
-        self._backend, self._adapters = backend, adapters
+    def __init__(self, backend: Backend, capacity: int, adapters: AdapterSet = (), num_prompt: int = 0) -> None:
+        """capacity: tokens of the longest text. num_prompt: how many of a text's tokens are its prompt's (`num_of_prompt`)."""
+        self._backend, self._adapters, self._num_prompt = backend, adapters, num_prompt
         self.cache = backend.new_cache(1, capacity)  # of the last text, or of its first tokens
         self._held: list[int] = []  # tokens whose keys and values the cache holds
 
@@ -30,8 +30,9 @@ class Scorer:
         shared = min(shared_prefix(self._held, list(tokens)), first)
         begin = self.cache.truncate(0, shared)
         self._held = list(tokens[:begin])
-        for start in range(begin, len(tokens), max_rows):
-            rows = np.asarray(tokens[start : start + max_rows], np.int32)
+        while (start := len(self._held)) < len(tokens):
+            of_prompt = num_of_prompt(self._backend, self._num_prompt, start)
+            rows = np.asarray(tokens[start : start + min(max_rows, of_prompt or max_rows)], np.int32)
             logits = self._backend.forward(
                 ForwardBatch(
                     tokens=rows,
@@ -40,6 +41,7 @@ class Scorer:
                     q_start=np.array([0, len(rows)], np.int32),
                     logit_rows=None if start >= first else np.arange(first - start, len(rows), dtype=np.int32),
                     adapters=(self._adapters,),
+                    of_prompts=of_prompt > 0,
                 ),
                 self.cache,
             ).logits
@@ -68,7 +70,8 @@ class ScoringJob:
         """
         self._prompts, self._num_top, self._keep = prompts, num_top, keep
         self._scores: list[list[TokenLogprobs]] = [[] for _ in prompts]
-        self._scorer = Scorer(backend, max(map(len, prompts), default=1), adapters)
+        longest = max(map(len, prompts), default=1)
+        self._scorer = Scorer(backend, longest, adapters, num_prompt=longest)
         self._max_rows = min(_ROWS, backend.max_rows)
         self._unread = deque(sorted(range(len(prompts)), key=prompts.__getitem__))  # the first one has unread tokens
         self._skip_scored()

@@ -261,12 +261,14 @@ def check_states(backend: Backend, prompts: list[list[int]], on_progress: OnProg
 
 
 def plain_rows(backend: Backend, prompt: list[int]) -> dict[Beginning, F32]:
-    """The model's logits [V] after the prompt and after each beginning of an answer that can be sampled, from scratch."""
+    """The model's logits [V] after the prompt and after each beginning of an answer that can be sampled, from scratch, in the
+    arithmetic that answers have.
+    """
     rows: dict[Beginning, F32] = {}
     beginnings: list[Beginning] = [()]
     for _ in range(_LENGTH):
         for path in beginnings:
-            *_, last = logits_of(backend, [*prompt, *path], backend.max_rows)
+            *_, last = logits_of(backend, [*prompt, *path], backend.max_rows, num_prompt=len(prompt))
             rows[path] = last[-1].copy()
         beginnings = [(*path, token) for path in beginnings for token in _likeliest(rows[path])]
     return rows

@@ -189,7 +189,7 @@ class LiveSide:
     def rows(self, number: int, text: list[int]) -> Iterator[LogitRow]:
         """Feed the text to an empty cache, in chunks as long as the backend takes. Raises BackendError for NaN and infinity."""
         position = 0
-        for chunk in logits_of(self._backend, text, self._backend.max_rows):
+        for chunk in logits_of(self._backend, text, self._backend.max_rows, num_prompt=len(self._questions[number].ids)):
             finite = np.isfinite(chunk).all(axis=1)
             if not finite.all():
                 where = f"after token {position + int(finite.argmin())} of prompt {number + 1}"

@@ -163,6 +163,9 @@ def _compare(
     return meter.quality(difference)
 
 
-def logits_of(backend: Backend, tokens: Sequence[int], chunk: int, first: int = 0) -> Iterator[F32]:
-    """Logits [rows, V] of a text fed to an empty cache, up to `chunk` rows at a time, from the row `first` on."""
-    return Scorer(backend, len(tokens)).logits(tokens, first, chunk)
+def logits_of(backend: Backend, tokens: Sequence[int], chunk: int, first: int = 0, num_prompt: int = 0) -> Iterator[F32]:
+    """Logits [rows, V] of a text fed to an empty cache, up to `chunk` rows at a time, from the row `first` on.
+
+    num_prompt: as in `Scorer`.
+    """
+    return Scorer(backend, len(tokens), num_prompt=num_prompt).logits(tokens, first, chunk)

@@ -7,11 +7,12 @@ depends on nothing but the state), feed it again, and compare the rows of every 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 import numpy as np
 
-from cpuspec.backends import Backend
+from cpuspec.backends import Backend, has_prompt_arithmetic
 from cpuspec.model.batch import F32, ForwardBatch
 from cpuspec.model.cache import KVCache
 
@@ -49,12 +50,18 @@ class Replays:
 def check_replays(backend: Backend, texts: Sequence[Sequence[int]]) -> Replays:
     """Feed the beginning of each text in several ways, and compare the logits of all rows with those of one forward.
 
-    Bits where the backend's rows are invariant, and else within TOLERANCE. The same texts are always fed alike.
+    Bits where the backend's rows are invariant, and else within TOLERANCE. The same texts are always fed alike: as tokens of
+    answers, and once more as those of prompts where these have an arithmetic of their own.
     """
     cut = [list(text[: min(_LENGTH, backend.max_rows)]) for text in texts]
-    whole = [_fed(backend, backend.new_cache(1, len(text)), [0], [text]) for text in cut]
-    runs = [Replay(name, *_compared(backend, cut, whole, *way)) for name, way in _WAYS.items()]
-    return Replays(len(cut), tuple(runs), _control(backend, cut[0], whole[0]))
+    runs, control_seen = list[Replay](), True
+    for of_prompts in (False, True) if has_prompt_arithmetic(backend) else (False,):
+        feed = partial(_fed, backend, of_prompts)
+        whole = [feed(backend.new_cache(1, len(text)), [0], [text]) for text in cut]
+        where = ", as a prompt" if of_prompts else ""
+        runs += [Replay(name + where, *_compared(backend, feed, cut, whole, *way)) for name, way in _WAYS.items()]
+        control_seen &= _control(backend, feed, cut[0], whole[0])
+    return Replays(len(cut), tuple(runs), control_seen)
 
 
 class _Sizes:
@@ -73,6 +80,7 @@ class _Sizes:
         return self._rng.integers(0, self._vocab_size, self._rng.integers(0, _MOST_WRONG + 1)).tolist()
 
 
+_Feeding = Callable[[KVCache, list[int], list[list[int]]], F32]  # slots, their next tokens -> logits of all of them
 _Way = Callable[[KVCache, int, _Sizes], tuple[int, int, list[int]]]  # where it begins, where it ends, wrong tokens after these
 
 
@@ -103,7 +111,7 @@ _WAYS: dict[str, tuple[_Way, bool]] = {
 
 
 def _compared(
-    backend: Backend, texts: list[list[int]], whole: list[F32], way: _Way, copies: bool
+    backend: Backend, feed: _Feeding, texts: list[list[int]], whole: list[F32], way: _Way, copies: bool
 ) -> tuple[int, tuple[int, int] | None]:
     """The rows that were compared, and the first that differs. Two texts share each forward."""
     sizes, num_rows = _Sizes(backend.config.vocab_size), 0
@@ -119,7 +127,7 @@ def _compared(
                 assert cache.truncate(slots[number], begin) == begin, "it was reachable"
                 rows.append((texts[number][begin:end] + wrong)[: backend.max_rows])
                 spans.append((begin, end))
-            got = _fed(backend, cache, [slots[number] for number in running], rows)
+            got = feed(cache, [slots[number] for number in running], rows)
             at = 0
             for number, fed, (begin, end) in zip(running, rows, spans, strict=True):
                 differing = _first_difference(backend, got[at : at + end - begin], whole[number][begin:end])
@@ -135,12 +143,12 @@ def _compared(
     return num_rows, None
 
 
-def _control(backend: Backend, text: list[int], whole: F32) -> bool:
+def _control(backend: Backend, feed: _Feeding, text: list[int], whole: F32) -> bool:
     """Whether a rejected draft that stays in the place of the last of some tokens shows in the row after it."""
     length = len(text) // 2
     cache = backend.new_cache(1, len(text))
-    _fed(backend, cache, [0], [[*text[: length - 1], (text[length - 1] + 1) % backend.config.vocab_size]])
-    got = _fed(backend, cache, [0], [text[length : length + 1]])
+    feed(cache, [0], [[*text[: length - 1], (text[length - 1] + 1) % backend.config.vocab_size]])
+    got = feed(cache, [0], [text[length : length + 1]])
     return _first_difference(backend, got, whole[length : length + 1]) is not None
 
 
@@ -152,11 +160,11 @@ def _first_difference(backend: Backend, got: F32, wanted: F32) -> int | None:
     return None if same.all() else int(same.argmin())
 
 
-def _fed(backend: Backend, cache: KVCache, slots: list[int], rows: list[list[int]]) -> F32:
+def _fed(backend: Backend, of_prompts: bool, cache: KVCache, slots: list[int], rows: list[list[int]]) -> F32:
     """Append tokens to slots in one forward, or in one for each where they do not fit; the logits of all of them."""
     if len(slots) > 1 and sum(map(len, rows)) > backend.max_rows:
-        return np.concatenate([_fed(backend, cache, [slot], [some]) for slot, some in zip(slots, rows, strict=True)])
+        return np.concatenate([_fed(backend, of_prompts, cache, [slot], [some]) for slot, some in zip(slots, rows, strict=True)])
     positions = [cache.lengths[slot] + i for slot, some in zip(slots, rows, strict=True) for i in range(len(some))]
     starts = np.cumsum([0, *map(len, rows)]).tolist()
-    batch = ForwardBatch([token for some in rows for token in some], positions, slots, starts)
+    batch = ForwardBatch([token for some in rows for token in some], positions, slots, starts, of_prompts=of_prompts)
     return backend.forward(batch, cache).logits.copy()

@@ -86,10 +86,10 @@ class ServedModel:
         most = self.llm.context_length - 1
         return min(most, self.config.max_prompt_tokens or most)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its weights, and of its keys and values now."""
-        return sum(level.weight_bytes - level.shared_bytes + level.kv_bytes for level in self.llm.memory())
+    async def num_bytes(self) -> int:
+        """Bytes of its weights, and of its keys and values now. Waits for the running step."""
+        levels = await asyncio.to_thread(self.llm.memory)
+        return sum(level.weight_bytes - level.shared_bytes + level.kv_bytes for level in levels)
 
     async def in_worker(self, function: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) -> _T:
         """Call the function in a worker thread, and return what it returns. Tokenization and templates may take a while."""

@@ -313,9 +313,9 @@ async def loaded(request: Request) -> Response:
     server = server_of(request)
     server.check_ready()
     rows = []
-    for model in server.models.values():
+    for model in list(server.models.values()):
         more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0, "context_length": model.llm.context_length}
-        rows.append(_row(server, server.shown_name(model)) | {"size": model.num_bytes} | more)
+        rows.append(_row(server, server.shown_name(model)) | {"size": await model.num_bytes()} | more)
     return json_response({"models": rows})
 
 

@@ -146,7 +146,7 @@ class Server:
         """Close idle models until `num_bytes` fit. Returns whether they fit or no model is loaded. keep: a model that stays."""
         gb = self.config.models_gb
         limit = default_models_bytes() if gb is None else int(gb * 1e9)
-        while sum(model.num_bytes for model in self.models.values()) + num_bytes > limit:
+        while sum([await model.num_bytes() for model in list(self.models.values())]) + num_bytes > limit:
             idle = next((model for model in self.models.values() if not model.num_users and model.name != keep), None)
             if idle is None:
                 return not self.models

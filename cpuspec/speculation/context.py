@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.backends import Backend, has_prompt_arithmetic
+from cpuspec.backends import Backend, has_prompt_arithmetic, num_of_prompt
 from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.formats.tensor import U8
@@ -276,9 +276,9 @@ class Context:
     def insert_rows(self, cache: KVCache, tokens: list[int], salt: str = "") -> None:
         """Keep tokens that another cache of this backend has in its first slot, for later sequences of a salt.
 
-        Does nothing if no prefixes are kept, for recurrent states, and if tokens of prompts have an arithmetic of their own.
+        They are tokens of prompts. Does nothing if no prefixes are kept, and for recurrent states.
         """
-        if not self.prefixes.store or not self.cache.blocks or self.cache.states or self._separates:
+        if not self.prefixes.store or not self.cache.blocks or self.cache.states:
             return
         size = self.cache.blocks.size
         blocks = [cache.read_block(0, at // size, min(size, len(tokens) - at)) for at in range(0, len(tokens), size)]
@@ -411,8 +411,11 @@ class Context:
             tokens = self._held[slot][: fits if length is None else length]
             with suppress(MemoryError):
                 for wanted in (*self._untaken[slot], len(tokens)) if self.cache.states else ():
-                    if wanted <= len(tokens):
-                        self.cache.take_snapshot(slot, wanted, self._hidden_at(slot, wanted))
+                    hidden = self._hidden_at(slot, wanted)
+                    # One with the hidden state that a head reads is worth more than a few tokens.
+                    better = self.hidden_layers and not len(hidden) and self.cache.snapshots(slot)
+                    if wanted <= len(tokens) and not any(0 <= wanted - taken < self.prefixes.many for taken in better or ()):
+                        self.cache.take_snapshot(slot, wanted, hidden)
                 store.copy_from_slot(slot, tokens, used, self._salts[slot])
 
     def _begin_hidden(self, seq: Sequence, num_cached: int) -> int:
@@ -525,7 +528,7 @@ class Context:
 
     def _num_prompt(self, seq: Sequence, num_held: int) -> int:
         """`_Feed.num_prompt` of a sequence whose slot holds that many tokens."""
-        return max(seq.num_prompt_tokens - num_held, 0) if self._separates else 0
+        return num_of_prompt(self.backend, seq.num_prompt_tokens, num_held)
 
     def _fit(self, output: ForwardOutput) -> ForwardOutput:
         """Cut or pad the rows to `vocab_size` logits, and make tokens that are not `possible` impossible."""
@@ -574,7 +577,7 @@ class Context:
         parents = _tree_parents(feeds, q_start, positions) if not of_prompts and any(feed.tree for feed in feeds) else None
         batch = ForwardBatch(
             tokens, positions, slots, q_start, parents, logit_rows, hidden_layers, of_prompts=of_prompts, stops_early=stops_early,
-            adapters=[feed.adapters for feed in feeds[: len(slots)]], num_ahead=num_ahead, ends=ends,
+            adapters=[feed.adapters for feed in feeds[: len(slots)]], num_ahead=0 if of_prompts else num_ahead, ends=ends,
         )  # fmt: skip
         begin_s = now_s()
         output = self.backend.forward(batch, self.cache)

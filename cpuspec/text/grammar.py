@@ -79,7 +79,10 @@ class Grammars:
         bad = self._bad_words(params.bad_words)
         if not (ends or bad or params.allowed_token_ids):
             return grammar
-        return Limited(grammar, self._tokenizer.vocab_size, params.min_tokens, ends, params.allowed_token_ids, bad)
+        found = Limited(grammar, self._tokenizer.vocab_size, params.min_tokens, ends, params.allowed_token_ids, bad)
+        if found.legal(()) is None:
+            raise ConfigError("no token may begin the answer: allowed_token_ids, bad_words and the grammar leave none; loosen one")
+        return found
 
     def _bad_words(self, words: Sequence[str]) -> set[tuple[int, ...]]:
         """The tokens of each text, as it stands at a text's beginning and after a space."""

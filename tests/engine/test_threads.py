@@ -419,3 +419,12 @@ def test_a_thread_that_generates_leaves_its_turn_to_one_that_asks_for_it() -> No
 
     in_threads(generate, ask)
     assert sorted(waited)[len(waited) // 2] <= 3
+
+
+def test_figures_of_memory_wait_for_the_running_step() -> None:
+    llm, told = toy_llm(), threading.Event()
+    asking = threading.Thread(target=lambda: (llm.memory(), told.set()), daemon=True)
+    with llm._shared.exclusive():
+        asking.start()
+        assert not told.wait(0.2)
+    assert told.wait(300)

@@ -185,6 +185,15 @@ def test_bad_words_never_come_and_their_beginnings_do(llm: LLM, way: dict[str, A
         assert not any(found[0][at : at + len(ids)] == ids for at in range(len(found[0])))
 
 
+def test_limits_that_leave_no_first_token_are_refused(llm: LLM) -> None:
+    token = next(one for one in range(300) if llm.tokenizer.encode(llm.tokenizer.decode([one]), add_special=False) == [one])
+    bad = llm.tokenizer.decode([token])
+    with pytest.raises(ConfigError, match="no token may begin the answer"):
+        llm.generate("the cat", allowed_token_ids=[token], bad_words=bad, **LONG)
+    both = {"allowed_token_ids": [token, token + 1], "bad_words": bad}
+    assert set(llm.generate("the cat", **both, **LONG)[0].token_ids) == {token + 1}
+
+
 def test_the_stop_text_and_special_tokens_are_shown_on_request(llm: LLM) -> None:
     usual = llm.generate("the cat", **LONG)[0].text
     stop = usual[5:8]

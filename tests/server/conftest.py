@@ -17,7 +17,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def running(path: Any) -> Iterator[Running]:
+def running(path: Any, prompt_arithmetic: str) -> Iterator[Running]:
     with serving(lambda: load(path)) as found:
         yield found
 
@@ -33,6 +33,6 @@ def theirs(running: Running) -> anthropic.Anthropic:
 
 
 @pytest.fixture(scope="module")
-def llm(path: Any) -> Iterator[LLM]:
+def llm(path: Any, prompt_arithmetic: str) -> Iterator[LLM]:
     with load(path) as offline:
         yield offline

@@ -121,8 +121,9 @@ def test_control_tokens_that_a_client_writes_count_in_raw_prompts_and_never_in_m
 def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, llm: LLM, max_tokens: int, stream: bool) -> None:
     texts = ["the dog sat on the mat", "the dog", "a cat " * 40]
     ids = [llm.tokenizer.encode_prompt(text) for text in texts]
-    new = [one.token_ids for one in llm.generate(ids, SamplingParams(max_tokens=3))]
-    wanted = llm.score([one + more[:max_tokens] for one, more in zip(ids, new, strict=True)], 2)
+    answers = llm.generate(ids, SamplingParams(max_tokens=3, logprobs=2))
+    new = [one.token_ids for one in answers]
+    wanted = [scores + one.logprobs[:max_tokens] for scores, one in zip(llm.score(ids, 2), answers, strict=True)]
     options: dict[str, Any] = {"max_tokens": max_tokens, "echo": True, "logprobs": 2, "stream": stream}
     answer: Any = client.completions.create(prompt=ids, **GREEDY, **options)
     choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
