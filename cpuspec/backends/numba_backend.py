@@ -127,7 +127,7 @@ class NumbaBackend:
         self._embed = checkpoint.tensors["embed"]
         self._layer_embed = checkpoint.tensors.get("layer_embed")
         self._num_logits = round_up(c.num_logits, TILE)  # of a row, padded
-        tensors = weight_tensors(checkpoint, casts, partial(Cast, recode=encode.recode))
+        tensors = weight_tensors(checkpoint, casts, partial(Cast, recode=encode.recode, maker=machine_code.fingerprint()))
         matrices = {name: t for name, t in tensors.items() if is_matrix(name, t.shape) and name not in ("embed", "layer_embed")}
 
         limit_bytes = memory_limit(engine.memory)
