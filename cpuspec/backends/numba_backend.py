@@ -98,7 +98,7 @@ class _Storage:
 
 
 class NumbaBackend:
-    """The transformer on packed int4 to int8 (or 16- and 32-bit) weights, with int8 activations, row-invariant to the bit.
+    """The transformer on packed weights of 1 to 32 bits, with activations in 8 or 16 bits or floats, row-invariant to the bit.
 
     share: a backend whose threads this one uses, and whose packed weights of every tensor object that both checkpoints hold.
     The two run in turn, and closing `share` ends both.
@@ -127,7 +127,7 @@ class NumbaBackend:
         self._embed = checkpoint.tensors["embed"]
         self._layer_embed = checkpoint.tensors.get("layer_embed")
         self._num_logits = round_up(c.num_logits, TILE)  # of a row, padded
-        tensors = weight_tensors(checkpoint, casts, partial(Cast, recode=encode.recode))
+        tensors = weight_tensors(checkpoint, casts, partial(Cast, recode=encode.recode, maker=machine_code.fingerprint()))
         matrices = {name: t for name, t in tensors.items() if is_matrix(name, t.shape) and name not in ("embed", "layer_embed")}
 
         limit_bytes = memory_limit(engine.memory)
@@ -314,7 +314,7 @@ class NumbaBackend:
             if storage.windows:
                 storage.forget(length - SLACK)
         expert_bytes = int(entered.state["expert_bytes"])  # of all forwards
-        output.weight_bytes = times * (adapter_bytes + self.matrices.read_bytes(num_logits, 0)) + expert_bytes
+        output.weight_bytes = times * (adapter_bytes + self.matrices.read_bytes(num_logits)) + expert_bytes
         if num_logits <= argmax.MOST_ROWS:
             output.best = self._picked[:num_logits]
         return output

@@ -42,7 +42,8 @@ _SMALL = 768  # hidden size under which a model is small
 _RESULTS = ("out", "stride", "num_tiles")  # fields of a matrix whose products adapters add to
 
 # Of each thread, for partial results where threads share the attention of a sequence. Pages become memory as they are written. Rows
-# whose results do not fit are not split (`attention_plan`): those of 64 queries of a key head fit up to 131,072 tokens.
+# whose results do not fit are not split (`attention_plan`): 64 queries of a key head fit up to 131,072 tokens, and 128, as AVX-512
+# BF16 has them, up to half of that.
 _PARTIALS_BYTES = 32 << 20
 
 

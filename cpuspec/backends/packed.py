@@ -31,12 +31,11 @@ from cpuspec.backends.weights import WeightTensor, check_room
 from cpuspec.checkpoints.fields import Fields, parse_json_object
 from cpuspec.checkpoints.mapped import give_back_pages, map_all_pages, place_in_file
 from cpuspec.environment import cache_dir, packed_limit_bytes, sources_digest, who_else_writes
-from cpuspec.errors import BackendError, CheckpointError
+from cpuspec.errors import BackendError, CheckpointError, FormatError
 from cpuspec.files import replacing, write_file
 from cpuspec.formats import Cast
 from cpuspec.formats.packing import PackedTensor, aligned_bytes, num_tiles, pack, round_up, tile_bytes
 from cpuspec.formats.tensor import U8
-from cpuspec.kernels import machine_code
 from cpuspec.platform import SYSTEM
 
 # Packing fewer bytes takes no longer than looking for them on the disk.
@@ -77,7 +76,7 @@ def packed_matrices(
             except (OSError, ValueError) as error:
                 why = str(error)
         check_room(sum(map(packed_bytes, tensors.values())), why_not_on_disk=why)
-        return dict(zip(tensors, pool.map(_pack, tensors.values()), strict=True))
+        return dict(zip(tensors, pool.map(_pack, tensors, tensors.values()), strict=True))
 
 
 def packed_bytes(tensor: WeightTensor) -> int:
@@ -248,7 +247,7 @@ class _PackedFile:
         writing = threading.Lock()
 
         def pack_into_file(name: str) -> None:
-            packed = _pack(self._tensors[name])
+            packed = _pack(name, self._tensors[name])
             with writing:
                 file.seek(self._start + self._offsets[name])
                 file.write(packed.data.data)
@@ -368,9 +367,12 @@ def _note_verified(path: Path, status: os.stat_result) -> None:
         write_file(_marker(path), json.dumps(_verification(status)))
 
 
-def _pack(tensor: WeightTensor) -> PackedTensor:
+def _pack(name: str, tensor: WeightTensor) -> PackedTensor:
     if isinstance(tensor, Cast):
-        source, tensor = tensor.source, tensor.made()
+        try:
+            source, tensor = tensor.source, tensor.made()
+        except FormatError as error:
+            raise FormatError(f"{name}: {error}") from error
     else:
         source = tensor
     packed = pack(tensor)
@@ -382,10 +384,10 @@ def _pack(tensor: WeightTensor) -> PackedTensor:
 def _identity(tensor: WeightTensor) -> tuple[object, ...]:
     """Facts that change whenever the bytes of a tensor do: a hash of its file and its place there, or a hash of its own.
 
-    Of a cast: those of its source, and of the machine code that makes it.
+    Of a cast: those of its source, and of what makes it.
     """
     if isinstance(tensor, Cast):
-        return ("cast", machine_code.fingerprint(), tensor.source.format.name, *_identity(tensor.source))
+        return ("cast", tensor.maker, tensor.source.format.name, *_identity(tensor.source))
     if tensor.parts:
         return ("stack", *map(_identity, tensor.parts))
     data = tensor.data.reshape(-1)

@@ -31,6 +31,7 @@ from cpuspec.platform import SYSTEM
 TILE = 16
 GROUP = 32
 PANEL = 256
+_ROWS_AT_ONCE = 512  # of a matrix that are split into parts together
 
 _U32 = np.dtype("<u4")
 
@@ -139,22 +140,22 @@ def num_tiles(shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-2]) * -(-shape[-2] // TILE)
 
 
-def pack(tensor: QuantTensor, rows_at_once: int = 512) -> PackedTensor:
+def pack(tensor: QuantTensor) -> PackedTensor:
     """The matrix in kernel order, or the matrices of all experts. Raises nothing: a QuantTensor has whole blocks."""
     data = aligned_bytes((num_tiles(tensor.shape), tile_bytes(tensor.format, tensor.shape[-1])))
     matrices = tensor.matrices
     for matrix, tiles in zip(matrices, data.reshape(len(matrices), -1, data.shape[1]), strict=True):
-        _pack_matrix(matrix, tiles, rows_at_once)
+        _pack_matrix(matrix, tiles)
     return PackedTensor(tensor.format, tensor.shape, data)
 
 
-def _pack_matrix(tensor: QuantTensor, data: U8, rows_at_once: int) -> None:
+def _pack_matrix(tensor: QuantTensor, data: U8) -> None:
     """Write the tiles of a matrix."""
     rows, in_features = tensor.shape
     format = tensor.format
     laid_features = _padded(format, in_features)
-    for first in range(0, rows, rows_at_once):
-        block = tensor.data[first : first + rows_at_once]
+    for first in range(0, rows, _ROWS_AT_ONCE):
+        block = tensor.data[first : first + _ROWS_AT_ONCE]
         missing = -len(block) % TILE, format.row_bytes(laid_features) - block.shape[1]
         if any(missing):
             block = np.pad(block, ((0, missing[0]), (0, missing[1])))

@@ -144,6 +144,7 @@ def _recode(data: U8, source: Format, to: Format) -> U8:
 @dataclass(frozen=True, eq=False)
 class Cast:
     """A tensor in another format, made when it is asked for. recode: (bytes of rows, their format, the other) -> bytes in that.
+    maker: a name of all that `recode` is made of besides this package, for those who keep what it makes.
 
     Always from the values, never from the source's own codes: 4-bit weights are cast as the same values in bf16 would be.
     Values keep the source's order of inputs.
@@ -152,6 +153,7 @@ class Cast:
     source: QuantTensor
     format: Format
     recode: Callable[[U8, Format, Format], U8] = _recode
+    maker: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -171,7 +173,7 @@ class Cast:
     @property
     def matrices(self) -> tuple["Cast", ...]:
         """The casts of the source's matrices."""
-        return tuple(Cast(matrix, self.format, self.recode) for matrix in self.source.matrices)
+        return tuple(Cast(matrix, self.format, self.recode, self.maker) for matrix in self.source.matrices)
 
     def made(self) -> QuantTensor:
         """The tensor, with nothing else of its size allocated. Raises FormatError as `Format.encode` does."""

@@ -3,8 +3,8 @@
 A query's positions are taken in chunks of CHUNK, counted from its sequence's start. Each chunk gives a partial result: its largest
 score, the sum of its weights exp(score - largest), and the values' sum under these weights. Partials are merged in the order of
 the chunks. So the order of every sum depends on the query's own positions alone, while chunks may go to several threads, and
-up to QUERIES queries (rows of one sequence, and the query heads that share a key head) walk over a chunk together. Where they are
-many, keys and values are widened to f32 once for all of them, some at a time.
+up to QUERIES queries (rows of one sequence, and the query heads that share a key head) walk over a chunk together. Without
+AVX-512, keys and values are widened to f32 once for all of them where they are many, some at a time.
 
 A layer with a window shows a query its last positions only; they are counted along its path. Chunks before them are not walked
 over, and in the first one that is, earlier positions have no weight.
@@ -43,7 +43,7 @@ from cpuspec.kernels.products import BLOCK_ROWS
 from cpuspec.kernels.simd import LANES, emitted
 
 # Vectors of sums that stay in registers beside their operands; queries that are multiplied at once; queries that share a walk over
-# a chunk; and queries from which on keys and values are widened to f32 once for all of them.
+# a chunk; and queries from which on keys and values are widened to f32 once for all of them: with AVX-512, more than share a walk.
 _SUMS, _TOGETHER, QUERIES, _MANY = (16, 8, 8, 9) if "avx512f" in isa.features() else (4, 6, 64, 24)
 _MOST_QUERIES = MAX_QUERIES + BLOCK_ROWS if isa.has_bf16_dots() else QUERIES  # whose scores the scratch holds
 

@@ -40,8 +40,8 @@ def has_sixteen_registers() -> bool:
 
 @cache
 def lookup_isa() -> str:
-    """How bytes are looked up in a table of sixteen: one of avx512bw, avx2, generic. All give the same bits."""
-    return next((name for name in ("avx512bw", "avx2") if name in features()), "generic")
+    """How bytes are looked up in a table of sixteen: one of avx512bw, avx2. Both give the same bits."""
+    return "avx512bw" if "avx512bw" in features() else "avx2"
 
 
 class PrefetchPlan(NamedTuple):
@@ -110,5 +110,5 @@ def target() -> tuple[str, str]:
 
 
 def describe() -> str:
-    """The choice in words, for `cpuspec inspect` and error reports. LLVM names a processor it does not know after another one."""
+    """The choice in words, for people and for names of what is kept. LLVM names a processor it does not know after another one."""
     return f"{SYSTEM.processor_name()}, {dot_isa()}{', amx' if has_tiles() else ''}"

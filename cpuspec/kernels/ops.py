@@ -421,13 +421,7 @@ _LOOKUPS = {"avx512bw": ("llvm.x86.avx512.pshuf.b.512", 64), "avx2": ("llvm.x86.
 def lookup_bytes(table: Sequence[int], indices: Value, isa: str | None = None) -> Value:
     """Per byte 0..15 of an i32x16 vector: that entry of a table of 16 bytes. isa: of `lookup_isa`, by default the processor's."""
     indices = indices.bits(vector_of(I8, 64))
-    isa = isa or lookup_isa()
-    if isa not in _LOOKUPS:
-        found = indices.like(table[0])
-        for index, entry in enumerate(table[1:], 1):
-            found = indices.equals(index).select(indices.like(entry), found)
-        return found.bits(I32X16)
-    name, width = _LOOKUPS[isa]
+    name, width = _LOOKUPS[isa or lookup_isa()]
     part = vector_of(I8, width)
     # The instruction looks up within 16 bytes, so each 16 have the table.
     entries = Value(indices.b, ir.Constant(part, list(table) * (width // 16)))

@@ -1,1 +1,1 @@
-"""The one decoder-only transformer: its weights by canonical name, rotary tables, batches and the KV cache."""
+"""The one decoder-only transformer: its formulas, rotary tables, batches and the KV cache."""

@@ -569,10 +569,9 @@ def test_cosines_and_sines_are_computed_some_positions_at_a_time(tmp_path_factor
     assert max(computed) <= 2 * 4096 + 2 * 100
     assert sum(computed) < 2 * 75_000, "each position once"
     for n, (rope, dims) in enumerate(backend._writer.ropes):
-        for address, wanted in zip(backend.program.state["rotations"][n], table(rope, dims, np.arange(70_000)), strict=True):
-            assert np.array_equal(
-                np.ctypeslib.as_array((ctypes.c_float * wanted.size).from_address(int(address))), wanted.reshape(-1)
-            )
+        for at, wanted in zip(backend.program.state["rotations"][n], table(rope, dims, np.arange(70_000)), strict=True):
+            got = np.ctypeslib.as_array((ctypes.c_float * wanted.size).from_address(int(at)))
+            assert np.array_equal(got, wanted.reshape(-1))
     backend.close()
 
 

@@ -12,15 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpuspec.backends import packed
+from cpuspec.backends import make_backend, packed
 from cpuspec.backends.packed import packed_directory, packed_files, packed_matrices
-from cpuspec.checkpoints import mapped
+from cpuspec.checkpoints import mapped, open_checkpoint
 from cpuspec.checkpoints.mapped import give_back_pages, map_file, place_in_file
-from cpuspec.errors import ConfigError
+from cpuspec.errors import ConfigError, FormatError
 from cpuspec.formats import FORMATS, Cast, Format, QuantTensor
 from cpuspec.formats.packing import pack
 from cpuspec.kernels import machine_code
 from cpuspec.platform import SYSTEM
+from cpuspec.settings import EngineConfig
+from tools.make_tiny_model import make_tiny_gguf
 
 SHAPE = (40, 256)
 
@@ -650,15 +652,28 @@ def _view_like(view: np.ndarray, whole: np.ndarray, other: np.ndarray) -> np.nda
     return other[start : start + view.nbytes].reshape(view.shape)
 
 
-def test_casts_have_the_name_of_the_machine_code_that_made_them_and_other_weights_have_not(
-    model: Path, packs: list[str], monkeypatch
-) -> None:
+def test_casts_of_another_maker_are_made_anew(packs: list[str]) -> None:
+    def recode(data: np.ndarray, source: Format, to: Format) -> np.ndarray:
+        return to.encode(source.decode(data))
+
     source = QuantTensor.encode(FORMATS["f16"], np.ones(SHAPE))
-    weights = [{"a": Cast(source, FORMATS["q8_0"], lambda data, of, to: to.encode(of.decode(data)))}, tensors_of(model)]
-    for tensors in weights:
-        packed_matrices("A model", tensors, 2)
-    packs.clear()
-    monkeypatch.setattr(machine_code, "_FINGERPRINT", "other sources")
-    for tensors in weights:
-        packed_matrices("A model", tensors, 2)
-    assert packs == ["q8_0"]
+    for maker in ("machine code", "machine code", "newer machine code", "machine code"):
+        packed_matrices("A model", {"a": Cast(source, FORMATS["q8_0"], recode, maker)}, 2)
+    assert packs == ["q8_0"] * 2
+
+
+def test_the_compiled_backend_names_its_casts_after_all_that_makes_its_machine_code(
+    tmp_path: Path, packs: list[str], monkeypatch
+) -> None:
+    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", weight_format="f16"))
+    for fingerprint in (machine_code.fingerprint(), "other sources"):
+        monkeypatch.setattr(machine_code, "fingerprint", lambda name=fingerprint: name)
+        make_backend("numba", checkpoint, EngineConfig(threads=1, max_rows=32), casts={"layers.0.down": FORMATS["q8_0"]}).close()
+    assert packs.count("q8_0") == 2
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_cast_that_its_format_cannot_hold_is_named(keep: bool) -> None:
+    cast = Cast(QuantTensor.encode(FORMATS["f16"], np.full(SHAPE, np.nan)), FORMATS["q8_0"])
+    with pytest.raises(FormatError, match=r"layers\.0\.down: q8_0 cannot hold nan"):
+        packed_matrices("A model", {"layers.0.down": cast}, 2, keep)

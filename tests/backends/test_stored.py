@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from cpuspec.backends import disk_reads, make_backend
 from cpuspec.backends.disk import PAGE, DiskFile, Reader, Reading
 from cpuspec.backends.numba_backend import NumbaBackend
 from cpuspec.backends.packed import packed_directory
-from cpuspec.backends.stored import LayerExperts, packed_bytes, slot_bytes
+from cpuspec.backends.stored import packed_bytes, slot_bytes
 from cpuspec.backends.weights import weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli.bench import describe_bench, show_markdown
@@ -272,30 +271,3 @@ def test_a_reading_that_is_forgotten_never_writes_though_it_was_waited_for(tmp_p
         assert (first.is_done, dropped.is_done) == (True, False)
         assert (slots == [[1], [3]]).all()
         reader.close()
-
-
-def test_a_forward_that_was_stopped_while_experts_are_read_harms_no_later_one(
-    mixture: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its readings are still queued when the next forward gives their slots to other experts."""
-    backend = stored(mixture, 4)
-    wanted, cache, read = logits(backend), backend.new_cache(1, 64), DiskFile.read
-
-    def slow(self: DiskFile, start: int, into: np.ndarray) -> None:
-        time.sleep(0.002)
-        read(self, start, into)
-
-    monkeypatch.setattr(DiskFile, "read", slow)
-    rounds = LayerExperts.rounds
-
-    def stopped(self: LayerExperts) -> Iterator[tuple[int, int]]:
-        next(rounds(self))
-        raise ForwardStoppedError
-
-    for size in (1, 3, 45):
-        monkeypatch.setattr(LayerExperts, "rounds", stopped)
-        with pytest.raises(ForwardStoppedError):
-            forward(backend, cache, {0: TOKENS[::-1]})
-        monkeypatch.setattr(LayerExperts, "rounds", rounds)
-        assert np.array_equal(logits(backend, size), wanted)
-    backend.close()

@@ -92,3 +92,22 @@ def test_bf16_tiles_are_used_only_with_every_instruction_that_fills_them(hidden:
     monkeypatch.setattr(isa, "SYSTEM", replace(SYSTEM, enable_tile_registers=lambda: True))
     assert isa.has_bf16_tiles.__wrapped__() == (hidden is None)
     assert isa.has_bf16_dots() == (hidden not in ("avx512f", "avx512bf16"))
+
+
+ASSEMBLY = """
+from cpuspec.kernels import linear, machine_code
+for pair in ("q8_0 int8", "q8_0 int16", "int4_g32 int8", "f32 f32", "f16 f32", "bf16 rounded"):
+    text = machine_code.assembly(linear.made(*pair.split()), 12)
+    print(pair, "vpdpbusd" in text, "zmm" in text)
+"""
+
+
+@pytest.mark.parametrize("name", ["avx2", "avx_vnni"])
+def test_the_kernels_of_a_mixtures_heads_are_compiled_for_processors_that_this_one_is_not(name: str) -> None:
+    """They are not run here: `test_instructions.py` interprets them."""
+    done = in_child(ASSEMBLY, FEATURES[name])
+    lines = [line.rsplit(" ", 2) for line in done.stdout.splitlines()]
+    assert len(lines) == 6, done.stderr
+    for pair, dots, wide in lines:
+        assert dots == str(name == "avx_vnni" and "int" in pair.split()[1]), pair
+        assert wide == "False", pair
