@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from cpuspec.checkpoints.hub import HubModel, Progress, check_reachable, find_cached, read_hub_name
+from cpuspec.checkpoints.hub import HubModel, Progress, check_reachable, find_cached, memory_note, read_hub_name
 from cpuspec.checkpoints.local_models import find_lm_studio, find_ollama
 from cpuspec.checkpoints.recipes import BesideSource, ChainRecipe, PackageSource, Recipe, did_you_mean, find_named, known_names
 from cpuspec.environment import cache_dir, hub_cache_dir, hub_offline, offline
@@ -95,7 +95,10 @@ def fetch(model: Recipe | HubModel, progress: Progress | None = None, refresh: b
         return found
     if offline():
         raise DownloadError(f"{model.name} is not in the caches and CPUSPEC_OFFLINE forbids downloads; unset it")
-    report(0, model.num_bytes or 0, " ".join(filter(None, (f"licence {model.licence}.", model.licence_note))))
+    told = [f"licence {model.licence}.", model.licence_note]
+    if model.num_bytes and not model.head:
+        told.append(f"It {memory_note(model.num_bytes)}.")
+    report(0, model.num_bytes or 0, " ".join(filter(None, told)))
     reasons = []
     for source in model.sources:
         try:

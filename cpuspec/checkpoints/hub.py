@@ -8,16 +8,20 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
+from cpuspec.checkpoints.safetensors import INDEX, read_index
 from cpuspec.environment import cache_dir, has_proxy, hub_cache_dir, hub_endpoint
-from cpuspec.errors import ConfigError, DownloadError
+from cpuspec.errors import CheckpointError, ConfigError, DownloadError
 from cpuspec.files import write_file
+from cpuspec.platform import SYSTEM
 
 SAFETENSORS = "safetensors"  # in place of a quantization: the repository's safetensors instead of its GGUF files
 
@@ -34,14 +38,29 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})")
 _QUANTIZATION = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q[0-9]\w*|TQ[0-9]\w*|(?:BF|FP|F)(?:16|32)|MXFP4\w*|NVFP4\w*))$", re.IGNORECASE
 )
-# Weights of something else than a model: llama.cpp's list (common/download.cpp).
-_NO_MODEL = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
+# Weights of something else than a model: llama.cpp's list (common/download.cpp), but drafts by how names begin: models with a layer
+# for prediction are published as ...-MTP-Q4_K_M.gguf.
+_DRAFTS = ("mtp-", "eagle3-", "dflash-", "dspark-")
 _DEFAULTS = ("Q4_K_M", "Q8_0")  # the quantization of a name without one, in this order, as in llama.cpp
-_SETTINGS = (
+# Every file that readers of a directory open beside its weights, config.json first. Patterns are those of fnmatch.
+MODEL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("quantize_config.json", "quant_config.json"),  # of older GPTQ and AWQ files
+    *("quantize_config.json", "quant_config.json", "hf_quant_config.json"),  # of GPTQ, AWQ and ModelOpt
     "1_Pooling/config.json",  # of models that make embeddings
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.json", "chat_template.jinja"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+    "mask_embedding.pt",  # which a draft head is refused for; nothing reads it
+)
+# Why a repository has no model that could be read, by a pattern of its files.
+_NOT_READ = (
+    ("adapter_model.*", "it is a LoRA adapter: fetch it with another program, and give its directory with --lora beside its model"),
+    ("consolidated*.safetensors", "its consolidated.safetensors are in Mistral's own layout, which is not read"),
+    ("*.onnx", "its weights are ONNX files, which are not read"),
+    ("*.mlpackage/*", "its weights are Core ML's, which are not read"),
+    ("openvino_*.xml", "OpenVINO's files are read from a directory; fetch it with another program"),
+    ("*.safetensors", f"none of its safetensors is model.safetensors, and it has no {INDEX}"),
+    ("*.gguf", "its GGUF files are of something else than a model, as of images or drafts; name one, as hf:OWNER/NAME/FILE"),
+    *((f"*{end}", "its weights are pickles, which can run code and are never read") for end in (".bin", ".pth", ".pt", ".ckpt")),
 )
 HUB_TIMEOUT_S = 6.0  # a hub that is not there should cost seconds
 _SPARE_BYTES = 64 << 20  # left free on a disk
@@ -111,19 +130,20 @@ def read_hub_name(text: str) -> HubModel | None:
     return HubModel(repository, file, found["quantization"] or "", found["revision"] or found["url_revision"] or "main")
 
 
-def choose(model: HubModel, files: Mapping[str, int | None]) -> Choice:
+def choose(model: HubModel, files: Mapping[str, int | None], read_shards: Callable[[], Iterable[str]]) -> Choice:
     """The files that `model` stands for among those of its repository, given with their bytes.
 
+    read_shards: the files that the repository's index names; asked only where these are the choice, and may raise.
     Raises ConfigError, naming the choices, where there is none, a part is missing, or several would do.
     """
     if model.file:
         if model.file not in files:
             raise ConfigError(f"{model.repository} has no file {model.file!r}; it has {_choices(files)}")
         found = [gguf for gguf in _ggufs(files, every=True) if model.file in gguf.parts]
-        return _whole(model, found[0]) if found else _safetensors(model, files)
+        return _whole(model, found[0]) if found else _safetensors(model, files, read_shards)
     ggufs = _ggufs(files)
     if model.quantization.lower() == SAFETENSORS or not (ggufs or model.quantization):
-        return _safetensors(model, files)
+        return _safetensors(model, files, read_shards)
     for wanted in (model.quantization,) if model.quantization else _DEFAULTS:
         matching = [gguf for gguf in ggufs if gguf.quantization == wanted.upper()] or [
             gguf for gguf in ggufs if re.search(rf"(?:^|[-._/]){re.escape(wanted)}(?:[-./]|$)", gguf.stem, re.IGNORECASE)
@@ -154,8 +174,8 @@ def find_cached(model: HubModel, whatever_is_there: bool = False) -> Path | None
             model = replace(model, file=remembered) if remembered else replace(model, quantization=SAFETENSORS)
         commit = _commit(model)
         snapshot = snapshot_dir(model.repository, commit)
-        choice = choose(model, _files_of(snapshot))
-    except (OSError, ValueError, ConfigError):
+        choice = choose(model, _files_of(snapshot), lambda: shards_of(snapshot))
+    except (OSError, ValueError, ConfigError, CheckpointError):
         return None
     return snapshot / choice.opened if choice.opened else snapshot
 
@@ -202,8 +222,8 @@ def cached_models() -> Iterator[tuple[HubModel, Path, int]]:
             candidates += [HubModel(repository, gguf.parts[0], "", revision) for gguf in _ggufs(files) if gguf.parts[0]]
             seen: set[str] = set()
             for model in candidates:
-                with suppress(ConfigError):
-                    choice = choose(model, files)
+                with suppress(ConfigError, CheckpointError):
+                    choice = choose(model, files, partial(shards_of, snapshot))
                     if choice.opened not in seen:
                         seen.add(choice.opened)
                         yield model, snapshot / choice.opened, sum(files[file] for file in choice.files)
@@ -242,12 +262,19 @@ def check_room(num_bytes: int, directory: Path, variable: str) -> None:
         )
 
 
+def memory_note(num_bytes: int) -> str:
+    """The memory that a model's weights take, about its files' bytes, beside what programs may use of this machine's."""
+    usable = SYSTEM.memory().usable
+    beside = "" if usable is None else f", of {usable / 1e9:.1f} GB here{', which is too little' if usable < num_bytes else ''}"
+    return f"takes about {num_bytes / 1e9:.2f} GB of memory{beside}, and more for long contexts"
+
+
 def _ggufs(files: Mapping[str, int | None], every: bool = False) -> list[_Gguf]:
     """The GGUF models among files, the smallest first. every: with those that are no language models."""
     parts: dict[tuple[str, int], dict[int, str]] = {}
     for file in files:
         stem, name = file[: -len(".gguf")], file.rpartition("/")[2].lower()
-        if name.endswith(".gguf") and (every or not any(word in name for word in _NO_MODEL)):
+        if name.endswith(".gguf") and (every or not _is_no_model(name)):
             part = _PART.fullmatch(stem)
             stem, number, count = (part["stem"], int(part["number"]), int(part["count"])) if part else (stem, 1, 1)
             if 1 <= number <= count:
@@ -259,6 +286,12 @@ def _ggufs(files: Mapping[str, int | None], every: bool = False) -> list[_Gguf]:
     return sorted(found, key=lambda gguf: (gguf.num_bytes, gguf.stem))
 
 
+def _is_no_model(name: str) -> bool:
+    """Whether a file's name, in lower case, is of a draft, of a part that sees, or of an importance matrix."""
+    is_matrix = "imatrix" in name and not _QUANTIZATION.search(name.removesuffix(".gguf"))
+    return name.startswith(_DRAFTS) or "mmproj" in name or is_matrix
+
+
 def _whole(model: HubModel, gguf: _Gguf) -> Choice:
     missing = [number for number, part in enumerate(gguf.parts, 1) if part is None]
     if missing:
@@ -267,21 +300,31 @@ def _whole(model: HubModel, gguf: _Gguf) -> Choice:
     return Choice(names, names[0])
 
 
-def _safetensors(model: HubModel, files: Mapping[str, int | None]) -> Choice:
+def shards_of(directory: Path) -> list[str]:
+    """The files that the index in a directory names, in the order of their names. Raises CheckpointError."""
+    return sorted(set(read_index(directory / INDEX).values()))
+
+
+def _safetensors(model: HubModel, files: Mapping[str, int | None], read_shards: Callable[[], Iterable[str]]) -> Choice:
     """The repository's safetensors with their configuration and tokenizer; Medusa's have their own name. Raises ConfigError."""
     weights = [file for file in ("medusa_lm_head.safetensors", "model.safetensors") if file in files][:1]
-    if not weights and "model.safetensors.index.json" in files:
-        parts = {int(part["number"]): file for file in files if (part := _PART.fullmatch(file.removesuffix(".safetensors")))
-                 and part["stem"] == "model" and file.endswith(".safetensors")}  # fmt: skip
-        counts = {file[-len("00001.safetensors") :] for file in parts.values()}
-        if len(counts) == 1 and sorted(parts) == list(range(1, int(min(counts)[:5]) + 1)):
-            weights = ["model.safetensors.index.json", *(parts[number] for number in sorted(parts))]
-    if weights and "config.json" in files:
-        return Choice((*(name for name in _SETTINGS if name in files), *weights), "")
-    pickles = any(file.endswith((".bin", ".pth", ".pt", ".ckpt")) for file in files)
-    reason = "; its weights are pickles, which can run code and are never read" if pickles else ""
-    has = f"; it has {_choices(files)}" if _ggufs(files) else ""
-    raise ConfigError(f"{model.repository} has no {'' if has else 'GGUF file and no '}whole safetensors model{reason}{has}")
+    if "config.json" in files and (weights or INDEX in files):
+        if not weights:
+            weights = [INDEX, *read_shards()]
+            if missing := [name for name in weights if name not in files]:
+                raise ConfigError(
+                    f"{model.repository} has no whole safetensors model: it lacks {missing[0]}, which its {INDEX} names"
+                )
+        settings = [name for pattern in MODEL_FILES for name in sorted(files) if fnmatchcase(name, pattern)]
+        return Choice((*settings, *weights), "")
+    if weights or INDEX in files:
+        reasons = ["it has no config.json"]
+    else:
+        others = [name for name in files if not (name.endswith(".gguf") and _ggufs(files))]
+        reasons = [reason for pattern, reason in _NOT_READ if any(fnmatchcase(name, pattern) for name in others)]
+    has = f"it has {_choices(files)}" if _ggufs(files) else ""
+    what = f"{model.repository} has no {'' if has else 'GGUF file and no '}whole safetensors model"
+    raise ConfigError("; ".join([what, *reasons[:1], *filter(None, [has])]))
 
 
 def _quantizations(files: Mapping[str, int | None]) -> list[str]:

@@ -21,8 +21,20 @@ from typing import Any
 from huggingface_hub import HfApi, errors, hf_hub_download
 
 from cpuspec.checkpoints.heads import is_named_head
-from cpuspec.checkpoints.hub import HUB_TIMEOUT_S, HubModel, Progress, check_room, choose, remember, snapshot_dir, write_ref
+from cpuspec.checkpoints.hub import (
+    HUB_TIMEOUT_S,
+    HubModel,
+    Progress,
+    check_room,
+    choose,
+    memory_note,
+    remember,
+    shards_of,
+    snapshot_dir,
+    write_ref,
+)
 from cpuspec.checkpoints.huggingface import read_config, read_fields
+from cpuspec.checkpoints.safetensors import INDEX
 from cpuspec.environment import hub_cache_dir, hub_endpoint
 from cpuspec.errors import DownloadError, in_one_line
 
@@ -50,7 +62,28 @@ def download(model: HubModel, report: Progress, hashes: Mapping[str, str]) -> Pa
         commit = str(info.sha)
     if not re.fullmatch("[0-9a-f]{40}", commit):
         raise DownloadError(f"says that {model.revision} is the commit {commit[:50]!r}; wanted 40 hexadecimal digits")
-    choice = choose(model, sizes)
+    snapshot = snapshot_dir(model.repository, commit)
+
+    def fetch(name: str, progress: _Total) -> None:
+        with _explained(model), _warnings(progress.interrupted):
+            _remove(snapshot / name)  # cut short, or grown
+            path = hf_hub_download(
+                *(model.repository, name),
+                revision=commit,
+                cache_dir=hub_cache_dir(),
+                endpoint=endpoint,
+                etag_timeout=HUB_TIMEOUT_S,
+                library_name="cpuspec",
+                tqdm_class=progress.bar(),
+            )
+        _check(Path(path), files[name])
+
+    def read_shards() -> list[str]:
+        if not _is_there(snapshot / INDEX, sizes[INDEX]):
+            fetch(INDEX, _Total(_silent, "", 0))
+        return shards_of(snapshot)
+
+    choice = choose(model, sizes, read_shards)
     for name, wanted in hashes.items():
         file = files.get(name or choice.opened)
         if file is None:
@@ -59,25 +92,15 @@ def download(model: HubModel, report: Progress, hashes: Mapping[str, str]) -> Pa
             raise DownloadError(f"tells no sha256 of {name or choice.opened}, as of all small files; leave it out of the recipe")
         if got != wanted:
             raise DownloadError(f"offers other bytes{f' of {name}' if name else ''}: sha256 {got}, wanted {wanted}")
-    snapshot = snapshot_dir(model.repository, commit)
     missing = [name for name in choice.files if not _is_there(snapshot / name, sizes[name])]
     if missing:
         check_room(sum(sizes[name] for name in missing), hub_cache_dir(), "HF_HOME")
     progress = _Total(report, f"hub {model.repository}", sum(sizes[name] for name in choice.files))
+    if missing:
+        progress.say(memory_note(progress.total_bytes))
     for name in choice.files:
         if name in missing:
-            with _explained(model), _warnings(progress.interrupted):
-                _remove(snapshot / name)  # cut short, or grown
-                path = hf_hub_download(
-                    *(model.repository, name),
-                    revision=commit,
-                    cache_dir=hub_cache_dir(),
-                    endpoint=endpoint,
-                    etag_timeout=HUB_TIMEOUT_S,
-                    library_name="cpuspec",
-                    tqdm_class=progress.bar(),
-                )
-            _check(Path(path), files[name])
+            fetch(name, progress)
         progress.file_done(sizes[name])
         # An unsupported model is refused before its weights are fetched.
         if name == "config.json" and not is_named_head(fields := read_fields(snapshot)):
@@ -124,6 +147,10 @@ def _problem(model: HubModel, error: Exception) -> Exception:
     return DownloadError(f"the download broke off ({type(error).__name__}: {in_one_line(str(error), _MOST_QUOTED)})")
 
 
+def _silent(done_bytes: int, total_bytes: int, what: str) -> None:
+    pass
+
+
 def _is_safe(name: object) -> bool:
     """Whether a file's name stays in its directory and on its line."""
     return isinstance(name, str) and name.isprintable() and len(name) < 500 and not {"", ".", ".."} & set(re.split(r"[/\\]", name))
@@ -165,12 +192,12 @@ class _Total:
     """Progress of all files together, added up from the library's progress bars."""
 
     def __init__(self, report: Progress, what: str, total_bytes: int) -> None:
-        self._report, self._what, self._total_bytes = report, what, total_bytes
+        self._report, self._what, self.total_bytes = report, what, total_bytes
         self._before = self._of_file = 0
         self._said_s = 0.0
 
     def say(self, what: str) -> None:
-        self._report(min(self._before + self._of_file, self._total_bytes), self._total_bytes, what)
+        self._report(min(self._before + self._of_file, self.total_bytes), self.total_bytes, what)
 
     def interrupted(self) -> None:
         self.say(f"{self._what}, after an interruption")

@@ -21,7 +21,7 @@ from cpuspec.checkpoints.latent import read_hf as read_latent
 from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
 from cpuspec.checkpoints.recurrent import dense_size, has_experts, kinds_of, multiplied, num_layers_of
 from cpuspec.checkpoints.recurrent import read_hf as read_mixers
-from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
+from cpuspec.checkpoints.safetensors import INDEX, StoredTensor, read_index, read_safetensors
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Experts, ModelConfig, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
@@ -51,7 +51,6 @@ _SINGLE = "model.safetensors"
 _VISION_AUDIO = re.compile(
     r"(model\.)?(vision_tower|vision_model|vision_encoder|visual|multi_modal_projector|mm_projector|audio_tower|embed_vision|embed_audio)\."
 )
-_MAX_INDEX_BYTES = 1 << 25
 _COMPARED_VALUES = 1 << 20
 
 
@@ -609,7 +608,7 @@ def read_stored(directory: Path, mmap: bool, remarks: list[str] | None = None) -
 
     remarks: gets a sentence where index and shards disagree. As in transformers, all tensors of the shards count then.
     """
-    index_path = directory / "model.safetensors.index.json"
+    index_path = directory / INDEX
     if (directory / _SINGLE).exists():
         return read_safetensors(directory / _SINGLE, mmap)
     if not index_path.exists():
@@ -618,17 +617,9 @@ def read_stored(directory: Path, mmap: bool, remarks: list[str] | None = None) -
                 f"{directory} has its weights only as pickles, which can run code and are never read; "
                 "convert them: load the model with transformers and call save_pretrained"
             )
-        raise CheckpointError(f"{directory} has none of model.safetensors, model.safetensors.index.json and {openvino.MODEL}")
+        raise CheckpointError(f"{directory} has none of model.safetensors, {INDEX} and {openvino.MODEL}")
 
-    index = Fields(str(index_path), read_json_object(index_path, _MAX_INDEX_BYTES))
-    weight_map = index.object("weight_map")
-    if not weight_map.names():
-        index.fail("weight_map", "an object from tensor names to file names")
-    files = {name: weight_map.text(name, "") for name in weight_map.names()}
-    for name, file_name in files.items():
-        # A shard lies beside its index: a name with a separator, a drive or dots could point anywhere.
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}\.safetensors", file_name):
-            weight_map.fail(name, "the plain name of a .safetensors file in the same directory")
+    files = read_index(index_path)
     tensors: dict[str, StoredTensor] = {}
     odd: list[str] = []
     for file_name in dict.fromkeys(files.values()):

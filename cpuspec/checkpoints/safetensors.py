@@ -5,6 +5,7 @@ header (https://github.com/huggingface/safetensors). The header is checked like 
 """
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.checkpoints.fields import Fields, parse_json_object
+from cpuspec.checkpoints.fields import Fields, parse_json_object, read_json_object
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import FORMATS, QuantTensor
@@ -24,6 +25,9 @@ _DTYPE_BYTES = {
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 _INTEGERS = {"BOOL": "u1", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E8M0": "u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+
+INDEX = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 1 << 25
 
 # As Python objects a header takes up to 25 times its bytes; those of models have less than a megabyte.
 _MAX_HEADER_BYTES = 1 << 25
@@ -136,3 +140,17 @@ def _naturals(entry: Fields, key: str) -> tuple[int, ...]:
     if len(values) != len(entry.items(key)) or len(values) > 8:
         entry.fail(key, "up to 8 integers that are not negative")
     return values
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """An index's weight_map: the file of each tensor, the plain name of one beside the index. Raises CheckpointError."""
+    index = Fields(str(path), read_json_object(path, _MAX_INDEX_BYTES))
+    weight_map = index.object("weight_map")
+    if not weight_map.names():
+        index.fail("weight_map", "an object from tensor names to file names")
+    files = {name: weight_map.text(name, "") for name in weight_map.names()}
+    for name, file_name in files.items():
+        # A shard lies beside its index: a name with a separator, a drive or dots could point anywhere.
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}\.safetensors", file_name):
+            weight_map.fail(name, "the plain name of a .safetensors file in the same directory")
+    return files

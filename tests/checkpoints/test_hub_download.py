@@ -37,7 +37,9 @@ SAFETENSORS = {
         "tokenizer_config.json": b"{  }",
         "chat_template.jinja": b"{{ x }}",
     },
-    "model.safetensors.index.json": b"{   }",
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {f"t{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}}
+    ).encode(),
     **{f"model-0000{n}-of-00002.safetensors": CONTENT[: 1000 * n] for n in (1, 2)},
     # What is never fetched: pickles, other frameworks', other copies, code.
     **{"pytorch_model.bin": b"pickle", "tf_model.h5": b"h5", "flax_model.msgpack": b"m", "original/consolidated.00.pth": b"p"},
@@ -338,12 +340,40 @@ def test_a_safetensors_repository_is_a_directory_with_the_needed_files_only(
         resolve_model("someone/tiny")
 
 
+def test_shards_are_those_of_the_index_whatever_their_names(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3.5's are called model.safetensors-00001-of-00002.safetensors."""
+    names = [f"model.safetensors-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    index = json.dumps({"weight_map": {"a": names[0], "b": names[1]}}).encode()
+    more = {"hf_quant_config.json": b"{}", "tokenizer.model": b"m", "additional_chat_templates/tool.jinja": b"t"}
+    files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors.index.json": index, **dict.fromkeys(names, b"x" * 50)}
+    others = {"consolidated.safetensors": b"c" * 100, "model-00001-of-00001.safetensors": b"o" * 100}
+    hub.repositories["someone/odd"] = Repository(files | more | others)
+    told: list[tuple[int, int, str]] = []
+    directory = resolve_model("someone/odd", lambda done, total, what: told.append((done, total, what)))
+    there = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    assert there == files.keys() | more.keys()
+    assert told[0][2].startswith("takes about 0.00 GB of memory"), "before a weight is fetched"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert resolve_model("someone/odd") == directory
+    (directory / names[1]).unlink()
+    with pytest.raises(DownloadError, match="HF_HUB_OFFLINE"):
+        resolve_model("someone/odd")
+
+
+@pytest.mark.parametrize("index", [b"{}", b"nonsense", b'{"weight_map": {"a": "../x.safetensors"}}'])
+def test_an_index_that_cannot_be_read_is_told_before_weights_are_fetched(hub: StandInHub, index: bytes) -> None:
+    hub.repositories["someone/tiny"] = Repository(SAFETENSORS | {"model.safetensors.index.json": index})
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        resolve_model("someone/tiny")
+    assert hub.fetched() == ["model.safetensors.index.json"]
+
+
 def test_a_model_that_is_not_supported_is_told_before_its_weights_are_fetched(hub: StandInHub) -> None:
     config = json.dumps({**CONFIG, "architectures": ["T5Model"]}).encode()
     hub.repositories["someone/tiny"] = Repository(SAFETENSORS | {"config.json": config})
     with pytest.raises(CheckpointError, match="T5Model"):
         resolve_model("someone/tiny")
-    assert hub.fetched() == ["config.json"]
+    assert hub.fetched() == ["model.safetensors.index.json", "config.json"]
 
 
 @pytest.mark.parametrize("kind", ["Eagle3Speculator", "LlamaForCausalLMEagle3", "DFlashDraftModel", "Qwen3DSparkModel"])
