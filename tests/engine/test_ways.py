@@ -23,7 +23,7 @@ from cpuspec.speculation.context import Context
 from tests.backends.models import GEMMA4, LATENT, MIXTURES, RECURRENT, SMALL
 from tools.make_tiny_model import make_tiny_gguf
 
-SETTINGS = EngineConfig(context_length=128, max_rows=64, keep_packed=False, prefix_cache_gb=0, head_format="file")
+SETTINGS = EngineConfig(context_length=128, max_rows=64, keep_packed=False, prefix_cache_gb=0, draft_format="file")
 PREDICTS = ("qwen35", "qwen35moe", "qwen3next", "deepseek2")
 MODELS = {**RECURRENT, **GEMMA4, "gemma4-moe": {**MIXTURES["gemma4-moe"], "num_layers": 4}}
 MODELS |= {name: {**LATENT[name], "num_layers": 3} for name in ("deepseek2", "deepseek_v2", "mistral4")}

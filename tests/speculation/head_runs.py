@@ -13,7 +13,7 @@ from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.heads import HeadProposer
 
-SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False, prompt_rows=4, head_format="file")
+SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False, prompt_rows=4, draft_format="file")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 4, "vocab_size": 320}
 PROMPTS = [[7, 8, 9], [5, 6, 7, 8, 9, 10] * 6, [11, 5, 6, 7, 5, 6]]
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)

@@ -559,7 +559,7 @@ def test_a_head_of_frequent_tokens_drafts_these_and_changes_no_answer(
     target, ends = (own if "mtp" in spec else target), make_tokenizer(own).eos_ids
     with llm_over(target, "none") as plain:
         wanted = [answer.token_ids for answer in plain.generate(PROMPTS, PARAMS)]
-    with llm_over(target, with_paths(spec, heads), head_vocab=40) as llm:
+    with llm_over(target, with_paths(spec, heads), draft_vocab=40) as llm:
         notes = recorded(llm)
         assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)] == wanted
     drafted = {token for _, draft in notes.drafts for token in draft.tokens.tolist()}
@@ -751,7 +751,7 @@ def test_specs_that_a_head_cannot_do_are_refused(target: Checkpoint, heads: dict
 def test_matrices_are_cast_at_load(target: Checkpoint, heads: dict[str, RandomHead]) -> None:
     sizes = {}
     for format in ("int8", "int4", "file"):
-        settings = replace(SETTINGS, head_format=format)
+        settings = replace(SETTINGS, draft_format=format)
         with LLM(target, str(heads["EAGLE3"].path), settings=settings) as llm:
             memory = llm.memory()[0]
             sizes[format] = memory.weight_bytes - memory.shared_bytes

@@ -25,7 +25,7 @@ from tests.speculation.test_masks import pard
 from tests.stage_heads import make_medusa, make_mlp_speculator
 from tools.make_tiny_model import make_tiny_hf
 
-SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False, head_format="file", max_sequences=16)
+SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False, draft_format="file", max_sequences=16)
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
 PROMPT, DRAWN, LENGTH, NUM_SAMPLES = [7, 8, 9, 7, 8], (30, 41, 150, 222), 3, 400
 LEAST_P_VALUE = 1e-5  # of one test in a hundred thousand, by chance

@@ -276,7 +276,7 @@ def test_matrices_are_cast_at_load(target: Checkpoint, heads: dict[str, RandomHe
     for kind in ("Medusa, original", "MLP, of fms"):
         sizes = {}
         for format in ("int8", "int4", "file"):
-            with llm_over(target, str(heads[kind].path), head_format=format) as llm:
+            with llm_over(target, str(heads[kind].path), draft_format=format) as llm:
                 memory = llm.memory()[0]
                 sizes[format] = memory.weight_bytes - memory.shared_bytes
                 llm.generate(PROMPTS, PARAMS)
