@@ -1,4 +1,4 @@
-"""Draft models that draft frequent tokens alone, in fewer bits: answers are those of plain decoding, and drafts have no other token."""
+"""Draft models that draft frequent tokens alone, in fewer bits: no answer changes, and drafts have no other token."""
 
 from collections.abc import Sequence as Several
 from dataclasses import replace
@@ -77,7 +77,7 @@ def test_rows_of_few_tokens_are_those_of_all_without_the_others(target: Checkpoi
     np.testing.assert_array_equal(cut.tensors["output"].dequantize(), whole[ids])
     _, known = model_of_frequent_tokens(model, 20, tokenizer, [], np.arange(7))
     assert known is not None
-    assert known.tolist() == [token for token in range(7)]
+    assert known.tolist() == list(range(7))
     assert model_of_frequent_tokens(model, 0, tokenizer, [300], None) == (model, None)
     assert model_of_frequent_tokens(model, None, tokenizer, [300], None) == (model, None)  # a small vocabulary stays whole
 
