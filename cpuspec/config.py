@@ -431,6 +431,7 @@ class ModelConfig:
     o_bias: bool = False
     qk_norm: bool = False  # queries and keys have norms
     tied_embeddings: bool = False
+    few_logits: int | None = None  # rows of the output matrix of a draft model that drafts only some tokens; None for all
     norms: str = "before"  # of a branch (attention, MLP): "before", "after" (of its output) or "both"
     # Of the gate in the MLP: "silu", "gelu_tanh", "relu2" (the square of what is above 0) or "swiglu_oai", which clamps gate and up
     # (`SWIGLU_ALPHA`).
@@ -643,7 +644,7 @@ class ModelConfig:
     @property
     def num_logits(self) -> int:
         """The length of a row of logits."""
-        return self.head.num_logits if self.head and self.head.num_logits else self.vocab_size
+        return (self.head.num_logits if self.head else self.few_logits) or self.vocab_size
 
     def with_layers(self, kept: Sequence[int]) -> "ModelConfig":
         """The model that has some of these layers, in this order."""

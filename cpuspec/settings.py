@@ -368,7 +368,7 @@ DTYPES = ("auto", "f32", "bf16", "f16")
 WEIGHTS = ("auto", "values", "codes")
 ACTIVATIONS = ("auto", "int8", "f32")
 PROMPT_ARITHMETICS = ("auto", "codes", "bf16")
-HEAD_FORMATS = ("int8", "int4", "file")
+DRAFT_FORMATS = ("auto", "int8", "int4", "file")
 POOLINGS = ("last", "mean", "cls")  # of a text's states, for its embedding: the last token's, the mean of all, the first one's
 
 
@@ -439,17 +439,19 @@ class EngineConfig:
         _BOOLEAN,
         "Map model files; reading them into memory instead is slower to start, and safe from files that are shortened.",
     )
-    head_format: str = _setting(
-        "int8",
-        _choice(HEAD_FORMATS),
-        "What a trained head's matrices of 16 bits and more are cast to at load: int8, int4, or file, which leaves them.",
+    draft_format: str = _setting(
+        "auto",
+        _choice(DRAFT_FORMATS),
+        "What matrices of heads and draft models are cast to at load: int8, those of 16 bits and more; int4, those of more than 5; "
+        "file leaves them. auto is int8 for heads, and on numba int4 for models.",
         "F",
     )
-    head_vocab: int | None = _setting(
+    draft_vocab: int | None = _setting(
         None,
         _optional(_COUNT),
-        "A head that could draft all tokens drafts the N of the lowest numbers, which tokenizers give to frequent ones, and those "
-        "that end an answer; 0 is all. By default 32768 for multi-token prediction if the output matrix is most of it.",
+        "A head or model that could draft all tokens drafts the N most frequent, and those that end an answer; 0 is all. Frequent "
+        "are those that its recipe counts, and then the lowest numbers. By default 32768 where a recipe counts tokens; also of "
+        "models, and of layers for multi-token prediction, where the output matrix is most of them.",
         "N",
     )
     lora: tuple[str, ...] = _setting(

@@ -25,7 +25,7 @@ _VALUES: dict[str, tuple[str, Any]] = {
     "--draft": ("ngram@3", "ngram@3"),
     "--dtype": ("f32", "f32"),
     "--goodput": ("ttft:500", ["ttft:500"]),
-    "--head-format": ("int4", "int4"),
+    "--draft-format": ("int4", "int4"),
     "--kv-format": ("int8", "int8"),
     "--logit-bias": ("5=1.5", {5: 1.5}),
     "--memory": ("8GB", "8GB"),

@@ -114,6 +114,7 @@ class Recipe:
     sampling: SamplingDefaults = NO_DEFAULTS  # for fields that the model's own file does not set
     files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     head: HeadOf | None = None
+    frequent_tokens: Path | None = None  # a file of token ids, the most frequent first: those that it drafts (`draft_vocab`)
 
     @property
     def hashes(self) -> Mapping[str, str]:
@@ -203,6 +204,18 @@ def recipe_of(path: Path) -> Recipe | None:
     return next((one for one, source in sources if find_cached(source) == path), None)
 
 
+def read_frequent_tokens(recipe: Recipe | None, vocab_size: int) -> list[int]:
+    """The ids in the recipe's file of frequent tokens, the most frequent first; none without such a file. Raises ConfigError."""
+    if recipe is None or recipe.frequent_tokens is None:
+        return []
+    path, wanted = recipe.frequent_tokens, f"token ids from 0 to {vocab_size - 1}, between spaces"
+    words = read_file(path, _LARGEST_IDS, ConfigError, f"frequent_tokens {path}").split()
+    ids = [int(word) if word.isdigit() and len(word) < 9 else vocab_size for word in words]
+    if not ids or max(ids) >= vocab_size:
+        raise ConfigError(f"frequent_tokens {path}: got {_shown(words[ids.index(max(ids))] if ids else b'')}; wanted {wanted}")
+    return ids
+
+
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """`; did you mean ...?` with the known names nearest to `name`, the smallest models first, or nothing.
 
@@ -287,6 +300,7 @@ def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
         sampling=_read_sampling(table),
         files=_read_files(table),
         head=_read_head(table) if "head" in raw else None,
+        frequent_tokens=path.parent / table.text("frequent_tokens", _BESIDE, _BELOW) if "frequent_tokens" in raw else None,
     )
     table.refuse_the_rest()
     if not recipe.sources:
@@ -310,9 +324,11 @@ _BESIDE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)
 # Names that reach a package installer's command line: nothing that it could take for an option, a path or an address.
 _PACKAGE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _VERSION = re.compile(r"[0-9][A-Za-z0-9.!+]*")
+_BELOW = "a path below the recipe's directory"
 _RELATIVE_PATH = re.compile(r"(?!.*\.\./)[A-Za-z0-9_][A-Za-z0-9._/ -]*")
 _LARGEST_FILE = 1 << 44
 _LARGEST_TOML = 1 << 16
+_LARGEST_IDS = 1 << 22
 _MOST_DOTS = 200
 
 _T = TypeVar("_T")
@@ -380,7 +396,7 @@ def _read_source(directory: Path, table: _Table) -> Source:
     """directory: where the recipe lies."""
     kind = table.text("kind")
     if kind == "beside":
-        return BesideSource(directory / table.text("path", _BESIDE, "a path below the recipe's directory"))
+        return BesideSource(directory / table.text("path", _BESIDE, _BELOW))
     if kind == "huggingface":
         wanted = "owner/name[@revision]:QUANTIZATION or hf:owner/name[@revision]/file"
         name = table.text("name", None, wanted)

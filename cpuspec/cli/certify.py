@@ -17,7 +17,7 @@ from cpuspec.settings import EngineConfig
 
 
 @exit_codes()
-@options.takes_running("head_format", "head_vocab", *options.HOW)
+@options.takes_running("draft_format", "draft_vocab", *options.HOW)
 def certify(
     model: options.ModelArgument,
     *,

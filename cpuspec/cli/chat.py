@@ -31,7 +31,7 @@ _MOST_CALLS = 8  # of tools, one after the other, before the model must answer
 
 
 @exit_codes()
-@options.takes_running("context_length", "mmap", "head_format", "head_vocab", *options.HOW, *options.ADAPTED)
+@options.takes_running("context_length", "mmap", "draft_format", "draft_vocab", *options.HOW, *options.ADAPTED)
 @options.takes_sampling(without=("ignore_eos", "logprobs", "parse_special"))
 def chat(
     model: options.ModelArgument = DEFAULT_RECIPE,

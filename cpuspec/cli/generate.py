@@ -18,7 +18,7 @@ from cpuspec.errors import ConfigError
 
 
 @exit_codes()
-@options.takes_running("context_length", "mmap", "head_format", "head_vocab", *options.HOW, *options.ADAPTED)
+@options.takes_running("context_length", "mmap", "draft_format", "draft_vocab", *options.HOW, *options.ADAPTED)
 @options.takes_sampling()
 def generate(
     model: options.ModelArgument = DEFAULT_RECIPE,

@@ -32,7 +32,7 @@ ADAPTED = ("lora",)
 ANSWERING = (
     *(*ADAPTED, "lora_modules"),
     *("max_sequences", "context_length", "max_rows", "prompt_rows"),
-    *("prefix_cache_gb", "prefix_cache_dir", "prefix_disk_gb", "mmap", "head_format", "head_vocab"),
+    *("prefix_cache_gb", "prefix_cache_dir", "prefix_disk_gb", "mmap", "draft_format", "draft_vocab"),
     *HOW,
 )
 

@@ -17,14 +17,17 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
+import numpy as np
+
 from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend, memory_limit, settings_on
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import fetch, find_model
 from cpuspec.checkpoints.gguf import checkpoint_of
 from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.checkpoints.heads import Head, HeadFiles, own_mtp, reader_of
-from cpuspec.checkpoints.recipes import ChainRecipe, Recipe, find_named
-from cpuspec.engine.heads import casts_of_head, of_frequent_tokens, open_head
+from cpuspec.checkpoints.heads.head import I64
+from cpuspec.checkpoints.recipes import ChainRecipe, Recipe, find_named, read_frequent_tokens, recipe_of
+from cpuspec.engine.heads import draft_casts, model_of_frequent_tokens, of_frequent_tokens, open_head
 from cpuspec.engine.own_weights import read_skipped, skip_layers
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import Format, get_format
@@ -204,7 +207,7 @@ class OpenedModel:
     """A draft model that fits its verifier. Its weights are not loaded yet.
 
     translation: from its vocabulary to the verifier's; None if they are the same. draws: whether a model that drafts in one pass
-    draws its tokens.
+    draws its tokens. token_ids: the only tokens that it drafts, rising; None for all.
     """
 
     name: str
@@ -218,6 +221,7 @@ class OpenedModel:
     translation: SharedTokens | None
     by_text: bool
     draws: bool = False
+    token_ids: I64 | None = None
 
     @property
     def mask_id(self) -> int | None:
@@ -370,6 +374,15 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
     by_text, translation = drafter.name == BY_TEXT, None
     if by_text or not same_tokens(verifier.tokenizer, tokenizer):
         translation = SharedTokens.find(verifier.tokenizer, verifier.num_rows, tokenizer, part.drafter)
+    token_ids: I64 | None = None
+    if drafter.model:
+        if checkpoint.mask_id is None:
+            known = np.arange(verifier.num_rows) if translation is None else None if by_text else translation.draft_ids
+            recipe = source if isinstance(source, Recipe) else recipe_of(path)
+            counted = read_frequent_tokens(recipe, checkpoint.config.vocab_size)
+            checkpoint, token_ids = model_of_frequent_tokens(checkpoint, settings.draft_vocab, tokenizer, counted, known)
+        named = ("int4" if backend == "numba" else "file") if settings.draft_format == "auto" else settings.draft_format
+        weights = checkpoint, draft_casts(checkpoint, named)
     return OpenedModel(
         drafter.shown,
         part.num_tokens or num_tokens,
@@ -382,6 +395,7 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
         translation,
         by_text,
         drafter.name == "draw",
+        token_ids,
     )
 
 
@@ -397,8 +411,9 @@ def _opened_head(
 ) -> OpenedHead:
     if drafter.name == "tree" and head.method not in TREE_RULES:
         raise ConfigError(f"{drafter.shown} drafts in one pass, and makes no trees; leave out tree:")
-    head = of_frequent_tokens(head, settings.head_vocab, target.tokenizer)
-    style, casts = drafter.name if drafter.name in HEAD_STYLES else "", casts_of_head(head, settings.head_format, target.checkpoint)
+    head = of_frequent_tokens(head, settings.draft_vocab, target.tokenizer)
+    style, named = drafter.name if drafter.name in HEAD_STYLES else "", settings.draft_format.replace("auto", "int8")
+    casts = draft_casts(head.model, named, target.checkpoint.tensors.values() if target.checkpoint else ())
     # A planner may ask a head for more tokens than its default, unless one pass makes the draft.
     number = part.num_tokens or (max(num_tokens, head.num_tokens) if head.method in TREE_RULES else head.num_tokens)
     return OpenedHead(drafter.shown, number, part.min_confidence, head, casts, backend, settings, verifier, style)
@@ -505,8 +520,10 @@ def _load_model(model: OpenedModel, target: Backend, inner: Proposer) -> DraftMo
     backend = make_backend(model.backend, checkpoint, model.settings, target, casts)
     capacity = min(model.as_verifier.context_length, backend.config.context_length)
     num_rows = None if model.translation else model.verifier.num_rows
-    possible = model.translation.drafted if model.translation and not model.by_text else None
-    context = Context(backend, model.settings.max_sequences, capacity, num_rows, possible, model.settings.prompt_rows)
+    ids = model.token_ids
+    if ids is None and model.translation and not model.by_text:
+        ids = np.sort(model.translation.draft_ids)
+    context = Context(backend, model.settings.max_sequences, capacity, num_rows, ids, model.settings.prompt_rows)
     if (mask_id := model.mask_id) is not None:
         return masks.MaskProposer(context, mask_id, model.name, model.num_tokens, model.min_confidence, model.draws)
     chain = ChainProposer(inner, context, model.name, model.num_tokens, model.min_confidence)

@@ -90,7 +90,8 @@ class Context:
     vocab_size: length of the rows of logits, None for the model's own. Vocabularies of one family may be padded to different
     lengths, as Qwen2.5's are. A draft model's rows then get the target's length: further ids are cut off, missing ones are
     impossible.
-    possible: [vocab_size] whether each token is possible in its rows; None for all.
+    token_ids: the tokens that its rows give a probability, rising: all others have none. The model's rows have these tokens alone,
+    or the whole vocabulary. None for all tokens.
     prompt_rows: rows of prompts that one score feeds beside sequences that generate (`EngineConfig.prompt_rows`).
     """
 
@@ -102,14 +103,14 @@ class Context:
         num_slots: int,
         capacity: int,
         vocab_size: int | None = None,
-        possible: NDArray[np.bool_] | None = None,
+        token_ids: NDArray[np.int64] | None = None,
         prompt_rows: int = EngineConfig.prompt_rows,
     ) -> None:
         self.backend = backend
         self.cache = backend.new_cache(num_slots, capacity)
         self.capacity = capacity
         self.vocab_size = backend.config.vocab_size if vocab_size is None else vocab_size
-        self.possible = possible
+        self.token_ids = token_ids
         self.prompt_rows = min(prompt_rows, backend.max_rows)
         self.hidden_layers: tuple[int, ...] = ()  # whose outputs scores return; the engine sets it before any sequence
         self.applies_adapters = False  # the engine sets it for the target; draft models draft without
@@ -120,7 +121,7 @@ class Context:
         self._last_forward = 0, 0.0  # its rows and seconds
         self.prefixes = PrefixCache(self, self.cache, backend.row_invariant)
         self._separates = has_prompt_arithmetic(backend)  # tokens of prompts from generated ones
-        self._fits = self.vocab_size == backend.config.vocab_size and possible is None
+        self._fits = self.vocab_size == backend.config.vocab_size and token_ids is None
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
         self._salts = [""] * num_slots  # of the sequences that they were computed for
         self._latest: list[tuple[int, list[F32]]] = [(0, [])] * num_slots  # of each slot's last forward: first row, hidden states
@@ -346,7 +347,7 @@ class Context:
                 layers = zip(*assigned.hidden, output.hidden, strict=True)
                 output = replace(output, hidden=tuple(map(np.concatenate, layers)))
                 assigned.hidden = []
-            outputs.append(output if self._fits else self._fit(output))
+            outputs.append(output if self._fits else self._fit(output, seq.is_plain_greedy))
         return outputs
 
     def keep_path(self, seq: Sequence, draft: Draft, path: list[int]) -> None:
@@ -530,16 +531,27 @@ class Context:
         """`_Feed.num_prompt` of a sequence whose slot holds that many tokens."""
         return num_of_prompt(self.backend, seq.num_prompt_tokens, num_held)
 
-    def _fit(self, output: ForwardOutput) -> ForwardOutput:
-        """Cut or pad the rows to `vocab_size` logits, and make tokens that are not `possible` impossible."""
-        logits, missing = output.logits, self.vocab_size - output.logits.shape[1]
-        if missing > 0:
-            output = replace(output, logits=np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf))
-        elif missing:
-            output = replace(output, logits=logits[:, : self.vocab_size], best=None)
-        if self.possible is not None:
-            output = replace(output, logits=np.where(self.possible, output.logits, np.float32(-np.inf)), best=None)
-        return output
+    def _fit(self, output: ForwardOutput, is_plain_greedy: bool) -> ForwardOutput:
+        """Make the rows `vocab_size` long, with no probability for tokens that the model does not have or `token_ids` leaves out.
+
+        is_plain_greedy: whether the ids of the largest logits are all that is wanted. Rows of few tokens stay short then.
+        """
+        logits, ids = output.logits, self.token_ids
+        if ids is None:
+            missing = self.vocab_size - logits.shape[1]
+            if missing > 0:
+                return replace(output, logits=np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf))
+            return replace(output, logits=logits[:, : self.vocab_size], best=None)
+        if logits.shape[1] > len(ids):
+            logits, output = logits[:, ids], replace(output, best=None)
+        if not is_plain_greedy:
+            rows = np.full((len(logits), self.vocab_size), -np.inf, np.float32)
+            rows[:, ids] = logits
+            return replace(output, logits=rows, best=None)
+        best = output.best
+        if best is None:
+            best = [int(row.argmax()) if np.isfinite(row.max()) else -1 for row in logits]
+        return replace(output, logits=logits, best=[int(ids[number]) if number >= 0 else -1 for number in best])
 
     def most_ahead(self, num_seqs: int) -> int:
         """How many forwards may follow one over a row of each sequence, so that all together take no time that is noticed."""

@@ -109,7 +109,7 @@ def naive_draft(target: Checkpoint, made: RandomHead, head: Head, tokens: list[i
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_is_what_the_formulas_say(target: Checkpoint, heads: dict[str, RandomHead], kind: str) -> None:
     made, drafts = heads[kind], []
-    with llm_over(target, f"{made.path}@4", "numpy", head_format="file") as llm:
+    with llm_over(target, f"{made.path}@4", "numpy", draft_format="file") as llm:
         (level,) = llm.drafts
         assert isinstance(level, HeadProposer)
         propose = level.propose

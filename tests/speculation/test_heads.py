@@ -490,13 +490,13 @@ def test_a_head_whose_rows_are_not_finite_changes_no_answer(target: Checkpoint, 
     broken = {name: np.full_like(array, np.nan) if array.ndim == 2 else array for name, array in made.arrays.items()}
     write_head(made.path, made.config, broken)
     prefixes = ("", "draw:", "auto,", "ngram@2+", *(("tree:",) if kind not in ("PEAGLE", "DSpark") else ()))
-    check_answers(target, "numba", [f"{prefix}{made.path}" for prefix in prefixes], drafts=False, head_format="file")
+    check_answers(target, "numba", [f"{prefix}{made.path}" for prefix in prefixes], drafts=False, draft_format="file")
 
 
 @pytest.mark.parametrize("spec", ["mtp", "draw:mtp", "auto", "ngram@2+mtp", "tree:mtp"])
 def test_a_layer_of_the_target_whose_rows_are_not_finite_changes_no_answer(own: Checkpoint, spec: str) -> None:
     broken = {name: QuantTensor.encode(get_format("f32"), np.full(t.shape, np.nan)) for name, t in own.prediction_layers.items()}
-    check_answers(replace(own, prediction_layers=broken), "numba", [spec], drafts=False, head_format="file")
+    check_answers(replace(own, prediction_layers=broken), "numba", [spec], drafts=False, draft_format="file")
 
 
 def naive_draft(target: Checkpoint, made: RandomHead, head: Head, tokens: list[int], number: int) -> list[int]:
@@ -526,7 +526,7 @@ def naive_draft(target: Checkpoint, made: RandomHead, head: Head, tokens: list[i
 @pytest.mark.parametrize("kind", ["EAGLE3", "EAGLE1", "PEAGLE"])
 def test_a_draft_is_what_the_formulas_say(target: Checkpoint, heads: dict[str, RandomHead], kind: str) -> None:
     made = heads[kind]
-    with llm_over(target, f"{made.path}@3", "numpy", head_format="file") as llm:
+    with llm_over(target, f"{made.path}@3", "numpy", draft_format="file") as llm:
         notes = recorded(llm)
         llm.generate(PROMPTS, PARAMS)
         llm.generate([[12, 5, 6]], PARAMS)
@@ -539,7 +539,7 @@ def test_a_draft_is_what_the_formulas_say(target: Checkpoint, heads: dict[str, R
 def test_a_draft_of_the_targets_own_layer_is_what_rows_computed_anew_say(own: Checkpoint) -> None:
     head = own_mtp(own)
     backend, norm = make_backend("numpy", head.model, SETTINGS), head.feature_norms[0]
-    with llm_over(own, "mtp@3", "numpy", head_format="file") as llm:
+    with llm_over(own, "mtp@3", "numpy", draft_format="file") as llm:
         notes = recorded(llm)
         llm.generate(PROMPTS, PARAMS)
         drafts = [(tokens, draft.tokens.tolist()) for tokens, draft in notes.drafts if len(draft) == 3]
@@ -559,7 +559,7 @@ def test_a_head_of_frequent_tokens_drafts_these_and_changes_no_answer(
     target, ends = (own if "mtp" in spec else target), make_tokenizer(own).eos_ids
     with llm_over(target, "none") as plain:
         wanted = [answer.token_ids for answer in plain.generate(PROMPTS, PARAMS)]
-    with llm_over(target, with_paths(spec, heads), head_vocab=40) as llm:
+    with llm_over(target, with_paths(spec, heads), draft_vocab=40) as llm:
         notes = recorded(llm)
         assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)] == wanted
     drafted = {token for _, draft in notes.drafts for token in draft.tokens.tolist()}
@@ -751,7 +751,7 @@ def test_specs_that_a_head_cannot_do_are_refused(target: Checkpoint, heads: dict
 def test_matrices_are_cast_at_load(target: Checkpoint, heads: dict[str, RandomHead]) -> None:
     sizes = {}
     for format in ("int8", "int4", "file"):
-        settings = replace(SETTINGS, head_format=format)
+        settings = replace(SETTINGS, draft_format=format)
         with LLM(target, str(heads["EAGLE3"].path), settings=settings) as llm:
             memory = llm.memory()[0]
             sizes[format] = memory.weight_bytes - memory.shared_bytes

@@ -62,7 +62,7 @@ def figures(path: Path | str) -> Iterator[tuple[int, int]]:
     """Drafted and accepted tokens of the layer, at defaults and with the matrices as they are in the file."""
     wanted, _, _ = run(path, "none")
     assert run(path, "auto")[0] == wanted
-    for settings in ({}, {"head_format": "file"}):
+    for settings in ({}, {"draft_format": "file"}):
         answers, *drafted = run(path, "mtp@3", **settings)
         assert answers == wanted
         yield tuple(drafted)

@@ -128,7 +128,7 @@ def naive_chain(target: Checkpoint, made: RandomHead, head: Head, tokens: list[i
 def test_a_draft_is_what_the_formulas_say(target: Checkpoint, heads: dict[str, RandomHead], kind: str) -> None:
     made = heads[kind]
     head = opened(made, target)
-    with llm_over(target, str(made.path), "numpy", head_format="file") as llm:
+    with llm_over(target, str(made.path), "numpy", draft_format="file") as llm:
         notes = recorded(llm)
         llm.generate(PROMPTS, PARAMS)
         drafts = [(tokens, draft.tokens.tolist()) for tokens, draft in notes.drafts if len(draft) == len(head.stages)]
@@ -142,7 +142,7 @@ def test_a_tree_has_the_likeliest_paths(target: Checkpoint, heads: dict[str, Ran
     """Of all paths of the four likeliest tokens at each depth, as the formulas weigh them."""
     made = heads[kind]
     head = opened(made, target)
-    with llm_over(target, f"tree:{made.path}@6", "numpy", head_format="file") as llm:
+    with llm_over(target, f"tree:{made.path}@6", "numpy", draft_format="file") as llm:
         notes = recorded(llm)
         llm.generate(PROMPTS, PARAMS)
     drafts = [(tokens, draft) for tokens, draft in notes.drafts if len(draft) == 6]
@@ -193,7 +193,7 @@ def test_an_oracle_is_always_accepted(target: Checkpoint, tmp_path: Path, kind: 
                 made.arrays[f"speculator.{part}.{stage}.weight"][:] = values
             made.arrays[f"speculator.ln.{stage}.bias"][:] = 0
     write_head(made.path, made.config, {name: np.ascontiguousarray(array) for name, array in made.arrays.items()})
-    with llm_over(target, str(made.path), "numpy", head_format="file") as llm:
+    with llm_over(target, str(made.path), "numpy", draft_format="file") as llm:
         llm.generate(PROMPTS, PARAMS)
         (level,) = llm.levels.values()
     assert level.num_accepted_tokens == level.num_draft_tokens > 30
@@ -276,7 +276,7 @@ def test_matrices_are_cast_at_load(target: Checkpoint, heads: dict[str, RandomHe
     for kind in ("Medusa, original", "MLP, of fms"):
         sizes = {}
         for format in ("int8", "int4", "file"):
-            with llm_over(target, str(heads[kind].path), head_format=format) as llm:
+            with llm_over(target, str(heads[kind].path), draft_format=format) as llm:
                 memory = llm.memory()[0]
                 sizes[format] = memory.weight_bytes - memory.shared_bytes
                 llm.generate(PROMPTS, PARAMS)

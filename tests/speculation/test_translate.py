@@ -42,7 +42,7 @@ class FloatRows(ExactContext):
 
 def translated(by_text: bool, inner: Proposer | None = None) -> TranslatedProposer:
     shared = shared_by(OURS, THEIRS)
-    context = FloatRows(0, 3) if by_text else ExactContext(0, 3, shared.drafted)
+    context = FloatRows(0, 3) if by_text else ExactContext(0, 3, shared.partner >= 0)
     chain = ChainProposer(inner or NullProposer(), context, "other", 9)  # type: ignore[arg-type]
     return TranslatedProposer(chain, shared, by_text)
 
@@ -73,7 +73,7 @@ def drafting(
 ) -> tuple[TranslatedProposer, Sequence, ToyBackend]:
     """A model over DRAFT's tokens that drafts for a sequence of TARGET's."""
     model, shared = ToyBackend(3, DRAFT.vocab_size, memory=0.4, max_rows=64), shared_by(TARGET, DRAFT)
-    context = Context(model, 2, 64, possible=None if by_text else shared.drafted)
+    context = Context(model, 2, 64, token_ids=None if by_text else np.sort(shared.draft_ids))
     proposer = TranslatedProposer(ChainProposer(inner or NullProposer(), context, "other", 6), shared, by_text)
     seq = Sequence.new(7, list(prompt), params)
     proposer.begin(seq, 0)
@@ -96,7 +96,7 @@ def test_by_tokens_the_model_draws_shared_tokens_with_the_verifiers_random_numbe
         for place, token in enumerate(draft.tokens.tolist(), seq.num_output_tokens):
             history = TokenHistory(prompt)
             history.extend(output)
-            logits = np.where(shared.drafted, model.row([*prompt, *output]), -np.inf).astype(np.float32)
+            logits = np.where(shared.partner >= 0, model.row([*prompt, *output]), -np.inf).astype(np.float32)
             own, over = distribution(logits, params, history), np.zeros(TARGET.vocab_size)
             over[list(partner.values())] = dense(own)[list(partner)]
             assert token == seq.draws.draw(over, place)
@@ -214,7 +214,7 @@ def test_tokens_are_paired_by_bytes_and_control_tokens_by_name_or_role() -> None
     theirs = PieceTokenizer([b"y", "<begin>", "</s>", "<|im_end|>", b"x", b"x", b"", None], eos_ids={2, 3}, bos_id=1, prefix=(1,))
     shared = shared_by(ours, theirs)
     assert dict(zip(shared.verifier_ids.tolist(), shared.draft_ids.tolist(), strict=True)) == {0: 5, 1: 3, 2: 2, 3: 1, 4: 0}
-    assert shared.drafted.tolist() == [True, True, True, True, False, True, False, False]
+    assert (shared.partner >= 0).tolist() == [True, True, True, True, False, True, False, False]
     assert shared.partner.tolist() == [4, 3, 2, 1, -1, 0, -1, -1]
     assert shared.control == {1: 3, 2: 2, 3: 1}
     assert shared.prompt_for_draft([3, 5, 0, 2]) == shared.prompt_for_draft([0, 5, 2]) == [1, 5, 2]

@@ -32,7 +32,7 @@ class TranslatedProposer(Proposer):
     """
 
     def __init__(self, chain: ChainProposer, shared: SharedTokens, by_text: bool) -> None:
-        """Unless by_text, the chain's context gives a probability only to tokens of `shared.drafted`."""
+        """Unless by_text, the chain's context gives a probability only to tokens of `shared.draft_ids`."""
         self.name, self.levels, self.context = chain.name, chain.levels, chain.context
         self.num_tokens, self.in_one_pass = chain.num_tokens, chain.in_one_pass
         self._chain = chain

@@ -10,7 +10,6 @@ from functools import cached_property
 from itertools import takewhile
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpuspec.errors import ConfigError
 from cpuspec.sampling import I64, Row, SparseRow
@@ -57,13 +56,6 @@ class SharedTokens:
 
     def __len__(self) -> int:
         return len(self.draft_ids)
-
-    @cached_property
-    def drafted(self) -> NDArray[np.bool_]:
-        """Whether each of the draft's tokens has a partner, [draft vocabulary]."""
-        mask = np.zeros(self.draft.vocab_size, np.bool_)
-        mask[self.draft_ids] = True
-        return mask
 
     @cached_property
     def partner(self) -> I64:
