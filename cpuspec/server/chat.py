@@ -17,7 +17,7 @@ from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import loosened
 from cpuspec.server.model import ServedModel
-from cpuspec.server.parsing import Parser, ToolFormat, answer_parser, opens_reasoning, reasoning_marks
+from cpuspec.server.parsing import AnswerParser, ToolFormat, answer_parser, opens_reasoning, reasoning_marks
 from cpuspec.server.parsing.calls import tool_instructions
 from cpuspec.server.schema import Ending
 from cpuspec.server.structured import call_grammar, can_be_tagged, loose_format, loosened_note
@@ -43,7 +43,7 @@ class ChatPrompt:
     notes: Mapping[str, str] = field(default_factory=dict)  # how the request was changed, for the response's headers
     begun: str = ""  # the client's own beginning, which the answer continues; without a mark that opens reasoning
 
-    def parser(self) -> Parser:
+    def parser(self) -> AnswerParser:
         """A new parser for one answer."""
         return answer_parser(self.template, self.functions, self.thinking, self.begun)
 
