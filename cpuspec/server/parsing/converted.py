@@ -325,7 +325,9 @@ def from_xml(text: str, functions: Functions, is_whole: bool) -> Call:
 
 # An invocation of DeepSeek V3.2 has its names in attributes, of tags with a prefix.
 _INVOCATION = re.compile(r"""<(｜DSML｜|)invoke name="([^"]*)">(.*?)(?:</\1invoke>(?=\s*(?:<\1invoke|\Z))|\Z)""", re.DOTALL)
-_NAMED = re.compile(r"""<(｜DSML｜|)parameter name="([^"]*)"([^>]*)>(.*?)</\1parameter>(?=\s*(?:<\1parameter name=|\Z))""", re.DOTALL)
+_NAMED = re.compile(
+    r"""<(｜DSML｜|)parameter name="([^"]*)"([^>]*)>(.*?)</\1parameter>(?=\s*(?:<\1parameter name=|\Z))""", re.DOTALL
+)
 
 
 def invocations(text: str) -> list[str]:
