@@ -1,6 +1,8 @@
 """Damaged answers with tool calls are read without an exception, and every call that is told has arguments that parse.
 
-CPUSPEC_FUZZ=10000 in the environment reads as many answers of each family: CPUSPEC_FUZZ=10000 python -m pytest tests/fuzz/test_answers.py
+CPUSPEC_FUZZ=10000 in the environment reads as many answers of each family:
+
+    CPUSPEC_FUZZ=10000 python -m pytest tests/fuzz/test_answers.py
 """
 
 import json
@@ -36,7 +38,7 @@ def test_no_damaged_answer_is_an_exception_or_a_broken_call(name: str) -> None:
                 num_calls += 1
                 assert piece.text in FUNCTIONS, (seed, text)
             elif piece.kind == "arguments":
-                found = json.loads(piece.text, parse_constant=lambda name: pytest.fail(name))
+                found = json.loads(piece.text, parse_constant=pytest.fail)
                 assert isinstance(found, dict), (seed, text)
         edges = sorted(random.randrange(len(text) + 1) for _ in range(random.randrange(1, 8)))
         parts = [text[a:b] for a, b in zip([0, *edges], [*edges, len(text)], strict=True)]

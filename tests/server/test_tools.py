@@ -214,7 +214,7 @@ PLACES = {
     "the word alone": (f"{{# no tools and no tool_calls here #}}{HEADS}", "words", False),
     "read and dropped": (f"{{% if tools %}} {{% endif %}}{HEADS}", "words", False),
     "no system": (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}{{ m.content }}{% endfor %}",
         "words",
         False,
     ),
