@@ -252,12 +252,13 @@ class SamplingParams:
         None, _optional(_TEXT), "The answer is a text of this grammar: Lark as llguidance takes it, or llama.cpp's GBNF.", "FILE"
     )
     free_reasoning: bool = _setting(
-        False, _BOOLEAN, "A grammar begins after the reasoning where there is any, from <think> to </think>."
+        False, _BOOLEAN, "A grammar and --bad-words begin after the reasoning where there is any, from <think> to </think>."
     )
     grammar_trigger: str | None = _setting(
         None,
         _optional(_TEXT),
-        "A grammar holds after this token only, until its text is whole, each time that the answer has the token.",
+        "A grammar holds after this control token only, or where this regular expression matches, until its text is whole, each "
+        "time. The text begins with the expression's group, else behind the match.",
         "TOKEN",
     )
 

@@ -16,7 +16,7 @@ from cpuspec.server.chat import chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
 from cpuspec.server.fields import read
 from cpuspec.server.model import ServedModel, shown_tokens
-from cpuspec.server.parsing import ToolFormat, tool_format
+from cpuspec.server.parsing import ToolFormat
 from cpuspec.server.schema import (
     ChatBody,
     CompletionBody,
@@ -27,6 +27,7 @@ from cpuspec.server.schema import (
     predicted_ids,
 )
 from cpuspec.server.structured import check_strict
+from cpuspec.server.turns import ToolUse, model_format, tool_use
 from cpuspec.settings import SamplingParams, ServerConfig
 
 _MOST_ANSWERS = 128  # to one line, as OpenAI's API allows
@@ -194,8 +195,8 @@ class _BatchModel:
     llm: LLM
     name: str
     given: Mapping[str, Any]
+    tool_use: ToolUse
     tool_format: ToolFormat
-    template_takes_tools: bool
     config: ServerConfig = field(default_factory=lambda: ServerConfig(drop_changing_lines=False))
 
     def check_text(self, num_chars: int) -> None:
@@ -207,5 +208,5 @@ class _BatchModel:
 
 
 def _model(llm: LLM, given: Mapping[str, Any]) -> ServedModel:
-    template = llm.tokenizer.chat_template_for({"tools": True})
-    return cast(ServedModel, _BatchModel(llm, llm.name, given, tool_format(template), "tools" in (template or "")))
+    use = tool_use(llm.tokenizer)
+    return cast(ServedModel, _BatchModel(llm, llm.name, given, use, model_format(llm.tokenizer, use)))

@@ -74,7 +74,7 @@ class RequestedAnswer:
     shown: special tokens whose names are part of the text, such as those that begin a tool call. shows_progress: whether outputs
     without tokens say how much of the prompt has been read (`Output.num_read_tokens`). prediction: token ids that the answer may
     repeat, such as those of a file that it edits. The drafters `ngram` and `suffix` copy from them; no answer depends on them.
-    adapters: LoRA adapters that the target applies; None for those of the LLM's settings.
+    adapters: LoRA adapters that the target applies; None for those of the LLM's settings. apart, within: see `StopText`.
     """
 
     prompt: abc.Sequence[int]
@@ -83,6 +83,8 @@ class RequestedAnswer:
     shows_progress: bool = False
     prediction: abc.Sequence[int] = ()
     adapters: AdapterSet | None = None
+    apart: abc.Sequence[tuple[str, str]] = ()
+    within: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,8 @@ class Engine:
         seq.turns = self._tokenizer.turns(seq.tokens) if self._context.cache.states else ()
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         decoder = self._tokenizer.stream(params.skip_special_tokens, wanted.shown, prompt[-1])
-        text = StopText(decoder, params.stop, params.min_tokens, params.include_stop_str_in_output)
+        shows_stop = params.include_stop_str_in_output
+        text = StopText(decoder, params.stop, params.min_tokens, shows_stop, wanted.apart, wanted.within)
         caches = [one.cache for one in self._contexts]
         meter = RequestMeter(len(seq.tokens), [one.bytes_per_token for one in caches], [one.state_bytes for one in caches])
         # The context's end limits drafts anyway.

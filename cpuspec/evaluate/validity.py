@@ -15,6 +15,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.evaluate.prompts import parse_line, read_text
 from cpuspec.server.parsing import answer_parser
 from cpuspec.server.parsing.calls import tool_instructions
+from cpuspec.server.turns import tool_use
 from cpuspec.text import Tokenizer
 
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -42,7 +43,7 @@ class FormLine:
         messages = [dict(message) for message in self.messages]
         if not self.tools:
             return tokenizer.encode_chat(messages)
-        if "tools" in (tokenizer.chat_template_for({"tools": True}) or ""):
+        if tool_use(tokenizer).place == "variable":
             return tokenizer.encode_chat(messages, variables={"tools": list(self.tools)})
         role = "system" if "system" in (tokenizer.chat_template or "") else "user"
         return tokenizer.encode_chat([{"role": role, "content": tool_instructions(self.tools)}, *messages])

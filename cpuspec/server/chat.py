@@ -17,16 +17,17 @@ from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import loosened
 from cpuspec.server.model import ServedModel
-from cpuspec.server.parsing import Parser, ToolFormat, answer_parser, opens_reasoning, reasoning_marks
+from cpuspec.server.parsing import AnswerParser, ToolFormat, opens_reasoning, reasoning_marks
 from cpuspec.server.parsing.calls import tool_instructions
 from cpuspec.server.schema import Ending
-from cpuspec.server.structured import call_grammar, can_be_tagged, loose_format, loosened_note
+from cpuspec.server.structured import call_grammar, call_trigger, can_be_tagged, loose_format, loosened_note
 from cpuspec.server.turns import in_turns
 from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name, which templates do not know
-_TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")  # of a message, that templates may read besides role and content
+_TEXT_FIELDS = ("name", "tool_call_id")  # of a message, that templates may read besides role and content
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of one thing
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,10 @@ class ChatPrompt:
     notes: Mapping[str, str] = field(default_factory=dict)  # how the request was changed, for the response's headers
     begun: str = ""  # the client's own beginning, which the answer continues; without a mark that opens reasoning
 
-    def parser(self) -> Parser:
+    def parser(self) -> AnswerParser:
         """A new parser for one answer."""
-        return answer_parser(self.template, self.functions, self.thinking, self.begun)
+        marks = reasoning_marks(self.template)
+        return AnswerParser(self.model.tool_format, self.functions, marks, self.thinking, self.begun)
 
     def requested(
         self, params: SamplingParams, shows_progress: bool = False, prediction: Sequence[int] = ()
@@ -54,10 +56,18 @@ class ChatPrompt:
 
         Raises ConfigError for params that a grammar excludes.
         """
-        params = replace(params, **self.keeps_to)
-        return [
-            RequestedAnswer(self.ids, one, shows_progress=shows_progress, prediction=prediction) for one in answer_params(params)
-        ]
+        params, form, marks = replace(params, **self.keeps_to), self.model.tool_format, reasoning_marks(self.template)
+        # Stop strings count in content only.
+        apart = [marks, *(pair for pair in form.marks if self.functions and all(pair))]
+        how = RequestedAnswer(
+            self.ids,
+            params,
+            shows_progress=shows_progress,
+            prediction=prediction,
+            apart=[(mark, "final<|message|>") for mark in ("<|start|>", "<|channel|>")] if form.channels else apart,
+            within=marks[1] if self.thinking and not self.prefix else "",
+        )
+        return [replace(how, params=one) for one in answer_params(params)]
 
     def call_id(self, digits: str) -> str:
         """An id for a tool call, of the length that the model's template wants, from 32 hexadecimal digits."""
@@ -92,17 +102,19 @@ def chat_prompt(
     ending, given = ending or Ending(), dict(variables or {})
     continues, adds_prompt = ending.continues(listed), ending.add_generation_prompt is not False
     model.check_text(_num_chars([listed, tools, given]))
-    if model.template_takes_tools:
-        if tools:
-            given["tools"] = list(tools)
-    else:
-        listed = _without_tools(listed, tools, model.llm.tokenizer.chat_template or "")
-    tokenizer = model.llm.tokenizer
+    tokenizer, use = model.llm.tokenizer, model.tool_use
+    if use.place == "words":
+        listed = _without_tools(listed, tools, tokenizer.chat_template or "")
+    elif tools and use.place == "variable":
+        given["tools"] = list(tools)
+    elif tools:
+        first = listed[0] if listed and listed[0]["role"] == "system" else {"role": "system", "content": ""}
+        listed = [{**first, "tools": json.dumps(tools, ensure_ascii=False)}, *listed[first in listed :]]
     template = tokenizer.chat_template_for(given) or ""
     form = model.tool_format
     if form.channels:
         listed = list(map(_in_channels, listed))
-    elif model.template_takes_tools and "tool_calls" not in template:
+    elif use.place != "words" and not use.shows_calls:
         listed = [_with_calls_as_text(message, form) for message in listed]
     ids, begun, thinking = _encoded(tokenizer, template, listed, given, adds_prompt, continues)
     choice = _Choice(tools, strict, named, bool(named) or tool_choice == "required")
@@ -135,26 +147,25 @@ def _restricted(
     reasons, closing = any(mark in template for mark in marks), marks[1]
     closed, prefix = f"\n{closing}\n\n" if thinking else "", ""
     keeps_to, lost = loose_format(answer_format)
+    # Without a single token that ends the reasoning, nothing would say where a grammar begins.
+    ends_in_a_token = reasons and closing == "</think>" and tokenizer.token_id(closing) is not None
+    free = {"free_reasoning": True} if ends_in_a_token else {}
     if choice.demanded and choice.tools:
         in_tags = form.tagged and can_be_tagged(loosened(choice.tools[0]["function"]["parameters"])[0])
         begun = form.mark + form.head(choice.named, in_tags) if choice.named else form.begins
         grammar, lost = call_grammar(form, choice.tools, choice.strict, begun, demanded=True)
-        return closed + begun, {"grammar": grammar}, lost
+        return closed + begun, {"grammar": grammar, "stop": ()}, lost  # the grammar ends it, whatever its texts hold
     if choice.tools and keeps_to:
         if "json_schema" not in keeps_to:
             raise RequestError("an answer that may call tools keeps to a JSON schema only; leave out tools or the grammar", "tools")
         grammar, more = call_grammar(form, choice.tools, choice.strict, "", keeps_to["json_schema"])
         keeps_to, lost = {"grammar": grammar}, lost | more
-    elif choice.tools and choice.strict and tokenizer.token_id(form.mark) is not None:
-        grammar, lost = call_grammar(form, choice.tools, choice.strict, form.mark)
-        return "", {"grammar": grammar, "grammar_trigger": form.mark}, lost
-    if keeps_to:
-        # Without a single token that ends the reasoning, nothing would say where the grammar begins: the reasoning is closed here.
-        ends_in_a_token = closing == "</think>" and tokenizer.token_id(closing) is not None
-        keeps_to["free_reasoning"] = reasons and ends_in_a_token
-        if not ends_in_a_token:
-            prefix = "<|channel|>final<|message|>" if form.channels else closed
-    return prefix, keeps_to, lost
+    elif choice.strict and any(tool["function"]["name"] in choice.strict for tool in choice.tools):
+        grammar, lost = call_grammar(form, choice.tools, choice.strict, None)
+        return "", {"grammar": grammar, "grammar_trigger": call_trigger(form, choice.strict), **free}, lost
+    if keeps_to and not (closing == "</think>" and tokenizer.token_id(closing) is not None):
+        prefix = "<|channel|>final<|message|>" if form.channels else closed
+    return prefix, {**keeps_to, **free}, lost
 
 
 def _encoded(
@@ -284,6 +295,8 @@ def _message(number: int, message: Mapping[str, Any], left_out: set[str]) -> dic
     for key in _TEXT_FIELDS:
         if isinstance(message.get(key), str):
             found[key] = message[key]
+    if thought := next((message[key] for key in _REASONING_FIELDS if message.get(key) and isinstance(message[key], str)), ""):
+        found["reasoning_content"] = thought
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         raise RequestError(f"messages[{number}].tool_calls must be a list", "messages")

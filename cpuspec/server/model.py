@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from random import Random
 from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
@@ -23,8 +23,9 @@ from cpuspec.server.admission import Admission
 from cpuspec.server.errors import BusyError, ContextExceededError, EngineFailedError, RequestError, TimeUpError, as_request_error
 from cpuspec.server.fill import fill_tokens
 from cpuspec.server.meter import AnswerMeter
-from cpuspec.server.parsing import ToolFormat, shown_tokens, tool_format
+from cpuspec.server.parsing import ToolFormat, shown_tokens
 from cpuspec.server.runner import Runner, contained
+from cpuspec.server.turns import ToolUse, model_format, tool_use
 from cpuspec.settings import SamplingParams, ServerConfig
 
 _P = ParamSpec("_P")
@@ -75,10 +76,23 @@ class ServedModel:
         self._runs_job = asyncio.Lock()  # one job is computed at a time, beside the engine's steps
         self.num_jobs = 0  # requests for embeddings or scores that run or wait
         tokenizer = llm.tokenizer
-        self.tool_format: ToolFormat = tool_format(tokenizer.chat_template_for({"tools": True}))
-        self.template_takes_tools = "tools" in (tokenizer.chat_template_for({"tools": True}) or "")
         self.shown = shown_tokens(tokenizer)
         self.fill = fill_tokens(tokenizer)
+
+    @cached_property
+    def tool_use(self) -> ToolUse:
+        """What its chat template does with tools. Rendered once, where a request asks first."""
+        return tool_use(self.llm.tokenizer)
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How it writes calls."""
+        return model_format(self.llm.tokenizer, self.tool_use)
+
+    @property
+    def template_takes_tools(self) -> bool:
+        """Whether its chat template has a place for tools."""
+        return self.tool_use.place != "words"
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -5,7 +5,8 @@ and docs/json_schema.md.
 """
 
 import json
-from collections.abc import Mapping, Sequence, Set
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +22,8 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Keywords of the schemas of arguments that can be written in tags.
 _OF_TAGS = {"$schema", "$defs", "additionalProperties", "definitions", "properties", "required", "type", "x-guidance"}
+# Of a call that the model begins itself, perhaps on several lines.
+_LOOSE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n]{0,24}", "item_separator": ",", "key_separator": ":"}
 # llguidance cannot see that the branches of a `oneOf` exclude each other. `loosened` has made an `anyOf` of those that do not.
 _ONE_OF = {"coerce_one_of": True}
 
@@ -83,14 +86,15 @@ def call_grammar(
     form: ToolFormat,
     tools: Sequence[Mapping[str, Any]],
     strict: Set[str],
-    written: str,
+    written: str | None,
     content: str | Mapping[str, Any] | None = None,
     demanded: bool = False,
 ) -> tuple[str, set[str]]:
     """A Lark grammar of one call of one of the tools, and the keywords that are lost of their schemas.
 
     strict: names of the tools whose arguments keep to their whole schema. Arguments of other tools are any object, or if the call
-    is demanded keep to the part of the schema that llguidance knows. written: the call's beginning, which the grammar leaves out.
+    is demanded keep to the part of the schema that llguidance knows. written: the call's beginning, which the grammar leaves out;
+    None for a call that the model begins itself, in any of its ways (`call_trigger`).
     content: a JSON schema that the answer may keep to instead of a call. If the grammar is too long to be compiled, tools that are
     not strict take any object, those with the longest schemas first. Raises RequestError for what is no schema.
     """
@@ -102,11 +106,17 @@ def call_grammar(
             check_strict(schema, f"tool {name!r}", "tools")
         kept, less = loosened(schema)
         lost |= less
-        options = _ONE_OF if name in strict else {"lenient": True, **_ONE_OF}
+        options: dict[str, Any] = _ONE_OF if name in strict else {"lenient": True, **_ONE_OF}
         in_tags = form.tagged and can_be_tagged(kept)
         head, closes = form.head(name, in_tags), form.tag_closes if in_tags else form.closes
         names.append(f"call{number}")
-        lines.append(f"call{number}: {json.dumps((form.mark + head).removeprefix(written))} arguments{number} {json.dumps(closes)}")
+        if written is None:
+            pattern = _begun(form, name, in_tags).replace("/", r"\/")
+            begins, options = f"/{pattern}/", {**options, **_LOOSE}
+            closes = r"/\s{0,24}\}/" if form.bare and not in_tags else json.dumps(closes)
+        else:
+            begins, closes = json.dumps((form.mark + head).removeprefix(written)), json.dumps(closes)
+        lines.append(f"call{number}: {begins} arguments{number} {closes}")
         what = f"the schema of tool {name!r}"
         texts[number] = _tagged(kept, options, number) if in_tags else f"%json {_schema_text(kept, options, what, type='object')}"
         loose_texts[number] = _tagged(ANY_OBJECT, {}, number) if in_tags else f"%json {_schema_text(ANY_OBJECT, {}, 'an object')}"
@@ -126,6 +136,54 @@ def call_grammar(
         names.append("content")
         lines.append(f"content: %json {_schema_text(content, _ONE_OF, 'the JSON schema')}")
     return "\n".join([f"start: {' | '.join(names)}", *lines]), lost
+
+
+def call_trigger(form: ToolFormat, strict: Iterable[str]) -> str:
+    """A regular expression of how a model begins a call: its mark, or without one a call of a strict tool.
+
+    The group is where the text of `call_grammar` begins.
+    """
+    named = _any_of(strict)
+    if form.channels:
+        return f"({_message_to(named)})"
+    ways = [f"({_escaped(form.mark)})"] if form.mark else []
+    ways += [f"(<function={named}>)"] * form.tagged
+    return "|".join([*ways, *([rf"(?:\A|\n|[>\[,;])\s*({_object(named)})"] if form.bare else [])])
+
+
+def _begun(form: ToolFormat, name: str, in_tags: bool) -> str:
+    """A regular expression of a call's text up to its arguments, as the model begins it itself."""
+    mark, named = _escaped(form.mark), _any_of([name])
+    if form.channels:
+        return _message_to(named)
+    if in_tags:
+        return f"(?:{mark}{_SPACES})?<function={named}>\\n"
+    if form.bare:
+        return (
+            rf"(?:{mark})?{_SPACES}(?:\[{_SPACES})?{_object(named)}{_SPACES},{_SPACES}\"(arguments|parameters)\"{_SPACES}:{_SPACES}"
+        )
+    return mark + _escaped(form.head(name))
+
+
+_SPACES = r"\s{0,24}"
+
+
+def _object(named: str) -> str:
+    return rf"\{{{_SPACES}\"name\"{_SPACES}:{_SPACES}\"{named}\""
+
+
+def _message_to(named: str) -> str:
+    """The header of gpt-oss's messages that are calls, from the recipient on."""
+    return rf"to=functions\.{named}(?:\s[^<]*)?(?:<\|(?:channel|constrain)\|>[^<]*)*<\|message\|>"
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    return f"(?:{'|'.join(map(_escaped, sorted(texts)))})"
+
+
+def _escaped(text: str) -> str:
+    """A regular expression of this text, for Python and for llguidance."""
+    return re.escape(text).replace("\\\n", "\\n")
 
 
 def can_be_tagged(schema: Any) -> bool:

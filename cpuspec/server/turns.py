@@ -1,9 +1,17 @@
-"""Conversations for chat templates that are strict about turns. Gemma's and Mistral's take one system message, first, and then user
-and assistant by turns. Agents do otherwise: Codex begins with instructions, a developer's message and two messages of the user.
+"""What chat templates take: turns, and tools.
+
+Gemma's and Mistral's templates take one system message, first, and then user and assistant by turns. Agents do otherwise: Codex
+begins with instructions, a developer's message and two messages of the user.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from cpuspec.errors import TokenizerError
+from cpuspec.server.parsing import TOOL_FORMATS, ToolFormat, tool_format
+from cpuspec.text import Tokenizer
 
 _JOINED = ("system", "user", "assistant")
 
@@ -25,3 +33,52 @@ def in_turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         else:
             found.append({**message, "role": role})
     return found
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a chat template does with tools.
+
+    place: where it reads them: "variable", its variable `tools`; "message", a system message's `tools`, as Phi-4-mini's; "words":
+    nowhere, so that words must tell of them. shows_calls: whether it shows the calls of earlier messages.
+    """
+
+    place: str
+    shows_calls: bool
+
+
+_NAME = "cpuspec_probe"
+_USER, _SYSTEM = {"role": "user", "content": "a"}, {"role": "system", "content": "b"}
+_CALL = {"id": "abcdef123", "type": "function", "function": {"name": _NAME, "arguments": {"a": "b"}}}
+_SAID: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_ANSWERED = {"role": "tool", "tool_call_id": "abcdef123", "name": "other", "content": "c"}
+
+
+def tool_use(tokenizer: Tokenizer) -> ToolUse:
+    """What the tokenizer's template for tools does with one, found out by rendering it."""
+    if not tokenizer.has_chat_template:
+        return ToolUse("words", True)
+
+    def shows(*messages: Mapping[str, Any], name: str = _NAME) -> bool:
+        parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "a text"}}, "required": ["a"]}
+        tools = [{"type": "function", "function": {"name": name, "description": "a tool", "parameters": parameters}}]
+        given = [one | {"tools": json.dumps(tools)} if "tools" in one else one for one in map(dict, messages)]
+        variables = {} if any("tools" in one for one in given) else {"tools": tools}
+        try:
+            return _NAME in tokenizer.apply_chat_template(given, variables=variables)
+        except TokenizerError:  # it refuses such a conversation
+            return False
+
+    place = "words"
+    if shows(_USER) or shows(_SYSTEM, _USER):
+        place = "variable"
+    elif shows(_SYSTEM | {"tools": ""}, _USER):
+        place = "message"
+    said = ([_USER, _SAID], [_USER, _SAID, _ANSWERED], [_SYSTEM, _USER, _SAID, _ANSWERED])
+    return ToolUse(place, any(shows(*messages, name="other") for messages in said))
+
+
+def model_format(tokenizer: Tokenizer, use: ToolUse) -> ToolFormat:
+    """How a model writes calls: as its template teaches, or as the words do that tell of tools."""
+    form = tool_format(tokenizer.chat_template_for({"tools": True}))
+    return form if use.place != "words" or form.channels else TOOL_FORMATS["json"]

@@ -7,9 +7,12 @@ text of the grammar goes on with.
 """
 
 import json
+import re
 import subprocess
+from bisect import bisect_left
 from collections.abc import Sequence, Set
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -79,7 +82,8 @@ class Grammars:
         bad = self._bad_words(params.bad_words)
         if not (ends or bad or params.allowed_token_ids):
             return grammar
-        found = Limited(grammar, self._tokenizer.vocab_size, params.min_tokens, ends, params.allowed_token_ids, bad)
+        free = self._reasoning(prompt) if params.free_reasoning else None
+        found = Limited(grammar, self._tokenizer.vocab_size, params.min_tokens, ends, params.allowed_token_ids, bad, free)
         if found.legal(()) is None:
             raise ConfigError("no token may begin the answer: allowed_token_ids, bad_words and the grammar leave none; loosen one")
         return found
@@ -106,25 +110,32 @@ class Grammars:
             self._compiled.pop(oldest, None)
         found = GrammarConstraint(matcher, self._vocabulary)
         if params.grammar_trigger is not None:
-            return self._after_trigger(found, params.grammar_trigger, self._vocabulary.size)
-        return self._after_reasoning(found, prompt, self._vocabulary) if params.free_reasoning else found
+            return AfterTrigger(found, params.grammar_trigger, self._tokenizer, self._vocabulary)
+        free = self._reasoning(prompt) if params.free_reasoning else None
+        return AfterReasoning(found, free, self._vocabulary) if free else found
 
-    def _after_trigger(self, grammar: "GrammarConstraint", trigger: str, vocab_size: int) -> Constraint:
-        token = self._tokenizer.token_id(trigger)
-        if token is None:
-            raise ConfigError(f"grammar_trigger {trigger[:40]!r} is no control token of this vocabulary")
-        return AfterTrigger(grammar, token, vocab_size)
-
-    def _after_reasoning(self, grammar: "GrammarConstraint", prompt: Sequence[int], vocabulary: "_Vocabulary") -> Constraint:
+    def _reasoning(self, prompt: Sequence[int]) -> "_Reasoning | None":
+        """The tokens around the answer's reasoning; None where the answer can have none."""
         opens, closes = map(self._tokenizer.token_id, _REASONING)
         if closes is None:
-            return grammar
-        for token in reversed(prompt[-_LOOKED_BACK:]):
-            if token == closes:
-                return grammar
-            if token == opens:
-                return AfterReasoning(grammar, closes, vocabulary)
-        return grammar if opens is None else AfterReasoning(grammar, closes, vocabulary, opens)
+            return None
+        last = next((token for token in reversed(prompt[-_LOOKED_BACK:]) if token in (opens, closes)), None)
+        if last is None:
+            return None if opens is None else _Reasoning(closes, opens)
+        return None if last == closes else _Reasoning(closes)
+
+
+class _Reasoning(NamedTuple):
+    """The token that closes reasoning, and the one that opens it in the answer; None where the prompt has opened it."""
+
+    closes: int
+    opens: int | None = None
+
+    def rest(self, path: Sequence[int]) -> Sequence[int] | None:
+        """The path after the reasoning; None within it."""
+        if self.opens is not None and (not path or path[0] != self.opens):
+            return path
+        return path[path.index(self.closes) + 1 :] if self.closes in path else None
 
 
 class GrammarConstraint:
@@ -159,11 +170,10 @@ class GrammarConstraint:
         """The tokens that follow the path in every text of the grammar, as far as they are known; empty where there is a choice."""
         return self._matcher.compute_ff_tokens() if self._follow(path) else []
 
-    def is_over(self, path: Sequence[int]) -> bool:
-        """Whether the path is or begins with a text of the grammar that nothing can follow."""
-        if self._follow(path):
-            return self.legal(path) is None and self.accepts(path)
-        return self.accepts(self._path.copy())
+    def whole(self, path: Sequence[int]) -> int | None:
+        """How many tokens at the path's beginning are a text of the grammar that nothing can follow; None while it goes on."""
+        goes_on = self._follow(path) and (self.legal(path) is not None or not self.accepts(path))
+        return None if goes_on else len(self._path)
 
     def _find_legal(self, path: Sequence[int]) -> Legal | None:
         if not self._follow(path):
@@ -191,7 +201,8 @@ class Limited:
     """Limits beside a grammar, or without one: a least number of tokens, tokens to choose among, and texts that never come.
 
     ends: tokens that end the answer, of which none is legal before it has `least` tokens, unless the grammar allows only the end.
-    allowed: tokens to choose among, empty for all. bad: token ids of texts; the last one of a text is illegal after the others.
+    allowed: tokens to choose among, empty for all. bad: token ids of texts; the last one of a text is illegal after the others,
+    except in the answer's reasoning, if that is given.
     """
 
     def __init__(
@@ -202,6 +213,7 @@ class Limited:
         ends: Set[int] = frozenset(),
         allowed: Sequence[int] = (),
         bad: Set[tuple[int, ...]] = frozenset(),
+        reasoning: _Reasoning | None = None,
     ) -> None:
         self._grammar = grammar
         self._least = least
@@ -210,8 +222,8 @@ class Limited:
         if allowed:
             self._free[:] = False
             self._free[list(allowed)] = True
-        self._free[[text[0] for text in bad if len(text) == 1]] = False
-        self._bad = [(list(text[:-1]), text[-1]) for text in bad if len(text) > 1]
+        self._bad = [(list(text[:-1]), text[-1]) for text in bad]
+        self._reasoning = reasoning
 
     def legal(self, path: Sequence[int]) -> Legal | None:
         """See `Constraint`."""
@@ -222,8 +234,9 @@ class Limited:
         if len(path) < self._least:
             others[self._ends] = False
             others = others if others.any() else legal & self._free
-        for before, token in self._bad:
-            if list(path[-len(before) :]) == before:
+        rest = path if self._reasoning is None else self._reasoning.rest(path)
+        for before, token in self._bad if rest is not None else ():
+            if list(path[len(path) - len(before) :]) == before:
                 others[token] = False
         return others if others.any() else None
 
@@ -237,54 +250,54 @@ class Limited:
 
 
 class AfterReasoning:
-    """A grammar that begins after the token that closes the reasoning. Reasoning may hold any token that ends no answer.
+    """A grammar that begins after the reasoning. Reasoning may hold any token that ends no answer."""
 
-    opens: the token that opens reasoning if the answer begins with it; None where the prompt has opened it.
-    """
-
-    def __init__(self, grammar: GrammarConstraint, closes: int, vocabulary: "_Vocabulary", opens: int | None = None) -> None:
+    def __init__(self, grammar: GrammarConstraint, reasoning: _Reasoning, vocabulary: "_Vocabulary") -> None:
         self._grammar = grammar
-        self._closes = closes
-        self._opens = opens
+        self._reasoning = reasoning
         self._free = np.ones(vocabulary.size, np.bool_)
         self._free[vocabulary.ends] = False
 
     def legal(self, path: Sequence[int]) -> Legal | None:
         """See `Constraint`."""
-        rest = self._rest(path)
+        rest = self._reasoning.rest(path)
         if rest is None:
             return self._free
         legal = self._grammar.legal(rest)
-        if self._opens is None or path:
+        if self._reasoning.opens is None or path:
             return legal
         legal = np.zeros_like(self._free) if legal is None else legal.copy()
-        legal[self._opens] = True
+        legal[self._reasoning.opens] = True
         return legal
 
     def accepts(self, path: Sequence[int]) -> bool:
         """See `Constraint`."""
-        rest = self._rest(path)
+        rest = self._reasoning.rest(path)
         return rest is not None and self._grammar.accepts(rest)
 
     def forced(self, path: Sequence[int]) -> list[int]:
         """See `Constraint`."""
-        rest = self._rest(path)
-        return self._grammar.forced(rest) if rest is not None and (path or self._opens is None) else []
-
-    def _rest(self, path: Sequence[int]) -> Sequence[int] | None:
-        """The path after the reasoning; None within it."""
-        if self._opens is not None and (not path or path[0] != self._opens):
-            return path
-        return path[path.index(self._closes) + 1 :] if self._closes in path else None
+        rest = self._reasoning.rest(path)
+        return self._grammar.forced(rest) if rest is not None and (path or self._reasoning.opens is None) else []
 
 
 class AfterTrigger:
-    """A grammar that begins after each trigger token and holds until its text is whole. Elsewhere any token is legal."""
+    """A grammar that holds from each trigger on, until its text is whole. Elsewhere any token is legal.
 
-    def __init__(self, grammar: GrammarConstraint, trigger: int, vocab_size: int) -> None:
-        self._grammar = grammar
-        self._trigger = trigger
-        self._free = np.ones(vocab_size, np.bool_)
+    trigger: a control token's name, or a regular expression over the answer with such names. The grammar's text begins with the
+    group that matches, or after the match where there is no group.
+    """
+
+    def __init__(self, grammar: GrammarConstraint, trigger: str, tokenizer: Tokenizer, vocabulary: "_Vocabulary") -> None:
+        try:
+            control = tokenizer.token_id(trigger) is not None
+            self._trigger = re.compile((re.escape(trigger) if control else trigger).encode())
+        except (re.error, UnicodeEncodeError) as error:
+            raise ConfigError(f"grammar_trigger is no regular expression: {in_one_line(str(error), 200)}") from None
+        self._grammar, self._tokenizer, self._vocabulary = grammar, tokenizer, vocabulary
+        self._free = np.ones(vocabulary.size, np.bool_)
+        self._names: dict[int, bytes] = {}  # what tokens add to the text
+        self._before: list[int] = []  # a path's beginning, up to the end of its last whole text
 
     def legal(self, path: Sequence[int]) -> Legal | None:
         """See `Constraint`."""
@@ -300,12 +313,28 @@ class AfterTrigger:
         rest = self._rest(path)
         return [] if rest is None else self._grammar.forced(rest)
 
-    def _rest(self, path: Sequence[int]) -> Sequence[int] | None:
-        """The path after the last trigger; None where there is none, or the text after it is whole."""
-        if self._trigger not in path:
-            return None
-        rest = path[len(path) - list(reversed(path)).index(self._trigger) :]
-        return None if self._grammar.is_over(rest) else rest
+    def _rest(self, path: Sequence[int]) -> list[int] | None:
+        """The grammar's text at the path's end; None where there is none, or where it is whole."""
+        pieces = list(map(self._name, path))
+        ends, text = list(accumulate(map(len, pieces))), b"".join(pieces)
+        num_before = len(self._before) if list(path[: len(self._before)]) == self._before else 0
+        while found := self._trigger.search(text, ends[num_before - 1] if num_before else 0):
+            start = next((found.start(number) for number, group in enumerate(found.groups(), 1) if group is not None), found.end())
+            last = bisect_left(ends, found.end())  # the token that completes the trigger
+            begun = self._vocabulary(text[start : ends[last]].decode(errors="ignore").encode()) if start < ends[last] else []
+            rest = [*begun, *path[last + 1 :]]
+            whole = self._grammar.whole(rest)
+            if whole is None:
+                return rest
+            num_before = max(num_before, last) + 1 + max(whole - len(begun), 0)
+            self._before = list(path[:num_before])
+        return None
+
+    def _name(self, token: int) -> bytes:
+        if token not in self._names:
+            meaning = self._tokenizer.meaning(token) or b""
+            self._names[token] = meaning.encode() if isinstance(meaning, str) else meaning
+        return self._names[token]
 
 
 class _Vocabulary:

@@ -100,6 +100,21 @@ def test_a_demanded_call_begins_behind_its_header(calling: Running) -> None:
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"a": 1})
 
 
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}]])
+def test_a_call_of_a_tool_that_the_request_lacks_is_content(calling: Running, tools: Any) -> None:
+    found = ask(calling, **({"tools": tools} if tools else {}))
+    assert (found["message"]["content"], found["finish_reason"]) == ('{"a": 1}', "stop")
+    assert "tool_calls" not in found["message"]
+
+
+def test_stop_strings_count_in_content_only(running: Running, calling: Running) -> None:
+    found = ask(running, stop=["m", "assistant"])
+    assert (found["message"]["reasoning_content"], found["message"]["content"]) == ("Hm.", "Yes.")
+    found = ask(running, stop=["s."])
+    assert (found["message"]["content"], found["finish_reason"]) == ("Ye", "stop")
+    assert ask(calling, tools=TOOLS, stop=['"a"'])["finish_reason"] == "tool_calls"
+
+
 def test_channels_are_streamed_as_they_come(running: Running) -> None:
     body = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 40, "stream": True}
     with running.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as reply:
@@ -109,13 +124,14 @@ def test_channels_are_streamed_as_they_come(running: Running) -> None:
     assert "".join(delta.get("content") or "" for delta in deltas) == "Yes."
 
 
-def test_reasoning_before_a_call_is_told_again_with_its_result(calling: Running) -> None:
-    """And a text beside it, which templates refuse, is a part of it."""
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_before_a_call_is_told_again_with_its_result(calling: Running, field: str) -> None:
+    """By any of its names. A text beside it, which templates refuse, is a part of it."""
     for content, thought in ((None, "Hm."), ("I look.", "Hm.\n\nI look.")):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
         history = [
             {"role": "user", "content": "hello"},
-            {"role": "assistant", "content": content, "reasoning_content": "Hm.", "tool_calls": [call]},
+            {"role": "assistant", "content": content, field: "Hm.", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "1", "content": "42"},
         ]
         prompt = calling.post("/apply-template", json={"messages": history, "tools": TOOLS}).json()["prompt"]

@@ -1,7 +1,9 @@
 """Answers taken apart: what comes out does not depend on the pieces that the text arrives in."""
 
+import json
 import re
 from itertools import pairwise
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,6 @@ from hypothesis import strategies as st
 from cpuspec.server.parsing import (
     TOOL_FORMATS,
     AnswerParser,
-    Parser,
     Piece,
     ToolFormat,
     answer_parser,
@@ -21,13 +22,13 @@ from cpuspec.server.parsing import (
     reasoning_marks,
     tool_format,
 )
-from cpuspec.server.parsing.calls import MarkedCalls
-from cpuspec.server.parsing.channels import ChannelParser
+from tests.server.written import FUNCTIONS, PARTS, WAYS, WORDS, damaged, random_call
 
 NAMES = {
     "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     "f": {"properties": {"a": {"type": ["string", "null"]}}},
     "search": {},
+    "files.open": {},
     "typed": {
         "$defs": {"place": {"enum": ["home", "away"]}},
         "properties": {
@@ -56,7 +57,7 @@ SAMPLES = [
         [("call", "f"), ("arguments", '{"a": 1}'), ("content", "and on")],
     ),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', [("call", "f"), ("arguments", "{}")]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ', [("call", "f"), ("arguments", '{"a": ')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ', [("content", '<tool_call>{"name": "f", "arguments": {"a": ')]),
     (
         "hermes",
         '```json\n{\n  "name": "f",\n  "arguments": {"a": 1}\n}\n```\nor <tool_call>{"name": "search"}</tool_call>',
@@ -240,6 +241,171 @@ SAMPLES = [
     ),
     ("json", '{"name": "f", "parameters": {}} Done.', [("call", "f"), ("arguments", "{}"), ("content", "Done.")]),
 ]
+F = [("call", "f"), ("arguments", '{"a": "x"}')]
+G = [("call", "search"), ("arguments", "{}")]
+_X = '{"name": "f", "arguments": {"a": "x"}}'
+_NL = [("call", "f"), ("arguments", '{"a": "x\\ny\\t\\\\d"}')]
+_CUT = '{"name": "f", "arguments": {"a": "x"}'
+
+
+def content(text: str) -> list[tuple[str, str]]:
+    return [("content", text)]
+
+
+# What models write beside their formats, as public reports about parsers tell it, in texts of our own.
+ODD = [
+    # A line end, a tab and an escape that JSON lacks, in a text.
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\ny\t\\d"}}</tool_call>', _NL),
+    ("llama3", '{"name": "f", "parameters": {"a": "x\ny\t\\d"}}', _NL),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "x\ny\t\\d"}', _NL),
+    (
+        "deepseek",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "x\ny\t\\d"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        _NL,
+    ),
+    ("harmony", '<|channel|>commentary to=functions.f<|message|>{"a": "x\ny\t\\d"}<|call|>', _NL),
+    # Python's texts, words and dicts; braces that are missing, too many or doubled; a comma too many; quotes without escapes.
+    (
+        "hermes",
+        '```json\n{\n  "name": "f",\n  "arguments": {\n    "a": """\nprint("x")\n"""\n  }\n}\n```',
+        [("call", "f"), ("arguments", '{"a": "\\nprint(\\"x\\")\\n"}')],
+    ),
+    ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': 'x'}}</tool_call> ok", [*F, *content("ok")]),
+    ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': None, }}</tool_call>", [("call", "f"), ("arguments", '{"a": null}')]),
+    ("hermes", f"<tool_call>{_CUT}\n</tool_call> and <tool_call>{_X}</tool_call>", [*F, *content("and"), *F]),
+    ("hermes", f"<tool_call>{_CUT[:-1]}\n</tool_call>\nSo.<tool_call>{_X}</tool_call>", [*F, *content("So."), *F]),
+    ("hermes", f"<tool_call>{_X}}}\n</tool_call>\nSo.", [*F, *content("So.")]),
+    ("hermes", f"<tool_call>{{{_X}}}</tool_call>", F),
+    ("mistral", f"[TOOL_CALLS][{_X}}}] So", [*F, *content("So")]),
+    ("mistral", f"[TOOL_CALLS][{_CUT}]", F),
+    ("llama3", '{"name": "f", "parameters": {"a": "x"}}} So', [*F, *content("So")]),
+    ("llama3", '{"name": "f", "parameters": {"a": "x"}', F),
+    ("hermes", f"<tool_call>\n```json\n{_X}\n```\n</tool_call>\nSo", [*F, *content("So")]),
+    ("hermes", f'<tool_call>{{"type": "function", "function": {_X}}}</tool_call>', F),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "say "x" now"}}</tool_call>',
+        [("call", "f"), ("arguments", '{"a": "say \\"x\\" now"}')],
+    ),
+    # Arguments that are no object.
+    ("hermes", '<tool_call>{"name": "search", "arguments": null}</tool_call>', G),
+    *(("hermes", text, content(text)) for text in ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>',)),
+    # Numbers that are not finite, halves of characters, values and keys that JSON lacks.
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": NaN, "b": -1e999}}</tool_call>',
+        [("call", "f"), ("arguments", '{"a": null, "b": null}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>',
+        [("call", "f"), ("arguments", '{"a": "\ufffd"}')],
+    ),
+    ("lfm2", "<|tool_call_start|>[f(a={'y', 'x'})]<|tool_call_end|>", [("call", "f"), ("arguments", '{"a": ["y", "x"]}')]),
+    ("lfm2", "<|tool_call_start|>[f(**{'a': 'x'})]<|tool_call_end|>", F),
+    *(
+        (
+            "lfm2",
+            f"<|tool_call_start|>[f(a={value})]<|tool_call_end|>",
+            content(f"<|tool_call_start|>[f(a={value})]<|tool_call_end|>"),
+        )
+        for value in ("b'x'", "1j", "...", "{(1,): 2}", "{1: 2}", "open('x')", "[" * 300 + "]" * 300)
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=search>\n<parameter=q>\n{'x': {1}}\n</parameter>\n</function>\n</tool_call>",
+        [("call", "search"), ("arguments", '{"q": {"x": [1]}}')],
+    ),
+    (
+        "glm",
+        "<tool_call>search<arg_key>q</arg_key><arg_value>{['a']: 1}</arg_value></tool_call>",
+        [("call", "search"), ("arguments", '{"q": "{[\'a\']: 1}"}')],
+    ),
+    # Tools that the request does not have; a malformed sibling.
+    *(
+        (name, text, content(text))
+        for name, text in (
+            ("hermes", '<tool_call>{"name": "g", "arguments": {"a": "<tool_call>"}}</tool_call>'),
+            ("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>"),
+            ("llama3", '{"name": "g", "parameters": {}}'),
+        )
+    ),
+    ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", content("print(1)")),
+    ("harmony", "<|channel|>commentary to=functions.g<|message|>{}<|call|>", content("{}")),
+    (
+        "hunyuan",
+        f'<tool_calls>[{{"name": "f", "arguments": {{"a" "x"}}}}, {_X}]</tool_calls>',
+        [*content('{"name": "f", "arguments": {"a" "x"}}'), *F],
+    ),
+    (
+        "deepseek",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{x}<｜tool▁call▁end｜>"
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": "```"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        [*content("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{x}<｜tool▁call▁end｜>"), ("call", "f"), ("arguments", '{"a": "```"}')],
+    ),
+    # Marks that are left out, doubled, or part of a value.
+    ("glm", "<tool_call>f<arg_key><arg_key>a</arg_key></arg_key><arg_value>x</arg_value></tool_call>", F),
+    ("glm", "<tool_call>f<arg_key>a</arg_key>x</arg_value></tool_call>", F),
+    (
+        "glm",
+        "<tool_call>f<arg_key>a</arg_key><arg_value></arg_value></tool_call>.</arg_value></tool_call>",
+        [("call", "f"), ("arguments", '{"a": "</arg_value></tool_call>."}')],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=a>\nx</parameter></function></tool_call>y\n</parameter>\n</function>\n</tool_call>\nSo",
+        [("call", "f"), ("arguments", '{"a": "x</parameter></function></tool_call>y"}'), *content("So")],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>\n</tool_call>\nSo",
+        [*F, *content("So")],
+    ),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n\nSo", [*F, *content("So")]),
+    ("gemma4", '<|tool_call>call:f{a:x<|"|>}<tool_call|>', F),
+    ("gemma4", "<|tool_call>call:f{a:'x',}<tool_call|>", F),
+    ("gemma4", "<|tool_call>call:f{a:x}<tool_call|>", F),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>x<|"|>b:2}<tool_call|>', [("call", "f"), ("arguments", '{"a": "x", "b": 2}')]),
+    (
+        "gemma4",
+        '<|tool_call>call:f{a:<|"|>s = <|"|>x<|"|>\n<|"|>}<tool_call|>',
+        [("call", "f"), ("arguments", '{"a": "s = <|\\"|>x<|\\"|>\\n"}')],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{a:<|"|>x<tool_call|><|"|>}<tool_call|>So',
+        [("call", "f"), ("arguments", '{"a": "x<tool_call|>"}'), *content("So")],
+    ),
+    # Words before calls, beside them, and after them.
+    ("llama3", 'I look.\n<|python_tag|>{"name": "f", "parameters": {"a": "x"}}', [*content("I look."), *F]),
+    (
+        "llama3",
+        'I look.\n\n{"name": "f", "parameters": {"a": "x"}}\n\nSo  it\n is.',
+        [*content("I look."), *F, *content("So  it\n is.")],
+    ),
+    ("llama3", '<|python_start|>{"name": "f", "parameters": {"a": "x"}}<|python_end|>', F),
+    ("hermes", f"I look:\n```json\n{_X}\n```\nSo.", [*content("I look:"), *F, *content("So.")]),
+    ("hermes", f"<tools>\n{_X}\n</tools>", F),
+    ("hermes", 'So:\n```json\n{"name": "Bob"}\n```', content('So:\n```json\n{"name": "Bob"}\n```')),
+    ("granite", f"<tool_call>[{_X}]", F),
+    ("phi4", f"functools[{_X}]", F),
+    ("phi4", "from functools import cache", content("from functools import cache")),
+    ("olmo3", "<function_calls>\nf(a='x')\nsearch()\n</function_calls>\nSo", [*F, *G, *content("So")]),
+    ("seed", "<seed:tool_call>\n<function=f>\n<parameter=a>x</parameter>\n</function>\n</seed:tool_call>So", [*F, *content("So")]),
+    # Headers that are malformed, doubled or missing.
+    (
+        "harmony",
+        "<|channel|>final<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi",
+        [("reasoning", "Hm."), *content("Hi")],
+    ),
+    (
+        "harmony",
+        "<|channel|>commentary<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Hi",
+        [("reasoning", "Hm."), *content("Hi")],
+    ),
+    ("harmony", "assistants help.", content("assistants help.")),
+    ("harmony", "to=everyone: hi", content("to=everyone: hi")),
+]
 REASONED = [
     ("", False, []),
     ("\n<think>\nI must <think> hard.\n</think>\n\nYes.", False, [("reasoning", "I must <think> hard."), ("content", "Yes.")]),
@@ -250,7 +416,7 @@ REASONED = [
 ]
 
 
-def parse(parser: Parser, parts: list[str]) -> list[Piece]:
+def parse(parser: AnswerParser, parts: list[str]) -> list[Piece]:
     pieces = [piece for part in parts for piece in parser.push(part)]
     return joined_pieces(pieces + parser.finish())
 
@@ -264,27 +430,35 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(edges)]
 
 
-def parser_of(name: str, thinking: bool = False) -> Parser:
-    form = TOOL_FORMATS[name]
-    marks = (form.mark, form.ends)
-    return ChannelParser() if form.channels else AnswerParser(thinking=thinking, calls=form.parser(NAMES), call_marks=marks)
+def parser_of(name: str, thinking: bool = False) -> AnswerParser:
+    return AnswerParser(TOOL_FORMATS[name], NAMES, thinking=thinking)
 
 
-@pytest.mark.parametrize(("name", "text", "wanted"), SAMPLES)
+@pytest.mark.parametrize(("name", "text", "wanted"), [*SAMPLES, *ODD])
 def test_calls_are_found_whatever_pieces_they_come_in(name: str, text: str, wanted: list[tuple[str, str]]) -> None:
     whole = parse(parser_of(name), [text])
     assert plain(whole) == wanted
     calls = [piece.call for piece in whole if piece.kind == "call"]
     assert calls == list(range(len(calls)))
     assert parse(parser_of(name), list(text)) == whole
-    for at in range(len(text)):
+    for at in range(len(text) if len(text) < 1000 else 0):
         assert parse(parser_of(name), [text[:at], text[at:]]) == whole
+
+
+@pytest.mark.parametrize(("name", "text", "wanted"), [*SAMPLES, *ODD])
+def test_an_answer_that_is_cut_off_has_no_broken_call(name: str, text: str, wanted: list[tuple[str, str]]) -> None:
+    whole = [piece.text for piece in parse(parser_of(name), [text]) if piece.kind == "arguments"]
+    for at in range(0, len(text), 1 + len(text) // 400):
+        pieces = parse(parser_of(name), [text[:at]])
+        assert all(isinstance(json.loads(piece.text), dict) for piece in pieces if piece.kind == "arguments")
+        if len(whole) == 1 and TOOL_FORMATS[name].syntax.is_quoted:
+            assert [piece.text for piece in pieces if piece.kind == "arguments"] in ([], whole), "a call with less than it says"
 
 
 @pytest.mark.parametrize(("text", "thinking", "wanted"), REASONED)
 def test_reasoning_comes_first_and_apart(text: str, thinking: bool, wanted: list[tuple[str, str]]) -> None:
-    assert plain(parse(AnswerParser(thinking=thinking), [text])) == wanted
-    assert plain(parse(AnswerParser(thinking=thinking), list(text))) == wanted
+    for parts in ([text], list(text)):
+        assert plain(parse(AnswerParser(TOOL_FORMATS["json"], {}, thinking=thinking), parts)) == wanted
 
 
 CALLED = {
@@ -292,7 +466,13 @@ CALLED = {
     "qwen3_coder": ("\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n", '{"a": "1"}'),
     "glm": ("f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", '{"a": "1"}'),
     "lfm2": ("[f(a=1)]", '{"a": 1}'),
-    "nemotron2": ('[{"name": "f", "arguments": {"a": 1}}]', '{"a": 1}'),
+    "gemma4": ("call:f{a:1}", '{"a": 1}'),
+    "seed": ("<function=f><parameter=a>1</parameter></function>", '{"a": "1"}'),
+    "olmo3": ("f(a=1)", '{"a": 1}'),
+    "command": ('[{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}]', '{"a": 1}'),
+    "deepseek": ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>', '{"a": 1}'),
+    "dsml": ('<｜DSML｜invoke name="f"><｜DSML｜parameter name="a">1</｜DSML｜parameter></｜DSML｜invoke>', '{"a": "1"}'),
+    **dict.fromkeys(("nemotron2", "hunyuan", "phi4"), ('[{"name": "f", "arguments": {"a": 1}}]', '{"a": 1}')),
 }
 
 
@@ -356,7 +536,7 @@ FRAGMENTS = st.lists(
 @given(text=FRAGMENTS, places=st.lists(st.integers(0, 400), max_size=6), thinking=st.booleans())
 @settings(max_examples=150)
 def test_no_split_changes_what_comes_out(name: str, text: str, places: list[int], thinking: bool) -> None:
-    def make() -> Parser:
+    def make() -> AnswerParser:
         return parser_of(name, thinking)
 
     whole = parse(make(), [text])
@@ -370,19 +550,44 @@ def test_no_split_changes_what_comes_out(name: str, text: str, places: list[int]
 @example(text='Well.[TOOL_CALLS] [ {"name": [1}')
 @settings(max_examples=100)
 def test_text_without_calls_loses_nothing(name: str, text: str) -> None:
-    pieces = parse(TOOL_FORMATS[name].parser(NAMES), [text])
+    pieces = parse(parser_of(name), [f"-{text}"])
     if all(piece.kind == "content" for piece in pieces):
         shown = "".join(piece.text for piece in pieces)
-        assert re.sub(r"\s", "", shown) == re.sub(r"\s", "", text)
+        assert re.sub(r"\s", "", shown) == re.sub(r"\s", "", f"-{text}")
 
 
 def test_a_parser_that_looked_at_pieces_alone_would_be_caught() -> None:
-    class Forgetful(MarkedCalls):
+    class Forgetful(AnswerParser):
         def push(self, text: str) -> list[Piece]:
             return [*super().push(text), *self.finish()]
 
     text = SAMPLES[1][1]
-    assert parse(AnswerParser(calls=Forgetful("<tool_call>", "</tool_call>")), list(text)) != parse(parser_of("hermes"), [text])
+    assert parse(Forgetful(TOOL_FORMATS["hermes"], NAMES), list(text)) != parse(parser_of("hermes"), [text])
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_a_family_writes_is_read_again_with_the_words_around_it(name: str) -> None:
+    """Values hold quotes, brackets and marks; where nothing quotes them, none of the row's own."""
+    own = () if TOOL_FORMATS[name].syntax.is_quoted else ("tool_call", "function", "parameter", "arg_", "invoke", "DSML")
+    parts = tuple(part for part in PARTS if not any(mark in part for mark in own) and (name != "gemma4" or part != '<|"|>'))
+    for seed in range(15):
+        for way in WAYS[name]:
+            random = Random(seed)
+            calls = [random_call(random, parts) for _ in range(random.randrange(1, 4))]
+            begun, after = ("", "") if name == "harmony" else (random.choice(("", *WORDS)), random.choice(("", *WORDS)))
+            text = "\n".join(filter(None, (begun, way(calls), after)))
+            whole = parse(AnswerParser(TOOL_FORMATS[name], FUNCTIONS), [text])
+            found = [(one.text, json.loads(two.text)) for one, two in pairwise(whole) if one.kind == "call"]
+            assert found == calls
+            assert "".join(piece.text for piece in whole if piece.kind == "content") == begun + after
+            for parts_of in (list(text), cut(text, [random.randrange(1 << 16) for _ in range(6)])):
+                assert parse(AnswerParser(TOOL_FORMATS[name], FUNCTIONS), parts_of) == whole
+
+
+def test_the_gates_check_would_notice_what_is_no_call() -> None:
+    texts = {damaged(Random(seed), WAYS["hermes"][0]([("ping", {})])) for seed in range(50)}
+    kinds = {tuple(piece.kind for piece in parse(AnswerParser(TOOL_FORMATS["hermes"], FUNCTIONS), [text])) for text in texts}
+    assert {("call", "arguments"), ("content",)} <= kinds
 
 
 @pytest.mark.parametrize("row", TOOL_FORMATS.values(), ids=lambda row: row.name)
@@ -407,6 +612,10 @@ def test_a_demanded_call_is_begun_in_the_format_itself(row: ToolFormat) -> None:
         ("{% if tools %}only with <|tool_call|> followed by a JSON list{% endif %}", "granite"),
         ("{% if tools %}within <tool_call></tool_call> XML tags{% endif %}", "hermes"),
         ("{{ tools }}<|tool_call>call:", "gemma4"),
+        ("{{ tools }}<|tool|>{{ tools }}<|/tool|>", "phi4"),
+        ("{{ tools }}<function_calls>", "olmo3"),
+        ("{{ tools }}<seed:tool_call><function=", "seed"),
+        ("{{ tools }}<｜DSML｜function_calls>", "dsml"),
         ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek"),
         ("<|start|>assistant<|channel|>analysis<|message|>", "harmony"),
         ("<start_of_turn>", "json"),

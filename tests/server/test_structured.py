@@ -18,8 +18,8 @@ from cpuspec.engine.engine import RequestedAnswer
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import plain_pattern
 from cpuspec.server.model import ServedModel
-from cpuspec.server.parsing import tool_format
-from cpuspec.server.structured import call_grammar
+from cpuspec.server.parsing import TOOL_FORMATS, AnswerParser, ToolFormat, tool_format
+from cpuspec.server.structured import call_grammar, call_trigger
 from cpuspec.text import MOST_BYTES, GrammarConstraint, Grammars
 from tests.oracles import PieceTokenizer
 from tests.server.asgi import application
@@ -455,7 +455,7 @@ def test_a_demanded_call_in_xml_keeps_to_the_schema_and_is_read_as_it_was_meant(
     assert not lost
     text = in_tags("paint", VALUES)
     assert accepts(grammar, text.removeprefix(written))
-    parser = XML.parser({"paint": TAGGED})
+    parser = AnswerParser(XML, {"paint": TAGGED})
     pieces = [*parser.push(text), *parser.finish()]
     assert [(piece.kind, piece.text) for piece in pieces if piece.kind == "call"] == [("call", "paint")]
     assert json.loads("".join(piece.text for piece in pieces if piece.kind == "arguments")) == VALUES
@@ -464,6 +464,43 @@ def test_a_demanded_call_in_xml_keeps_to_the_schema_and_is_read_as_it_was_meant(
     assert not accepts(grammar, in_tags("paint", {"text": "a"}).removeprefix(written))
     if not named:
         assert accepts(grammar, in_tags("any", {"a": "b", "c": [1]}).removeprefix(written))
+
+
+SIZED = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"], "additionalProperties": False}
+
+
+def ways(row: ToolFormat) -> list[str]:
+    """How models of a row begin a call: after a mark, and where they may, in a fence, on lines, or after words alone."""
+    if row.tagged:
+        return [f"Well.{mark}<function=paint>\n<parameter=size>\n" for mark in (f"{row.mark}\n", f"{row.mark}", "\n")]
+    found = [f'Well.\n{row.mark}{row.head("paint")}{{"size": '] * (not row.bare or row.mark != "")
+    if row.bare:
+        found += [f'{start}{{\n  "name": "paint",\n  "arguments": {{\n    "size": ' for start in ("", "Well.\n", "```json\n")]
+    return found + ['<|channel|>commentary to=functions.paint<|message|>{"size": '] * row.channels
+
+
+@pytest.mark.parametrize("row", TOOL_FORMATS.values(), ids=lambda row: row.name)
+def test_a_strict_tool_is_kept_to_wherever_a_model_begins_its_call(row: ToolFormat) -> None:
+    """By every family, with a mark, in a fence and without either; other text is free."""
+    tools = [{"function": {"name": "paint", "parameters": SIZED}}, {"function": {"name": "any", "parameters": {"type": "object"}}}]
+    grammar, lost = call_grammar(row, tools, {"paint"}, None)
+    params = SamplingParams(grammar=grammar, grammar_trigger=call_trigger(row, {"paint"}))
+    pieces = [*(bytes([byte]) for byte in range(256)), "<end>"]
+    found = Grammars(PieceTokenizer(pieces, [256])).constraint(params)  # type: ignore[arg-type]
+    assert found is not None
+    assert not lost
+    for begun in ways(row):
+        path = list(begun.encode())
+        assert all(found.legal(path[:size])[byte] for size, byte in enumerate(path)), begun  # type: ignore[index]
+        legal = found.legal(path)
+        assert legal is not None
+        assert legal[ord("1")]
+        assert not legal[ord('"')]
+        assert not legal[ord("x")]
+        assert not legal[256]
+    free = found.legal(list(b'{"name": "other", "arguments": {"size": '))
+    assert free is not None
+    assert free.all()
 
 
 @pytest.mark.parametrize(

@@ -180,8 +180,8 @@ def test_a_grammar_holds_behind_its_trigger_until_its_text_is_whole(settings: di
             for n in range(len(text)):
                 legal, _, forced = answers(plain, text[:n])
                 assert answers(one, [*path, CALL, *text[:n]]) == (legal, False, forced)
-    with pytest.raises(ConfigError, match="no control token"):
-        marked([], **settings, grammar_trigger="<tool>")
+    with pytest.raises(ConfigError, match="no regular expression"):
+        marked([], **settings, grammar_trigger="(<tool>")
 
 
 def test_special_tokens_are_never_legal_and_cannot_be_named() -> None:

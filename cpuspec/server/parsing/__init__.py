@@ -1,4 +1,4 @@
-"""Parsers that split generated text into reasoning, content and tool calls as it arrives. They know no protocol.
+"""Splits generated text into reasoning, content and tool calls as it arrives. It knows no protocol.
 
 The result does not depend on the pieces in which a text arrives: `tests/server/test_parsing.py` tests every split.
 """
@@ -12,13 +12,12 @@ from cpuspec.server.parsing.answer import (
     shown_tokens,
 )
 from cpuspec.server.parsing.calls import TOOL_FORMATS, ToolFormat, tool_format
-from cpuspec.server.parsing.pieces import Parser, Piece, joined_pieces
+from cpuspec.server.parsing.pieces import Piece, joined_pieces
 
 __all__ = [
     "MARKS",
     "TOOL_FORMATS",
     "AnswerParser",
-    "Parser",
     "Piece",
     "ToolFormat",
     "answer_parser",

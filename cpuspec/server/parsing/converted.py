@@ -1,226 +1,227 @@
-"""Tool calls that are not JSON: held back until they end, then converted.
+"""Tool calls as models write them: where one ends, what it says, and the gate through which it leaves.
 
-Sources: the chat templates of Qwen3-Coder, Qwen3.5 and Nemotron 3 (XML), GLM-4.5 and 4.7, LFM2 (Python), Gemma 4, DeepSeek V3 and
-V3.1, Command R7B and A, Hunyuan-A13B. What models write beside their templates is from reports about other engines' parsers:
-ollama 16686 and 18530 (`<function=` without `<tool_call>`), llama.cpp 18077 (no `</parameter>`), vllm 39243 and
-Liquid4All/docs 130 (LFM2's quotes).
+Sources: the chat templates of Qwen3-Coder, Qwen3.5 and Nemotron 3 (XML), GLM-4.5 and 4.7, LFM2 and OLMo 3 (Python), Gemma 4,
+DeepSeek V3 to V3.2, Command R7B and A, Hunyuan-A13B, Phi-4-mini. What models write beside their templates is from reports about
+other engines' parsers: ollama 16686 and 18530 (`<function=` without `<tool_call>`), llama.cpp 18077 (no `</parameter>`), vllm 39243
+and Liquid4All/docs 130 (LFM2's quotes), vllm 49248 and 54971 (GLM's tags), vllm 48678 and sglang 39240 (Gemma's quotes).
 """
 
 import ast
 import json
-import keyword
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from cpuspec.server.parsing.pieces import SPACE, Piece, decided, settled
+SPACE = " \t\r\n"  # the white space that parsers drop around reasoning and calls
 
 Functions = Mapping[str, Mapping[str, Any]]  # JSON schemas of arguments by the function's name
-Calls = list[tuple[str, dict[str, Any]]]  # names and arguments
-Convert = Callable[[str, Functions], Calls]  # raises ValueError for a text that holds no call
+Call = tuple[str, Any]  # a name and arguments
+# Reads one call. The last argument: whether the call's end was seen, else the answer's end cut it off. Raises for what is no call.
+Convert = Callable[[str, Functions, bool], Call]
 
-_MOST_CHARS = 1 << 20  # of one call
 _MOST_SCHEMAS = 100  # that are read to find the types of one value
+_PAIRS = {"{": "}", "[": "]", "(": ")"}
+_GEMMA_QUOTE = '<|"|>'
 
 
-class ConvertedCalls:
-    """Calls between two marks, with text before and between them. White space beside a call is dropped.
+@dataclass(frozen=True)
+class Syntax:
+    """A language of calls.
 
-    A text between the marks that is no call is content, marks included. A call that the answer's end cuts off is converted if it
-    can be. bare: other marks that begin and end a call, of models that forget the first; they are part of the call's text, which
-    must name one of the functions.
+    split: cuts the text between two marks into calls. begins: the first characters of that text; is_named: or it begins with a
+    name. is_quoted: texts are in quotes, so that a mark in one ends nothing. is_value: the last bracket ends a call, so that it
+    needs no mark.
     """
 
-    def __init__(
-        self, opens: str, closes: str, convert: Convert, functions: Functions, bare: tuple[str, str] | None = None
-    ) -> None:
-        self.num_calls = 0
-        self._marks = [(opens, closes), *([bare] if bare else [])]
-        self._convert, self._functions = convert, functions
-        self._pending = ""
-        self._call: tuple[str, str] | None = None  # the marks of the call that is read
-        self._space = ""  # white space before it
-        self._orphan = ""  # a closing mark that may follow, and belongs to nobody
-        self._searched = 0  # characters of a call that hold no closing mark
-
-    def push(self, text: str) -> list[Piece]:
-        """See `Parser`."""
-        self._pending += text
-        return decided(self._step)
-
-    def finish(self) -> list[Piece]:
-        """See `Parser`."""
-        rest, self._pending = self._pending, ""
-        if self._call:
-            return self._converted(self._call, rest, "")
-        return [Piece("content", rest)] if rest.strip(SPACE) or not self.num_calls else []
-
-    def _step(self, pieces: list[Piece]) -> bool:
-        return self._content(pieces) if self._call is None else self._in_call(self._call, pieces)
-
-    def _content(self, pieces: list[Piece]) -> bool:
-        text = self._pending
-        if self.num_calls:
-            text = text.lstrip(SPACE)
-            if self._orphan.startswith(text):
-                return False
-            text, self._orphan = text.removeprefix(self._orphan).lstrip(SPACE), ""
-            if not text:
-                self._pending = ""
-                return False
-        found = [(at, marks) for marks in self._marks if (at := text.find(marks[0])) >= 0]
-        if found:
-            at, self._call = min(found)
-            before = text[:at].rstrip(SPACE)
-            pieces.append(Piece("content", before))
-            self._space = text[len(before) : at]
-            self._pending, self._searched = text[at + len(self._call[0]) :], 0
-            return True
-        sure = settled(text, *(opens for opens, _ in self._marks))
-        pieces.append(Piece("content", sure))
-        self._pending = text[len(sure) :]
-        return False
-
-    def _in_call(self, marks: tuple[str, str], pieces: list[Piece]) -> bool:
-        text, closes = self._pending, marks[1]
-        at = text.find(closes, self._searched)
-        if at < 0 and len(text) <= _MOST_CHARS:
-            self._searched = max(0, len(text) - len(closes) + 1)
-            return False
-        end = at if at >= 0 else len(text)
-        self._pending = text[end + len(closes) :]
-        pieces += self._converted(marks, text[:end], closes if at >= 0 else "")
-        return True
-
-    def _converted(self, marks: tuple[str, str], text: str, closes: str) -> list[Piece]:
-        bare, self._call = marks != self._marks[0], None
-        try:
-            calls = self._convert((marks[0] + text if bare else text).strip(SPACE), self._functions)
-            found = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
-        except (ValueError, RecursionError, MemoryError):
-            found = []
-        if not found or (bare and not all(name in self._functions for name, _ in found)):
-            return [Piece("content", self._space + marks[0] + text + closes)]
-        self._orphan = self._marks[0][1] if bare else ""
-        pieces = []
-        for name, arguments in found:
-            pieces += [Piece("call", name, self.num_calls), Piece("arguments", arguments, self.num_calls)]
-            self.num_calls += 1
-        return pieces
+    convert: Convert
+    split: Callable[[str], list[str]]
+    begins: str
+    is_named: bool = False
+    is_quoted: bool = True
+    is_value: bool = False
 
 
-def from_json(text: str, functions: Functions) -> Calls:
-    """`{"name": ..., "arguments": {...}}`, or a list of such objects. Other engines' keys are understood, too."""
-    value = json.loads(text)
-    calls: Calls = []
-    for one in value if isinstance(value, list) else [value]:
-        if not isinstance(one, dict):
-            raise ValueError("no call")
-        name = next((one[key] for key in ("name", "tool_name") if isinstance(one.get(key), str)), "")
-        given: Any = next((one[key] for key in ("arguments", "parameters") if key in one), {})
-        arguments = json.loads(given) if isinstance(given, str) else given
-        if not name or not isinstance(arguments, dict):
-            raise ValueError("no call")
-        calls.append((name, arguments))
-    return calls
+def tokens(text: str, marks: Sequence[str] = (), final: bool = True) -> Iterator[tuple[int, int, str]]:
+    """The brackets, quoted texts and marks of a call: where each begins and ends, and its bracket, quote or mark.
+
+    A quote ends a text only where something of a call follows, so that a text may hold quotes that nobody escaped. Nothing after a
+    text without an end is yielded; such a text has the name "open". final: nothing follows the text; else its end stays undecided.
+    """
+    found = re.compile("|".join([*map(re.escape, marks), r'<\|"\|>|["\'{}\[\]()]']))
+    at = 0
+    while one := found.search(text, at):
+        what, at = one[0], one.end()
+        if what in marks or what in _PAIRS or what in _PAIRS.values():
+            yield one.start(), at, what
+        elif _follows_an_opening(text, one.start()):
+            end = _text_end(text, at, what, marks, final)
+            yield one.start(), len(text) if end is None else end, "open" if end is None else what
+            if end is None:
+                return
+            at = end
 
 
-# A value ends at the closing tag before another tag or the end. Models forget it before the next parameter or the function's end.
-_TAGS = re.compile(
-    r"<function=([^>]*)>|<parameter=([^>]*)>(.*?)(?:</parameter>(?=\s*(?:<parameter=|</?function|\Z))"
-    r"|(?=\n[ \t]*<parameter=)|(?=</function>\s*(?:<function=|\Z))|\Z)",
-    re.DOTALL,
-)
+def _follows_an_opening(text: str, at: int) -> bool:
+    while at and text[at - 1] in SPACE:
+        at -= 1
+    return at == 0 or text[at - 1] in ":,[{(="
 
 
-def from_xml(text: str, functions: Functions) -> Calls:
-    """`<function=NAME><parameter=KEY>VALUE</parameter>...</function>` of Qwen3-Coder. Values are lines of their own."""
-    if text.startswith(("{", "[")):
-        return from_json(text, functions)
-    calls: Calls = []
-    for name, key, value in _TAGS.findall(text):
-        if name:
-            calls.append((_name(name), {}))
-        elif calls:
-            calls[-1][1][key.strip()] = _typed(value, functions, calls[-1][0], key.strip())
-    return calls
+def _text_end(text: str, at: int, quote: str, marks: Sequence[str], final: bool) -> int | None:
+    """Where a text ends, behind its closing quote; None if it does not end, or if later characters decide."""
+    is_gemmas = quote == _GEMMA_QUOTE
+    for one in re.compile(re.escape(quote) if is_gemmas else rf"\\.|{quote}", re.DOTALL).finditer(text, at):
+        if one[0][0] == "\\":
+            continue
+        start = one.end()
+        while start < len(text) and text[start] in SPACE:
+            start += 1
+        after = text[start : start + 80]
+        if after[:1] in tuple(",:)]}") or after.startswith(tuple(marks)) or (is_gemmas and re.match(r"[\w.-]+\s*:", after)):
+            return one.end()
+        if not final and (any(mark.startswith(after) for mark in marks) or not after or re.fullmatch(r"[\w.-]+\s*", after)):
+            return None
+        if not after:
+            return one.end()
+    return None
 
 
-def from_argument_tags(text: str, functions: Functions) -> Calls:
-    """`NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...` of GLM-4.5 and 4.7."""
-    if text.startswith(("{", "[")):
-        return from_json(text, functions)
-    name, _, _ = text.partition("<arg_key>")
-    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", text, re.DOTALL)
-    return [(_name(name), {key.strip(): _typed(value, functions, name.strip(), key.strip()) for key, value in pairs})]
+def call_end(text: str, closes: Sequence[str], is_value: bool, final: bool) -> tuple[int, int] | None:
+    """The end of a call's text, and of the mark behind it; None if it does not end, or if later characters decide.
+
+    closes: the mark, if it has one. is_value: the last bracket ends the call, too.
+    """
+    depth = 0
+    for start, end, what in tokens(text, closes, final):
+        depth += (what in _PAIRS) - (what in _PAIRS.values())
+        if what in closes:
+            return start, end
+        if is_value and what in _PAIRS.values() and depth <= 0:
+            return end, end
+    return None
 
 
-# A text in quotes. A quote within it that nothing of a call follows is part of the text, as in 'It's'.
-_QUOTED = re.compile(r"""(['"])((?:\\.|(?!\1)[^\\]|\1(?!\s*(?:[,)\]}:]|\Z)))*)\1""", re.DOTALL)
-_KEYWORD = re.compile(rf"\b({'|'.join(keyword.kwlist)})(\s*=)")
+def marked_end(text: str, opens: Sequence[str], ends: Sequence[str], closes: str, final: bool) -> tuple[int, int] | None:
+    """As `call_end`, where nothing quotes a text: a mark that ends calls, before which none begins, belongs to the call, too.
+
+    opens, ends: marks of all calls.
+    """
+    marks = re.compile("|".join(map(re.escape, (*opens, closes))))
+    at = text.find(closes)
+    while at >= 0:
+        after = at + len(closes)
+        rest = text[after:].lstrip(SPACE)
+        if not final and any(mark.startswith(rest) for mark in (*opens, *ends)):
+            return None
+        later = None if not rest or rest.startswith((*opens, *ends)) else marks.search(text, after)
+        if later is None and rest and not final and not rest.startswith((*opens, *ends)):
+            return None
+        if later is None or later[0] != closes:
+            return at, after
+        at = later.start()
+    return None
 
 
-def from_python(text: str, functions: Functions) -> Calls:
-    """`[name(key='value', ...), ...]` of LFM2: calls with literal keyword arguments."""
-    if text.startswith("{") or re.match(r"\[\s*{", text):
-        return from_json(text, functions)
+def checked(call: Call, functions: Functions) -> tuple[str, str]:
+    """The gate: the name of a tool of this request, and its arguments as a JSON object. Raises ValueError, RecursionError."""
+    name, given = call
+    if name not in functions:
+        raise ValueError("no tool of the request has its name")
+    given = read_value(given) if isinstance(given, str) else {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise ValueError("its arguments are no object")
+    text = json.dumps(_as_json(given), ensure_ascii=False, allow_nan=False)
+    return name, re.sub("[\ud800-\udfff]", "\ufffd", text)
+
+
+def _as_json(value: Any) -> Any:
+    """The value as JSON can say it: numbers that are not finite become null."""
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise ValueError("its arguments have a key that is no text")
+        return {key: _as_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_as_json, value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ValueError("its arguments have a value that JSON lacks")
+
+
+def read_value(text: str, is_whole: bool = True) -> Any:
+    """A value in JSON or Python, mended where its meaning is plain. is_whole: see `_mended`. Raises ValueError, RecursionError."""
+    text = text.strip(SPACE)
+    with suppress(ValueError):
+        return json.loads(text, strict=False, parse_constant=_nothing)
+    with suppress(ValueError):
+        return json.loads(_mended(text, is_whole), strict=False, parse_constant=_nothing)
     try:
-        body = _python(text)
-    except (SyntaxError, TypeError):
-        raise ValueError("no call") from None
-    nodes = body.elts if isinstance(body, ast.List | ast.Tuple) else [body]
-    calls: Calls = []
-    for node in nodes:
-        if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
-            raise ValueError("no call")
-        calls.append((ast.unparse(node.func), {str(one.arg).removesuffix("ˍ"): _literal(one.value) for one in node.keywords}))
-    return calls
+        tree = _ListForSet().visit(ast.parse(text, mode="eval"))
+        return ast.literal_eval(tree)
+    except (SyntaxError, TypeError, MemoryError):
+        raise ValueError("it is no JSON") from None
 
 
-def _python(text: str) -> ast.expr:
-    """The expression. Where it is none, again with quotes and line ends in texts escaped, keywords as names, and 07 as 7."""
-    with suppress(SyntaxError):
-        return ast.parse(text, mode="eval").body
-    parts, at = [], 0
-    for found in [*_QUOTED.finditer(text), None]:
-        bare = text[at : found.start() if found else len(text)]
-        parts.append(re.sub(r"\b0+(?=\d)", "", _KEYWORD.sub(r"\1ˍ\2", bare)))
-        if found:
-            inner = re.sub(rf"(?<!\\)((?:\\\\)*){found[1]}", rf"\1\\{found[1]}", found[2])
-            parts.append(found[1] + inner.replace("\n", "\\n").replace("\r", "\\r") + found[1])
-            at = found.end()
-    return ast.parse("".join(parts), mode="eval").body
+def _nothing(name: str) -> None:
+    """The value of NaN and Infinity."""
 
 
-def from_gemma(text: str, functions: Functions) -> Calls:
-    """`call:NAME{key:<|"|>text<|"|>,n:3}` of Gemma 4: bare keys, texts between marks of their own, other values as in JSON."""
-    if text.startswith(("{", "[")):
-        return from_json(text, functions)
-    name, brace, rest = text.removeprefix("call:").partition("{")
-    if not brace:
-        raise ValueError("no call")
-    parts = (brace + rest).split('<|"|>')
-    for number, part in enumerate(parts):
-        # Every second part is a text. Elsewhere a bare word before a colon is a key.
-        parts[number] = json.dumps(part) if number % 2 else re.sub(r'([{,]\s*)([^\s"{}\[\],:]+)(\s*:)', r'\1"\2"\3', part)
-    arguments = json.loads("".join(parts))
-    if not isinstance(arguments, dict):
-        raise ValueError("no call")
-    return [(_name(name), arguments)]
+class _ListForSet(ast.NodeTransformer):
+    def visit_Set(self, node: ast.Set) -> ast.List:
+        return ast.List(node.elts, ast.Load())
 
 
-def from_deepseek(text: str, functions: Functions) -> Calls:
-    """Calls of DeepSeek: V3 writes `function<｜tool▁sep｜>NAME` and JSON in a fence, V3.1 writes `NAME<｜tool▁sep｜>JSON`."""
-    calls: Calls = []
-    for part in text.split("<｜tool▁call▁begin｜>")[1:]:
-        head, _, rest = part.partition("<｜tool▁call▁end｜>")[0].partition("<｜tool▁sep｜>")
-        name, fence, body = rest.partition("```json")
-        arguments = json.loads(body.partition("```")[0] if fence else rest)
-        if not isinstance(arguments, dict):
-            raise ValueError("no call")
-        calls.append((_name(name if fence else head), arguments))
-    return calls
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_LOOSE = re.compile(r"(?<![\w.])0+(?=\d)|\b(?:True|False|None)\b")
+
+
+def _mended(text: str, is_whole: bool) -> str:
+    """JSON of a text that nearly is: quotes, escapes, commas, Python's words, brackets that are missing or too many.
+
+    is_whole: the call's end was seen. Without it only the brackets around whole arguments may be missing.
+    """
+    if text.startswith("{{") and text.endswith("}}"):
+        text = text[1:-1]
+    parts, stack, at = [""], "", 0
+    for start, end, what in tokens(text):
+        parts.append(_LOOSE.sub(lambda one: _WORDS.get(one[0], ""), text[at:start]))
+        at = end
+        if what == "open":
+            raise ValueError("a text has no end")
+        if what in _PAIRS:
+            stack += _PAIRS[what]
+            parts.append(what)
+        elif what in _PAIRS.values():
+            parts[-1] = parts[-1].rstrip(SPACE).removesuffix(",")
+            if (place := stack.rfind(what)) >= 0:  # else it is one too many
+                parts.append(stack[place:][::-1])
+                stack = stack[:place]
+        else:
+            parts.append(_json_text(text[start + len(what) : end - len(what)], what))
+    if stack and not is_whole and (stack.count("}") > 1 or not text.rstrip(f"{SPACE}])").endswith("}")):
+        raise ValueError("the answer ends in it")
+    return "".join([*parts, _LOOSE.sub(lambda one: _WORDS.get(one[0], ""), text[at:]), stack[::-1]])
+
+
+def _json_text(text: str, quote: str) -> str:
+    """A quoted text as JSON writes it."""
+    if quote == _GEMMA_QUOTE:
+        return json.dumps(text)
+    if len(text) >= 4 and text[:2] == text[-2:] == quote * 2:
+        text = text[2:-2]  # Python's triple quotes
+
+    def escaped(one: re.Match[str]) -> str:
+        if one[0] == '"':
+            return '\\"'
+        if one[1] == "'":
+            return "'"
+        return f"\\u00{one[1][1:]}" if len(one[1]) == 3 else one[0] if one[1] in '"\\/bfnrtu' else f"\\{one[0]}"
+
+    return '"' + re.sub(r"""\\(x[0-9a-fA-F]{2}|.)|\"""", escaped, text, flags=re.DOTALL) + '"'
 
 
 def _name(text: str) -> str:
@@ -230,22 +231,212 @@ def _name(text: str) -> str:
     return name
 
 
-def _typed(text: str, functions: Functions, name: str, key: str) -> Any:
-    """A value that was written without quotes. The function's schema says whether it is a text; other values are JSON."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    schema = functions.get(name, {})
+def _parted(text: str, separators: str = ",") -> list[str]:
+    """The parts of a text in brackets, without these: items of a list, arguments of a call."""
+    parts, depth, begun, at = [], 0, 0, 0
+    for start, end, what in (*tokens(text), (len(text), len(text), "")):
+        for one in re.finditer(f"[{separators}]", text[at:start]) if depth == 1 else ():
+            parts.append(text[begun : at + one.start()])
+            begun = at + one.end()
+        at = end
+        depth += (what in _PAIRS) - (what in _PAIRS.values())
+        if what in _PAIRS and depth == 1:
+            begun = end
+        elif what in _PAIRS.values() and depth == 0:
+            parts.append(text[begun:start])
+            begun = len(text)
+            break
+    return [part.strip(SPACE) for part in (*parts, text[begun:]) if part.strip(SPACE)]
+
+
+def json_items(text: str) -> list[str]:
+    """The calls of a list, or the one call that is no list. A fence around them is left out."""
+    text = text.strip(SPACE)
+    if text.startswith("```"):
+        text = text.partition("\n")[2].removesuffix("```").strip(SPACE)
+    return _parted(text) if text.startswith("[") else [text]
+
+
+def from_json(text: str, functions: Functions, is_whole: bool) -> Call:
+    """`{"name": ..., "arguments": {...}}`, or `NAME[ARGS]{...}` of Mistral. Other engines' keys are understood, too."""
+    if not text.startswith("{"):
+        head, brace, rest = text.partition("{")
+        return _name(head.partition("[")[0]), read_value(brace + rest, is_whole)
+    one = read_value(text, is_whole)
+    if isinstance(one, dict) and isinstance(one.get("function"), dict):
+        one = one["function"]
+    if not isinstance(one, dict):
+        raise ValueError("it is no object")
+    name = next((one[key] for key in ("name", "tool_name", "function") if isinstance(one.get(key), str)), "")
+    return name, next((one[key] for key in ("arguments", "parameters") if key in one), None)
+
+
+def python_items(text: str) -> list[str]:
+    """The calls of a list, or those of lines."""
+    text = text.strip(SPACE)
+    return _parted(text) if text.startswith("[") else _parted(f"[{text}]", ",\n")
+
+
+def from_python(text: str, functions: Functions, is_whole: bool) -> Call:
+    """`name(key='value', ...)` of LFM2 and OLMo 3: a call with literal keyword arguments."""
+    if text.startswith("{"):
+        return from_json(text, functions, is_whole)
+    name, _, _ = text.partition("(")
+    if not re.fullmatch(r"[\w.-]+", name) or not text.endswith(")"):
+        raise ValueError("it is no call of Python")
+    arguments: dict[str, Any] = {}
+    for part in _parted(text[len(name) :]):
+        key, equals, value = part.partition("=")
+        if part.startswith("**"):
+            arguments |= read_value(part[2:])
+        elif equals and key.strip().isidentifier():
+            arguments[key.strip()] = read_value(value)
+        else:
+            raise ValueError("an argument has no name")
+    return name, arguments
+
+
+def xml_items(text: str) -> list[str]:
+    """The functions between two marks."""
+    if text.lstrip(SPACE).startswith(("{", "[")):
+        return json_items(text)
+    return re.split(r"(?<=</function>)\s*(?:<[\w:]*tool_call>\s*)?(?=<function=)", text.strip(SPACE))
+
+
+# A value ends at a closing tag that the next parameter or the call's end follows. Models forget it there.
+_PARAMETER = re.compile(
+    r"<parameter=([^>]*)>(.*?)(?:</parameter>(?=\s*(?:<parameter=|(?:</function>\s*)?\Z))"
+    r"|(?=\n[ \t]*<parameter=)|(?=</function>\s*\Z)|\Z)",
+    re.DOTALL,
+)
+
+
+def from_xml(text: str, functions: Functions, is_whole: bool) -> Call:
+    """`<function=NAME><parameter=KEY>VALUE</parameter>...</function>` of Qwen3-Coder. Values are lines of their own."""
+    if text.startswith("{"):
+        return from_json(text, functions, is_whole)
+    head = re.match(r"<function=([^>]*)>", text)
+    if head is None or not (is_whole or text.endswith(("</parameter>", "</function>"))):
+        raise ValueError("it is no function in tags, or the answer ends in it")
+    name = _name(head[1])
+    values = [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in _PARAMETER.findall(text, head.end())]
+    return name, _typed(values, functions, name)
+
+
+# An invocation of DeepSeek V3.2 has its names in attributes, of tags with a prefix.
+_INVOCATION = re.compile(r"""<(｜DSML｜|)invoke name="([^"]*)">(.*?)(?:</\1invoke>(?=\s*(?:<\1invoke|\Z))|\Z)""", re.DOTALL)
+_NAMED = re.compile(
+    r"""<(｜DSML｜|)parameter name="([^"]*)"([^>]*)>(.*?)</\1parameter>(?=\s*(?:<\1parameter name=|\Z))""", re.DOTALL
+)
+
+
+def invocations(text: str) -> list[str]:
+    """The invocations between two marks."""
+    if text.lstrip(SPACE).startswith(("{", "[")):
+        return json_items(text)
+    return [one[0] for one in _INVOCATION.finditer(text)]
+
+
+def from_invocation(text: str, functions: Functions, is_whole: bool) -> Call:
+    """`<invoke name="NAME"><parameter name="KEY" string="true">VALUE</parameter>...</invoke>`."""
+    if text.startswith("{"):
+        return from_json(text, functions, is_whole)
+    found = _INVOCATION.match(text)
+    if found is None or not (is_whole or text.endswith("invoke>")):
+        raise ValueError("it is no invocation, or the answer ends in it")
+    name, values = _name(found[2]), _NAMED.findall(found[3].strip(SPACE))
+    texts = {key: value for _, key, kind, value in values if 'string="true"' in kind}
+    return name, _typed([(key, value) for _, key, _, value in values], functions, name) | texts
+
+
+# Models double the tags of a key, and leave out the one that opens a value.
+_PAIR = re.compile(
+    r"(?:<arg_key>\s*)+([^<>]+?)\s*(?:</arg_key>\s*)+(?:<arg_value>)?(.*?)(?:</arg_value>(?=\s*(?:<arg_key>|\Z))|(?=<arg_key>)|\Z)",
+    re.DOTALL,
+)
+
+
+def from_argument_tags(text: str, functions: Functions, is_whole: bool) -> Call:
+    """`NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...` of GLM-4.5 and 4.7."""
+    if text.startswith("{"):
+        return from_json(text, functions, is_whole)
+    head = text.partition("<arg_key>")[0]
+    if not is_whole and not text.endswith("</arg_value>"):
+        raise ValueError("the answer ends in it")
+    return (name := _name(head)), _typed(_PAIR.findall(text, len(head)), functions, name)
+
+
+_OF_GEMMA = re.compile(r"([^\s\"'{}\[\],:<]+)\s*:|([{\[])|([}\]])|([^<{}\[\]\"',]*)<\|\"\|>(?=\s*[,}\]])|([^,{}\[\]]+)")
+
+
+def from_gemma(text: str, functions: Functions, is_whole: bool) -> Call:
+    """`call:NAME{key:<|"|>text<|"|>,n:3}` of Gemma 4: bare keys, texts between marks of their own, other values as in JSON.
+
+    Models leave out commas, the mark before a text, and quotes.
+    """
+    if text.startswith("{"):
+        return from_json(text, functions, is_whole)
+    name, brace, rest = text.removeprefix("call:").partition("{")
+    text, parts, at, has_value = brace + rest, list[str](), 0, False
+    quoted = {start: (end, what) for start, end, what in tokens(text) if what in ('"', "'", _GEMMA_QUOTE)}
+    while at < len(text):
+        if text[at] in f"{SPACE},":
+            at += 1
+            continue
+        key = opening = closing = late = word = None
+        if at in quoted:
+            end, what = quoted[at]
+            part = _json_text(text[at + len(what) : end - len(what)], what)
+            key = part if (colon := re.compile(r"\s*:").match(text, end)) else None
+            at = colon.end() if colon else end
+        elif found := _OF_GEMMA.match(text, at):
+            key, opening, closing, late, word = found.groups()
+            at = found.end()
+            literal = word and re.fullmatch(r"-?\d+(\.\d*)?([eE][+-]?\d+)?|true|false|null|True|False|None", word.strip(SPACE))
+            part = _WORDS.get(word.strip(SPACE), word) if word and literal else json.dumps((key or late or word or "").strip(SPACE))
+        else:
+            raise ValueError("it is no call of Gemma's")
+        if has_value and not closing:
+            parts.append(",")
+        parts.append(f"{key and part}:" if key else opening or closing or part)
+        has_value = not (key or opening)
+    if not is_whole and "".join(parts).count("{") > "".join(parts).count("}"):
+        raise ValueError("the answer ends in it")
+    return _name(name), read_value("".join(parts))
+
+
+_CALL, _CALL_ENDS, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+
+
+def deepseek_items(text: str) -> list[str]:
+    """The calls between the outer marks."""
+    starts = [start for start, _, what in tokens(text, (_CALL,)) if what == _CALL]
+    return [text[start:end].strip(SPACE) for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+
+
+def from_deepseek(text: str, functions: Functions, is_whole: bool) -> Call:
+    """A call of DeepSeek: V3 writes `function<｜tool▁sep｜>NAME` and JSON in a fence, V3.1 writes `NAME<｜tool▁sep｜>JSON`."""
+    inner, mark, _ = text.removeprefix(_CALL).rpartition(_CALL_ENDS)
+    head, _, rest = (inner if mark else text.removeprefix(_CALL)).partition(_SEP)
+    name, fence, body = rest.partition("```json")
+    if fence and "{" not in name:
+        return _name(name), read_value(body.strip(SPACE).removesuffix("```"), bool(mark) or is_whole)
+    return _name(head), read_value(rest, bool(mark) or is_whole)
+
+
+def _typed(values: Sequence[tuple[str, str]], functions: Functions, name: str) -> dict[str, Any]:
+    """Values that were written without quotes. The function's schema says which are texts; others are JSON, or texts."""
+    schema, found = functions.get(name, {}), {}
     properties = schema.get("properties")
-    kinds = value_kinds(properties.get(key) if isinstance(properties, Mapping) else None, schema)
-    if "string" in kinds and (text != "null" or "null" not in kinds):
-        return text
-    with suppress(ValueError, RecursionError):
-        return json.loads(text)
-    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-        found = ast.literal_eval(text.strip())
-        if isinstance(found, dict | list | bool | None):
-            json.dumps(found)  # no bytes, sets and the like
-            return found
-    return text
+    for key, text in values:
+        kinds = value_kinds(properties.get(key.strip()) if isinstance(properties, Mapping) else None, schema)
+        value: Any = text
+        if "string" not in kinds or (text == "null" and "null" in kinds):
+            bare = text.strip(SPACE)
+            with suppress(ValueError, RecursionError):
+                value = _as_json(read_value(bare) if bare[:1] in tuple("{[") or bare in _WORDS else json.loads(text))
+        found[key.strip()] = value
+    return found
 
 
 def value_kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
@@ -283,17 +474,3 @@ _JSON_TYPES = ((bool, "boolean"), (str, "string"), (int | float, "number"), (lis
 
 def _list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else []
-
-
-def _literal(node: ast.expr) -> Any:
-    """A literal of Python, or of JSON: LFM2 writes both spellings of true, false and null."""
-    for name in ast.walk(node):
-        if isinstance(name, ast.Name) and name.id not in ("true", "false", "null"):
-            raise ValueError("no literal")
-    constants = {"true": True, "false": False, "null": None}
-
-    class Spelled(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.expr:
-            return ast.Constant(constants[node.id])
-
-    return ast.literal_eval(Spelled().visit(node))
