@@ -151,9 +151,7 @@ def tools(
     url: Annotated[
         str | None, option("URL", "Ask any OpenAI server of this machine instead; MODEL is its name for the model.", "--url")
     ] = None,
-    strict: Annotated[
-        bool, flag("--strict", "Declare the tools strict: arguments shall keep to their schemas.")
-    ] = False,
+    strict: Annotated[bool, flag("--strict", "Declare the tools strict: arguments shall keep to their schemas.")] = False,
     limit: LimitOption = None,
     as_json: options.JsonOption = False,
     running: options.Running,

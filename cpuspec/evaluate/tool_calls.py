@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -99,14 +100,20 @@ async def ask_cases(
         on_answer(num_done)
         return found
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(ask(case)) for case in cases]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(ask(case)) for case in cases]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
 @contextmanager
 def served(llm: LLM) -> Iterator[str]:
     """The URL of a server of the LLM, in a thread of this process, until the context ends."""
+    log = logging.getLogger("cpuspec.server")
+    before = log.level
+    log.setLevel(logging.WARNING)  # no line for each request
     config = ServerConfig(port=0, drain_s=0.0, max_waiting=1 << 10)
     server, listener, ready = Server(llm.name, config), listen(config), threading.Event()
 
@@ -126,6 +133,7 @@ def served(llm: LLM) -> Iterator[str]:
             server.stop()
             server.stop()
         thread.join()
+        log.setLevel(before)
 
 
 def _object(arguments: Any) -> dict[str, Any] | None:
@@ -150,7 +158,7 @@ def _fits(made: tuple[str, Mapping[str, Any]], wanted: Call) -> bool:
 
 
 def _same(given: Any, wanted: Any) -> bool:
-    """Whether a value is the wanted one. Case and the spaces around it do not count in one line, nor does white space at the end."""
+    """Whether a value is the wanted one. In one line case and outer spaces do not count, else white space at the end."""
     if isinstance(given, str) and isinstance(wanted, str):
         return given.rstrip() == wanted.rstrip() if "\n" in wanted else given.strip().casefold() == wanted.casefold()
     if isinstance(given, list) and isinstance(wanted, list):

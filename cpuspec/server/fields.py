@@ -94,6 +94,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "store": (False,),
     "include_obfuscation": (False,),
+    "stream": (False,),
     "truncation": ("disabled",),
     "modalities": (["text"],),
     "service_tier": ("auto", "default", "standard_only"),

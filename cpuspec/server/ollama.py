@@ -21,7 +21,7 @@ from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.metrics import RequestStats, epoch_s, now_s
 from cpuspec.model.batch import F32
 from cpuspec.server.answering import respond, submit
-from cpuspec.server.bodies import BodyRoute
+from cpuspec.server.bodies import BodyRoute, ignore
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
 from cpuspec.server.embeddings import embed
@@ -78,6 +78,13 @@ class GenerateBody(ConversationBody, UnusedBody, KeepAlive, _Ignored):
     template: str = ""
 
 
+# Fields of a generation that a raw prompt, or one with a suffix, has no use for.
+_OF_CHATS = (
+    *("system", "images", "context", "tools", "reasoning_effort", "chat_template_kwargs"),
+    *("continue_final_message", "add_generation_prompt"),
+)
+
+
 class EmbedBody(KeepAlive):
     model: str | None = None
     input: str | list[str] = Field(default_factory=list)
@@ -95,7 +102,7 @@ class NameBody(Body):
     name: str | None = None  # the older spelling
     verbose: Unused = None
     insecure: Unused = None
-    stream: bool | None = None
+    stream: Unused = None
 
 
 async def _model(request: Request, name: str | None, keep_s: float | None, lora: Mapping[int, float] | None = None) -> ServedModel:
@@ -148,7 +155,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         return await _answer_text(request, model, body, head)
     turn = _as_openai(0, {"role": "user", "content": body.prompt, "images": body.images})
     messages = ([{"role": "system", "content": body.system}] if body.system else []) + [turn]
-    prompt = await model.in_worker(chat_prompt, model, messages, (), None, body.variables, grammar_of(body), body)
+    prompt = await model.in_worker(chat_prompt, model, messages, body.tools or (), None, body.variables, grammar_of(body), body)
     if body.context:
         prompt = replace(prompt, ids=_checked_ids(model, body.context) + prompt.ids)
     return await _answer_chat(request, model, body, prompt, head, context=prompt.ids)
@@ -171,6 +178,7 @@ async def _answer_chat(
 
 
 async def _answer_text(request: Request, model: ServedModel, body: GenerateBody, head: Mapping[str, Any]) -> Response:
+    ignore(request, [name for name in _OF_CHATS if getattr(body, name)])
     keeps_to = noted_format(grammar_of(body), context_of(request).notes)
     params = replace(chat_params(model, body), **keeps_to)
     if body.suffix:
