@@ -121,7 +121,7 @@ async def _without_prompt(request: Request, body: "OllamaChatBody | GenerateBody
         return None
     own = server.own_name((body.model or "").removesuffix(":latest"))
     await server.unload(own)
-    return {"model": own, "created_at": _time(context_of(request).created), "done": True, "done_reason": "unload"}
+    return {"model": body.model or own, "created_at": _time(context_of(request).created), "done": True, "done_reason": "unload"}
 
 
 @router.post("/api/chat")

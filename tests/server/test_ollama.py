@@ -137,6 +137,7 @@ def test_models_are_listed_and_described(client: ollama.Client, llm: LLM) -> Non
     assert (row.model, len(row.digest or ""), row.details.family) == ("tiny", 64, llm.config.architecture)  # type: ignore[union-attr]
     (row,) = client.ps().models
     assert (row.model, row.context_length) == ("tiny", llm.context_length)
+    assert row.details.quantization_level == llm.quantization == "F32"  # type: ignore[union-attr]
     shown = client.show("tiny")
     assert {"completion", "tools", "thinking", "insert", "embedding"} == set(shown.capabilities or ())
     assert shown.modelinfo["general.parameter_count"] == llm.num_parameters > 0  # type: ignore[index]
