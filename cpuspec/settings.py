@@ -161,6 +161,7 @@ def _optional(kind: _Kind) -> _Kind:
 
 
 _NOT_NEGATIVE = _Kind(partial(number, low=0), "a number >= 0")
+_OFF_BELOW_0 = _Kind(_or_none(lambda value: None if number(value) < 0 else number(value)), "a number, or None for never")
 _SHARE, _SHARE_OR_0 = (
     _Kind(partial(number, above=0, high=1), "a number in (0, 1]"),
     _Kind(partial(number, low=0, high=1), "a number in [0, 1]"),
@@ -515,6 +516,12 @@ class ServerConfig:
 
     host: str = _setting("127.0.0.1", _TEXT, "The address to listen on; 0.0.0.0 is every one that this machine has.", "ADDRESS")
     port: int = _setting(8000, _whole(0, 65535), "The port to listen on; 0 takes a free one.", "N")
+    uds: str | None = _setting(
+        None,
+        _optional(_TEXT),
+        "Listen on a Unix socket at this path instead, for this user; so does a --host *.sock.",
+        "PATH",
+    )
     aliases: tuple[str, ...] = _setting(
         (),
         _TEXTS,
@@ -546,6 +553,12 @@ class ServerConfig:
         _optional(_NOT_NEGATIVE),
         "Gigabytes that loaded models may take together, where there are several; by default three quarters of the memory.",
         "GB",
+    )
+    sleep_idle_seconds: float | None = _setting(
+        None,
+        _OFF_BELOW_0,
+        "Unload a model that no request has used for this long; the next one loads it anew. By default, or below 0, never.",
+        "S",
     )
     drop_changing_lines: bool = _setting(
         True,
@@ -580,6 +593,11 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _read_settings(self)
+
+    @property
+    def socket_path(self) -> str:
+        """The path of the Unix socket to listen on, "" for none."""
+        return self.uds or (self.host if self.host.endswith(".sock") else "")
 
 
 _DEVICE = r"(?:auto|cpu|cuda(?::\d+)?)"

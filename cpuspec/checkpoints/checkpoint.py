@@ -1,6 +1,7 @@
 """The result of every reader: a checked model, its tensors under canonical names, and where its vocabulary is."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +108,14 @@ class Checkpoint:
     remarks: tuple[str, ...] = ()
     ranker: Ranker | None = None
     adapters: tuple[Path, ...] = ()
+
+    @property
+    def main_format(self) -> str:
+        """The name of the format in which most bytes of its tensors are."""
+        num_bytes: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            num_bytes[tensor.format.name] += tensor.num_bytes
+        return max(num_bytes, key=num_bytes.__getitem__)
 
     def __post_init__(self) -> None:
         if (

@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from cpuspec.cli import options
-from cpuspec.cli.console import Report, accepted, emit, exit_codes, note, print_facts, print_report, size
+from cpuspec.cli.console import Report, accepted, emit, exit_codes, note, print_facts, print_report, print_table, size
 from cpuspec.cli.machine import describe_run
 from cpuspec.cli.models import totals
 from cpuspec.cli.opening import load_llm, open_target, open_with_drafts
@@ -143,6 +144,56 @@ def harness(
 
 @exit_codes()
 @options.takes_running("max_sequences", "context_length", *options.HOW, *options.ADAPTED)
+def tools(
+    model: options.ModelArgument,
+    *,
+    draft: options.DraftOption = None,
+    url: Annotated[
+        str | None, option("URL", "Ask any OpenAI server of this machine instead; MODEL is its name for the model.", "--url")
+    ] = None,
+    strict: Annotated[bool, flag("--strict", "Declare the tools strict: arguments shall keep to their schemas.")] = False,
+    limit: LimitOption = None,
+    as_json: options.JsonOption = False,
+    running: options.Running,
+) -> None:
+    """Count how well a model calls tools, over chat completions: 200 cases that come with cpuspec, greedy.
+
+    Of the simple, multiple, parallel and long ones it counts the answers that call, parse, name the right tools and have the right
+    arguments; of the irrelevant ones those that call nothing. A limit takes its share of each kind.
+    """
+    from cpuspec.environment import api_key
+
+    try:
+        from cpuspec.evaluate.tool_calls import ask_cases, served, spread, tool_cases, tool_scores
+        from cpuspec.load.address import local_address
+        from cpuspec.load.client import Client
+    except ModuleNotFoundError as error:
+        raise BackendError(f"`cpuspec eval tools` needs {error.name}; install it with: pip install 'cpuspec[server]'") from None
+    cases, at_once = spread(tool_cases(), limit), running.settings.max_sequences
+    with ExitStack() as stack:
+        if url is None:
+            llm = stack.enter_context(load_llm(model, draft, running, at_once))
+            client, name = Client(local_address(stack.enter_context(served(llm)))), ""
+        else:
+            client, name = Client(local_address(url), api_key()), model
+        on_answer = stack.enter_context(counting("answers", len(cases)))
+        verdicts = asyncio.run(ask_cases(client, name, cases, at_once, strict, on_answer))
+    report = {
+        "benchmark": "tools",
+        **describe_eval(model, None if url else running),
+        "url": url,
+        "strict": strict,
+        "kinds": [asdict(one) for one in tool_scores(cases, verdicts)],
+        "num_cases": len(cases),
+        "num_right": sum(one.right for one in verdicts),
+        "num_broken": sum(one.num_broken for one in verdicts),
+        "wrong": [case.question[:60] for case, one in zip(cases, verdicts, strict=True) if not one.right],
+    }
+    print_report(report, as_json, _show_tools)
+
+
+@exit_codes()
+@options.takes_running("max_sequences", "context_length", *options.HOW, *options.ADAPTED)
 def plus(
     model: options.ModelArgument,
     dataset: Annotated[str, argument("DATASET", "humaneval or mbpp.")],
@@ -245,6 +296,15 @@ def _ask_server(
         raise CpuspecError(f"{url} did not answer every problem: {wrong}")
     about = {**describe_eval(model), "base_url": url, "max_sequences": at_once}
     return about, [one.text for one in done.answers], cost_of_server(done.answers, done.duration_s)
+
+
+def _show_tools(report: Report) -> None:
+    columns = ("kind", "cases>", "called>", "parse>", "right tools>", "right>")
+    names = ("num_cases", "num_called", "num_parses", "num_named", "num_right")
+    print_table(columns, [(one["kind"], *(str(one[name]) for name in names)) for one in report["kinds"]])
+    emit("\n")
+    broken = f"{report['num_broken']} finished calls do not parse"
+    print_facts([("model", report["model"]), ("right", f"{report['num_right']} of {report['num_cases']}; {broken}")])
 
 
 def _show_task(report: Report) -> None:

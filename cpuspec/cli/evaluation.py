@@ -10,7 +10,7 @@ import typer
 from cpuspec.cli import options
 from cpuspec.cli.console import Report, exit_codes, print_facts, print_report, print_table
 from cpuspec.cli.eval_compare import arms, beside, drift, forms
-from cpuspec.cli.eval_tasks import describe_eval, harness, plus, task
+from cpuspec.cli.eval_tasks import describe_eval, harness, plus, task, tools
 from cpuspec.cli.models import totals
 from cpuspec.cli.opening import load_backend, open_target
 from cpuspec.cli.options import argument, option
@@ -224,5 +224,5 @@ def _show_kl(report: Report) -> None:
 eval_app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Measure how good a model is: texts, tasks, formats, and what answers cost."
 )
-for command in (task, forms, drift, arms, beside, harness, plus, perplexity, kl, kv):
+for command in (task, tools, forms, drift, arms, beside, harness, plus, perplexity, kl, kv):
     options.register(eval_app, command)

@@ -132,7 +132,11 @@ def run_server(models: "Mapping[str, tuple[Callable[[], LLM], int]]", config: Se
         raise BackendError(f"`cpuspec serve` needs {error.name}; install it with: pip install 'cpuspec[server]'") from None
     loaders = {name: Loader(*how) for name, how in models.items()}
     name = next(iter(loaders))
-    server, listener = Server(name, config, keys, loaders), listen(config.host, config.port)
+    server, listener = Server(name, config, keys, loaders), listen(config)
+    if config.socket_path:
+        note(f"listening on the socket {config.socket_path}, loading {name}")
+        asyncio.run(serve(server, loaders[name].load, listener, lambda: note(f"ready: {config.socket_path}")))
+        return
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     note(f"listening on {address}, loading {name}")

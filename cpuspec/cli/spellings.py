@@ -184,7 +184,7 @@ SPELLINGS = (
     Spelling(VLLM, ("--default-chat-template-kwargs",), why="requests say it: chat_template_kwargs"),
     Spelling(VLLM, ("--ssl-keyfile", "--ssl-certfile", "--root-path"), why="let a proxy before the server do that"),
     Spelling(VLLM, ("--revision", "--download-dir"), why="a revision follows the model's name: owner/name@REVISION; set HF_HOME"),
-    _left_out(OLLAMA, "--keepalive", why="a model stays until its memory is needed"),
+    Spelling(OLLAMA, ("--keepalive",), why="a server unloads idle models with --sleep-idle-seconds S; requests say keep_alive"),
     _flag(OLLAMA, "--verbose", why="figures are always told on stderr"),
 )
 _BY_NAME: Mapping[str, Spelling] = {name: one for one in SPELLINGS for name in one.names}

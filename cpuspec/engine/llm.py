@@ -215,7 +215,7 @@ class LLM:
         self.ranker = checkpoint.ranker if checkpoint else None  # as `Checkpoint.ranker`
         self._ranking_weight = cache(partial(ranking_weight, checkpoint, tokenizer))
         self.remarks = checkpoint.remarks if checkpoint else ()  # as `Checkpoint.remarks`
-        self.quantization = checkpoint.quantization if checkpoint else ""  # as `Checkpoint.quantization`
+        self.quantization = (checkpoint.quantization or checkpoint.main_format.upper()) if checkpoint else ""  # for people
         self.num_parameters = sum(prod(one.shape) for one in checkpoint.tensors.values()) if checkpoint else 0
         self._final_norm = final_norm(checkpoint) if checkpoint else None
         self.backend = backend

@@ -1,13 +1,16 @@
 """The application with its routes and error handlers, and the process that serves it."""
 
 import asyncio
+import errno
 import logging
+import os
 import signal
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -31,6 +34,7 @@ from cpuspec.server.observe import log_event
 from cpuspec.server.replies import error_response
 from cpuspec.server.runner import in_own_thread
 from cpuspec.server.server import Server
+from cpuspec.settings import ServerConfig
 
 _LOG = logging.getLogger("cpuspec.server")
 
@@ -102,13 +106,39 @@ def _bad_body(request: Request, error: RequestValidationError) -> RequestError:
     return RequestError(message[:500], name)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError for an address that cannot be bound."""
+def listen(config: ServerConfig) -> socket.socket:
+    """A listening socket, of an address or of a path. Raises ConfigError for one that cannot be bound."""
+    if config.socket_path:
+        return _listen_at(Path(config.socket_path))
+    host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host}, port {port}: {error}; choose another --host or --port") from None
+
+
+def _listen_at(path: Path) -> socket.socket:
+    """A listening Unix socket, for this user only. The file of a server that has died is replaced."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise ConfigError("this system has no Unix sockets; choose a --host and --port")
+    found = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX) as other, suppress(ConnectionRefusedError):
+                other.connect(str(path))
+                raise OSError(errno.EADDRINUSE, "another server listens there")
+            path.unlink()
+        before = os.umask(0o177)
+        try:
+            found.bind(str(path))
+        finally:
+            os.umask(before)
+        found.listen(1024)
+    except OSError as error:
+        found.close()
+        raise ConfigError(f"cannot listen on the socket {path}: {error}; choose another --uds") from None
+    return found
 
 
 async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket, ready: Callable[[], None]) -> None:
@@ -143,7 +173,8 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
     # The loading thread is a daemon: a server that must end does not wait for it.
     loaded = asyncio.create_task(in_own_thread(load))
     serving = asyncio.create_task(web.serve(sockets=[listener]))
-    ending, closing = asyncio.create_task(must_end.wait()), asyncio.create_task(close_silent(web))
+    ending = asyncio.create_task(must_end.wait())
+    helpers = [asyncio.create_task(close_silent(web)), asyncio.create_task(server.unload_idle())]
     try:
         while not web.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -164,10 +195,13 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
             raise EngineFailedError("the engine's thread has died before it brought a token; the log says why")
     finally:
         ending.cancel()
-        closing.cancel()
+        for helper in helpers:
+            helper.cancel()
         loaded.cancel()
         web.should_exit = True
         await serving
+        if config.socket_path:
+            Path(config.socket_path).unlink(missing_ok=True)
         for model in server.models.values():
             await asyncio.to_thread(model.close)
 

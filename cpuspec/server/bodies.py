@@ -1,7 +1,7 @@
 """The route that reads what a client sent as the body that an endpoint declares."""
 
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from fastapi import Request
@@ -39,7 +39,7 @@ class BodyRoute(APIRoute):
 class _ReadRequest(Request):
     def __init__(self, request: Request, body: type[Body]) -> None:
         super().__init__(request.scope, request.receive)
-        self._declared = body.declared()
+        self._kind = body
 
     async def json(self) -> Any:
         """The fields that the body declares."""
@@ -47,15 +47,21 @@ class _ReadRequest(Request):
         if not isinstance(given, dict):
             return given
         strict = server.config.strict_requests
-        found, unknown = read(self._declared, given, strict)
+        found, unknown = read(self._kind.declared(), given, strict)
         refused = {name.partition(".")[0] for name in unknown if strict or name in REFUSED}
         if refused:  # the body refuses them: it has no such fields
             return found | {name: given.get(name) for name in refused}
-        names = [_ODD.sub("?", name)[:_LONGEST_NAME] for name in unknown]
-        if names:
-            context_of(self).notes["ignored-fields"] = ", ".join(names[:_MOST_NAMES])
-        for name in names:
-            if name not in server.ignored_fields and len(server.ignored_fields) < _MOST_NOTED:
-                server.ignored_fields.add(name)
-                log_event("ignored", {"field": name, "path": self.url.path})
+        ignore(self, [*unknown, *self._kind.ignored(found)])
         return found
+
+
+def ignore(request: Request, names: Iterable[str]) -> None:
+    """Say in a header of the response that these fields of the request change nothing, and each once in the log."""
+    notes, known = context_of(request).notes, server_of(request).ignored_fields
+    clean = [_ODD.sub("?", name)[:_LONGEST_NAME] for name in names]
+    if clean:
+        notes["ignored-fields"] = ", ".join([*filter(None, [notes.get("ignored-fields")]), *dict.fromkeys(clean[:_MOST_NAMES])])
+    for name in clean:
+        if name not in known and len(known) < _MOST_NOTED:
+            known.add(name)
+            log_event("ignored", {"field": name, "path": request.url.path})

@@ -13,7 +13,7 @@ from cpuspec.engine.changing_lines import without_changing_lines
 from cpuspec.engine.engine import RequestedAnswer
 from cpuspec.engine.llm import answer_params
 from cpuspec.errors import TokenizerError
-from cpuspec.server.content import content_text
+from cpuspec.server.content import content_text, reasoning_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import loosened
 from cpuspec.server.model import ServedModel
@@ -27,7 +27,6 @@ from cpuspec.text import Tokenizer
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name, which templates do not know
 _TEXT_FIELDS = ("name", "tool_call_id")  # of a message, that templates may read besides role and content
-_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of one thing
 
 
 @dataclass(frozen=True)
@@ -295,8 +294,8 @@ def _message(number: int, message: Mapping[str, Any], left_out: set[str]) -> dic
     for key in _TEXT_FIELDS:
         if isinstance(message.get(key), str):
             found[key] = message[key]
-    if thought := next((message[key] for key in _REASONING_FIELDS if message.get(key) and isinstance(message[key], str)), ""):
-        found["reasoning_content"] = thought
+    if reasoning := reasoning_text(message):
+        found["reasoning_content"] = reasoning
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         raise RequestError(f"messages[{number}].tool_calls must be a list", "messages")

@@ -14,6 +14,7 @@ from cpuspec.server.figures import (
     prompt_progress,
     timings,
     token_parts,
+    token_text,
     usage,
 )
 from cpuspec.server.meter import AnswerMeter
@@ -232,7 +233,7 @@ class TextChunks(Writer):
 
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
         found = completion_logprobs(self._tokenizer, tokens, self._num_chars[index])
-        self._num_chars[index] += sum(map(len, found["tokens"]))
+        self._num_chars[index] += sum(len(token_text(self._tokenizer, one.token_id)[0]) for one in tokens)
         return found
 
     def _chunk(self, index: int, text: str, logprobs: Any = None, reason: str | None = None, **more: Any) -> Event:

@@ -31,6 +31,16 @@ def content_text(content: Any, where: str, left_out: set[str] | None = None) -> 
     return "\n".join(_part_text(part, where, set() if left_out is None else left_out) for part in content)
 
 
+def reasoning_text(message: Mapping[str, Any]) -> str:
+    """An earlier message's reasoning, under the names that servers give it: vLLM's, DeepSeek's, Ollama's and OpenRouter's."""
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        if isinstance(message.get(name), str) and message[name]:
+            return str(message[name])
+    details = message.get("reasoning_details")
+    parts = [part for part in details if isinstance(part, Mapping)] if isinstance(details, list) else []
+    return "\n".join(str(part.get("text") or part.get("summary") or "") for part in parts).strip("\n")
+
+
 def _part_text(part: Any, where: str, left_out: set[str]) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     text: Any = None

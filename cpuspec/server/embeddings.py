@@ -15,7 +15,7 @@ from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.replies import json_response
-from cpuspec.server.schema import Body
+from cpuspec.server.schema import Body, Unused
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -30,8 +30,7 @@ class EmbeddingsBody(Body):
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
-    # Ignored.
-    user: Any = None
+    user: Unused = None
 
 
 @router.post("/v1/embeddings")

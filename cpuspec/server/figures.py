@@ -127,11 +127,17 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], o
 
     A token without a probability, as the first of a prompt, has a NaN, and gets nulls.
     """
+
+    def name(token: int) -> str:
+        """The token's text; of bytes that are no whole characters their codes, as OpenAI spells them, so that they stay apart."""
+        text, data = token_text(tokenizer, token)
+        return text if text.encode() == bytes(data) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
     texts = [token_text(tokenizer, one.token_id)[0] for one in tokens]
     offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
-    tops = [{token_text(tokenizer, token)[0]: logprob for token, logprob in one.top} for one in tokens]
+    tops = [{name(token): logprob for token, logprob in one.top} for one in tokens]
     return {
-        "tokens": texts,
+        "tokens": [name(one.token_id) for one in tokens],
         "token_logprobs": [None if isnan(one.logprob) else one.logprob for one in tokens],
         "top_logprobs": [top or None for top in tops] if any(tops) else None,
         "text_offset": offsets,

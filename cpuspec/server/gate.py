@@ -84,6 +84,7 @@ async def model_of(request: Request, name: str | None, lora: Mapping[int, float]
     own, adapter = server.split_name(name)
     found = await server.model(own)
     found.num_users += 1
+    found.keep_s = None
     context.models.append(found)
     if adapter and adapter not in found.llm.adapters:
         raise UnknownModelError(f"the model {own} has no adapter {adapter[:200]!r}")
@@ -149,6 +150,7 @@ class Gate:
         finally:
             for model in context.models:
                 model.num_users -= 1
+                model.used_s = now_s()
             if scope["path"] not in (*OPEN_PATHS, "/metrics"):
                 if status >= 400 and self._server.loaded:
                     self._server.loaded.metrics.refused(status)
@@ -166,9 +168,11 @@ class Gate:
         """The client that the request counts for. Raises ForbiddenError, UnauthorizedError, BodyTooLargeError."""
         found = _HOST.fullmatch(headers.get("host", ""))
         name = found["name"].lower().strip("[]") if found else ""
-        bound = self._server.config.host
+        config = self._server.config
+        bound = config.host
         # A web page may point its own name at this machine (DNS rebinding). A server of local requests accepts only local names.
-        if _is_loopback(bound) and not (name == bound or _is_loopback(name)):
+        # No web page reaches a Unix socket.
+        if not config.socket_path and _is_loopback(bound) and not (name == bound or _is_loopback(name)):
             raise ForbiddenError(f"this server answers to localhost, and was asked for as {name[:100]!r}")
         address = (scope.get("client") or ("local", 0))[0]
         if scope["path"] in OPEN_PATHS:

@@ -14,7 +14,7 @@ from cpuspec.engine.changing_lines import without_lines
 from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
 from cpuspec.server.answering import respond, submit
-from cpuspec.server.bodies import BodyRoute
+from cpuspec.server.bodies import BodyRoute, ignore
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
@@ -22,7 +22,7 @@ from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import event, json_response
-from cpuspec.server.schema import SamplingFields, ignoring, refuse, sampling_params
+from cpuspec.server.schema import Body, SamplingFields, Unused, ignoring, refuse, sampling_params
 from cpuspec.server.structured import answer_format
 from cpuspec.server.writer import Writer
 
@@ -37,14 +37,26 @@ _IgnoredInAnswers: Any = ignoring(
 )
 
 
+class Thinking(Body):
+    type: str | None = None
+    budget_tokens: Unused = None
+    display: Unused = None
+
+
+class OutputConfig(Body):
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+    task_budget: Unused = None
+
+
 class CountBody(_Ignored):
     model: str | None = None
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # output_config.format, as the beta called it
     # Refused where they ask for something.
@@ -65,6 +77,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     model = await model_of(request, body.model, body.lora_scales)
     stops = tuple(text for text in body.stop_sequences or () if text)
     params = sampling_params(model, body, max_tokens=body.max_tokens, stop=stops)
+    ignore(request, (f"tools.{kind}" for kind in _foreign_kinds(body)))
     prompt = await model.in_worker(_prompt, model, body)
     context.notes |= prompt.notes
     head: dict[str, Any] = {
@@ -114,9 +127,12 @@ def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
     tools = [_tool(number, tool) for number, tool in enumerate(body.tools or ()) if not _is_foreign(tool)]
     if body.tools and not tools:
         raise RequestError(f"tools.0 is of type {str(body.tools[0]['type'])[:40]!r}, which this server cannot run", "tools")
-    variables = {"enable_thinking": body.thinking.get("type") != "disabled"} if body.thinking else {}
+    output = body.output_config or OutputConfig()
+    variables: dict[str, Any] = {} if output.effort is None else {"reasoning_effort": output.effort}
+    if body.thinking:
+        variables["enable_thinking"] = body.thinking.type != "disabled"
     variables |= body.chat_template_kwargs or {}
-    asked = (body.output_config or {}).get("format") or body.output_format
+    asked = output.format or body.output_format
     keeps_to = answer_format(asked, "output_config.format")
     return chat_prompt(model, listed, tools, _tool_choice(body.tool_choice), variables, keeps_to)
 
@@ -136,7 +152,11 @@ def _translated(number: int, message: Mapping[str, Any]) -> list[dict[str, Any]]
     for block in content:
         match block.get("type"):
             case "tool_result":
-                found.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": block.get("content")})
+                given = block.get("content")
+                if block.get("is_error"):  # templates have no field for it
+                    texts = [{"type": "text", "text": given}] if isinstance(given, str) else given or []
+                    given = [{"type": "text", "text": "Error:"}, *texts] if isinstance(texts, list) else texts
+                found.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": given})
             case "tool_use":
                 function: dict[str, Any] = {"name": block.get("name"), "arguments": block.get("input") or {}}
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
@@ -156,6 +176,10 @@ def _translated(number: int, message: Mapping[str, Any]) -> list[dict[str, Any]]
 
 def _is_foreign(tool: Mapping[str, Any]) -> bool:
     return str(tool.get("type")).startswith(_FOREIGN_TOOLS)
+
+
+def _foreign_kinds(body: CountBody) -> list[str]:
+    return [str(tool["type"]) for tool in body.tools or () if _is_foreign(tool)]
 
 
 def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,6 +270,9 @@ class _MessageWriter(Writer):
     def finish(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
         """The end of the last block, why the answer ended, and its usage."""
         yield from self._close()
+        if all(kind == "reasoning" for kind, _, _ in self._blocks):  # clients read a text
+            yield self._begin_block("content", Piece("content", ""))
+            yield from self._close()
         assert self._last is not None, "an answer has outputs"
         ending = _ending(self._last, self._parser.num_calls > 0)
         yield {"type": "message_delta", "delta": ending, "usage": _usage(stats[0])}
@@ -256,16 +283,13 @@ class _MessageWriter(Writer):
         return event({"type": "ping"})
 
     def whole(self, events: Sequence[dict[str, Any]], stats: Sequence[RequestStats]) -> dict[str, Any]:
-        """The message: reasoning, text and calls, in this order."""
-        thought, text = (
-            "".join("".join(texts) for kind, _, texts in self._blocks if kind == of) for of in ("reasoning", "content")
-        )
-        tools = [{**block, "input": _object("".join(texts))} for kind, block, texts in self._blocks if kind == "arguments"]
-        content: list[dict[str, Any]] = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
-        if text or not tools:
-            content.append({"type": "text", "text": text})
+        """The message with the blocks of the stream, in their order."""
+        content = []
+        for kind, block, texts in self._blocks:
+            said = "".join(texts)
+            content.append(block | ({"input": _object(said)} if kind == "arguments" else {_DELTAS[kind][1]: said}))
         ending, usage = events[-2]["delta"], events[-2]["usage"]
-        return {**self._head, "content": [*content, *tools], **ending, "usage": usage}
+        return {**self._head, "content": content, **ending, "usage": usage}
 
     def _close(self) -> Iterator[dict[str, Any]]:
         """The events that end the open block."""

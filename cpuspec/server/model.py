@@ -18,7 +18,7 @@ from zlib import crc32
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM, Job
 from cpuspec.errors import CpuspecError
-from cpuspec.metrics import RequestStats
+from cpuspec.metrics import RequestStats, now_s
 from cpuspec.server.admission import Admission
 from cpuspec.server.errors import BusyError, ContextExceededError, EngineFailedError, RequestError, TimeUpError, as_request_error
 from cpuspec.server.fill import fill_tokens
@@ -62,6 +62,8 @@ class ServedModel:
         self.llm = llm
         self.config = config
         self.num_users = 0  # requests that may use it now
+        self.used_s = now_s()  # when the last one ended
+        self.keep_s: float | None = None  # how long it stays loaded without requests, if the last one said so; below 0 for ever
         self.has_keys = False  # whether each client has an API key of its own
         self.admission = Admission(llm.max_sequences, config.max_waiting)
         self.unfinished: set[Answers] = set()
@@ -99,6 +101,18 @@ class ServedModel:
         """Tokens that a prompt may have."""
         most = self.llm.context_length - 1
         return min(most, self.config.max_prompt_tokens or most)
+
+    @property
+    def unload_after_s(self) -> float | None:
+        """Seconds without a request after which it is unloaded; None for never."""
+        wanted = self.config.sleep_idle_seconds if self.keep_s is None else self.keep_s
+        return wanted if wanted is not None and wanted >= 0 else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request has used it for that long."""
+        limit = self.unload_after_s
+        return limit is not None and not self.num_users and now_s() - self.used_s >= limit
 
     async def num_bytes(self) -> int:
         """Bytes of its weights, and of its keys and values now. Waits for the running step."""

@@ -1,7 +1,9 @@
 """Endpoints besides the protocols': state and metrics for operators, text and tokens, adapters, and slots of the prefix cache."""
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,9 @@ async def models(request: Request) -> Response:
     server.check_ready()
     rows = [_model_row(server, name) for name in server.names]
     rows += [_adapter_row(server, one, model) for model in server.models.values() for one in model.llm.adapters]
+    if "anthropic-version" in request.headers:
+        shown = list(map(_for_anthropic, rows))
+        return json_response({"data": shown, "has_more": False, "first_id": shown[0]["id"], "last_id": shown[-1]["id"]})
     return json_response({"object": "list", "data": rows, "models": [{"slug": row["id"], "model": row["id"]} for row in rows]})
 
 
@@ -109,9 +114,19 @@ async def model(name: str, request: Request) -> Response:
     if adapter:
         for one in found.llm.adapters if found else ():
             if one.name == adapter and found:
-                return json_response(_adapter_row(server, one, found) | {"id": name})
+                return _one_model(request, _adapter_row(server, one, found) | {"id": name})
         raise UnknownModelError(f"the model {own} has no loaded adapter {adapter[:200]!r}")
-    return json_response(_model_row(server, name))
+    return _one_model(request, _model_row(server, name))
+
+
+def _one_model(request: Request, row: Mapping[str, Any]) -> Response:
+    return json_response(_for_anthropic(row) if "anthropic-version" in request.headers else row)
+
+
+def _for_anthropic(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A model in a list as Anthropic's clients read it; they send their API's version."""
+    created = datetime.fromtimestamp(row["created"], UTC).isoformat().replace("+00:00", "Z")
+    return {"type": "model", "id": row["id"], "display_name": row["id"], "created_at": created}
 
 
 def _adapter_row(server: Server, one: LoadedAdapter, model: ServedModel) -> dict[str, Any]:

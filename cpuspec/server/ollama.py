@@ -5,6 +5,7 @@ plain completions of OpenAI's protocol under other names. Source: Ollama's API d
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,35 +18,57 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cpuspec.engine.engine import Output, RequestedAnswer
-from cpuspec.metrics import RequestStats
+from cpuspec.metrics import RequestStats, epoch_s, now_s
 from cpuspec.model.batch import F32
 from cpuspec.server.answering import respond, submit
-from cpuspec.server.bodies import BodyRoute
+from cpuspec.server.bodies import BodyRoute, ignore
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
 from cpuspec.server.embeddings import embed
 from cpuspec.server.errors import ForbiddenError, RequestError, UnknownModelError
+from cpuspec.server.figures import chat_logprobs
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import reasoning_marks
 from cpuspec.server.replies import error_body, json_response
-from cpuspec.server.schema import Body, ConversationBody, UnusedBody, chat_params, grammar_of, ignoring, sampling_params
+from cpuspec.server.schema import Body, ConversationBody, Unused, UnusedBody, chat_params, grammar_of, ignoring
 from cpuspec.server.server import Server, server_of
 from cpuspec.server.structured import noted_format
 from cpuspec.server.writer import Event, Writer
+from cpuspec.text import Tokenizer
 
 router = APIRouter(route_class=BodyRoute)
 
 VERSION = "0.12.11"  # of Ollama, whose endpoints and fields these are; clients ask for a lowest one
 _NS = 1_000_000_000
-_Unused: Any = ignoring("keep_alive", "truncate", "shift")
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}  # of Go's durations
+_Ignored: Any = ignoring("truncate", "shift")
 
 
-class OllamaChatBody(ConversationBody, UnusedBody, _Unused):
+class KeepAlive(Body):
+    """How long the model stays loaded after the request: seconds, or a text as `5m`. 0 is not at all, below 0 for ever."""
+
+    keep_alive: float | str | None = None
+
+    @property
+    def keep_s(self) -> float | None:
+        """Seconds. Raises RequestError."""
+        if not isinstance(self.keep_alive, str):
+            return self.keep_alive
+        parts = re.fullmatch(r"(-?)((?:[0-9.]{1,12}(?:ns|us|µs|ms|s|m|h))+|[0-9.]{1,12})", self.keep_alive)
+        try:
+            assert parts is not None
+            found = [(float(number), unit) for number, unit in re.findall(r"([0-9.]+)([a-zµ]*)", parts[2])]
+        except (AssertionError, ValueError):
+            raise RequestError(f"keep_alive is seconds, or a text such as 5m, got {self.keep_alive[:40]!r}", "keep_alive") from None
+        return sum(number * _UNITS_S[unit] for number, unit in found) * (-1 if parts[1] else 1)
+
+
+class OllamaChatBody(ConversationBody, UnusedBody, KeepAlive, _Ignored):
     messages: list[dict[str, Any]] = Field(default_factory=list)
 
 
-class GenerateBody(ConversationBody, UnusedBody, _Unused):
+class GenerateBody(ConversationBody, UnusedBody, KeepAlive, _Ignored):
     prompt: str = ""
     suffix: str = ""
     system: str = ""
@@ -55,45 +78,62 @@ class GenerateBody(ConversationBody, UnusedBody, _Unused):
     template: str = ""
 
 
-class EmbedBody(Body):
+# Fields of a generation that a raw prompt, or one with a suffix, has no use for.
+_OF_CHATS = (
+    *("system", "images", "context", "tools", "reasoning_effort", "chat_template_kwargs"),
+    *("continue_final_message", "add_generation_prompt"),
+)
+
+
+class EmbedBody(KeepAlive):
     model: str | None = None
     input: str | list[str] = Field(default_factory=list)
     truncate: bool = True
     dimensions: int | None = None
-    # Ignored.
-    keep_alive: Any = None
 
 
-class EmbeddingsBody(Body):
+class EmbeddingsBody(KeepAlive):
     model: str | None = None
     prompt: str
-    # Ignored.
-    keep_alive: Any = None
 
 
 class NameBody(Body):
     model: str | None = None
     name: str | None = None  # the older spelling
-    # Ignored.
-    verbose: Any = None
-    insecure: Any = None
-    stream: bool | None = None
+    verbose: Unused = None
+    insecure: Unused = None
+    stream: Unused = None
 
 
-async def _model(request: Request, name: str | None, lora: Mapping[int, float] | None = None) -> ServedModel:
-    """The model of that name. Ollama's clients write `NAME:latest` for a name without a tag."""
+async def _model(request: Request, name: str | None, keep_s: float | None, lora: Mapping[int, float] | None = None) -> ServedModel:
+    """The model of that name, which stays loaded for `keep_s` after this request. Ollama's clients write `NAME:latest`, too."""
     known = server_of(request).names
     own = (name or "").removesuffix(":latest")
-    return await model_of(request, own if own in known else name, lora)
+    model = await model_of(request, own if own in known else name, lora)
+    model.keep_s = keep_s
+    return model
+
+
+async def _without_prompt(request: Request, body: "OllamaChatBody | GenerateBody") -> dict[str, Any] | None:
+    """What a request without a prompt gets that unloads its model; None for another."""
+    server = server_of(request)
+    if body.keep_s != 0:
+        return None
+    own = server.own_name((body.model or "").removesuffix(":latest"))
+    await server.unload(own)
+    return {"model": body.model or own, "created_at": _time(context_of(request).created), "done": True, "done_reason": "unload"}
 
 
 @router.post("/api/chat")
 async def chat(body: OllamaChatBody, request: Request) -> Response:
-    """Answer a conversation. One without messages loads the model."""
-    model = await _model(request, body.model, body.lora_scales)
+    """Answer a conversation. One without messages loads the model, or unloads it."""
+    said = {"message": {"role": "assistant", "content": ""}}
+    if not body.messages and (unloaded := await _without_prompt(request, body)):
+        return json_response(said | unloaded)
+    model = await _model(request, body.model, body.keep_s, body.lora_scales)
     head = _head(request, model)
     if not body.messages:
-        return json_response({**head, "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "load"})
+        return json_response({**head, **said, "done": True, "done_reason": "load"})
     messages = [_as_openai(number, one) for number, one in enumerate(body.messages)]
     prompt = await model.in_worker(chat_prompt, model, messages, body.tools or (), None, body.variables, grammar_of(body), body)
     return await _answer_chat(request, model, body, prompt, head, in_message=True)
@@ -102,7 +142,9 @@ async def chat(body: OllamaChatBody, request: Request) -> Response:
 @router.post("/api/generate")
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Answer a prompt as a conversation's only message, or continue it as it is (`raw`), or fill the gap before a suffix."""
-    model = await _model(request, body.model, body.lora_scales)
+    if not body.prompt and (unloaded := await _without_prompt(request, body)):
+        return json_response({"response": ""} | unloaded)
+    model = await _model(request, body.model, body.keep_s, body.lora_scales)
     head = _head(request, model)
     if body.template:
         raise RequestError("template is not supported: the model's own is used; send raw prompts instead", "template")
@@ -113,7 +155,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         return await _answer_text(request, model, body, head)
     turn = _as_openai(0, {"role": "user", "content": body.prompt, "images": body.images})
     messages = ([{"role": "system", "content": body.system}] if body.system else []) + [turn]
-    prompt = await model.in_worker(chat_prompt, model, messages, (), None, body.variables, grammar_of(body), body)
+    prompt = await model.in_worker(chat_prompt, model, messages, body.tools or (), None, body.variables, grammar_of(body), body)
     if body.context:
         prompt = replace(prompt, ids=_checked_ids(model, body.context) + prompt.ids)
     return await _answer_chat(request, model, body, prompt, head, context=prompt.ids)
@@ -130,13 +172,15 @@ async def _answer_chat(
 ) -> Response:
     context_of(request).notes |= prompt.notes
     answers = await submit(request, model, prompt.requested(chat_params(model, body)))
-    chunks = ChatChunks(prompt, {}, Usages(None, [len(prompt.ids)]), 1, answers.new_id, logprobs=bool(body.logprobs))
-    return await respond(request, answers, _OllamaLines(chunks, head, in_message, context), body.stream is not False)
+    chunks = ChatChunks(prompt, {}, Usages(None, [len(prompt.ids)]), 1, answers.new_id)
+    writer = _OllamaLines(chunks, head, model.llm.tokenizer, in_message, context)
+    return await respond(request, answers, writer, body.stream is not False)
 
 
 async def _answer_text(request: Request, model: ServedModel, body: GenerateBody, head: Mapping[str, Any]) -> Response:
+    ignore(request, [name for name in _OF_CHATS if getattr(body, name)])
     keeps_to = noted_format(grammar_of(body), context_of(request).notes)
-    params = sampling_params(model, body, stop=body.stop, max_tokens=body.max_tokens, **keeps_to)
+    params = replace(chat_params(model, body), **keeps_to)
     if body.suffix:
         ids, params = await model.in_worker(model.fill_prompt, body.prompt, body.suffix), model.fill_params(params)
     else:
@@ -144,7 +188,7 @@ async def _answer_text(request: Request, model: ServedModel, body: GenerateBody,
         ids = await model.in_worker(model.llm.tokenizer.encode_prompt, body.prompt)
     chunks = TextChunks(model.llm.tokenizer, {}, Usages(None, [len(ids)]), [""], 1)
     answers = await submit(request, model, [RequestedAnswer(ids, params)])
-    return await respond(request, answers, _OllamaLines(chunks, head), body.stream is not False)
+    return await respond(request, answers, _OllamaLines(chunks, head, model.llm.tokenizer), body.stream is not False)
 
 
 class _OllamaLines(Writer):
@@ -155,9 +199,15 @@ class _OllamaLines(Writer):
     """
 
     def __init__(
-        self, chunks: ChatChunks | TextChunks, head: Mapping[str, Any], in_message: bool = False, context: Sequence[int] = ()
+        self,
+        chunks: ChatChunks | TextChunks,
+        head: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        in_message: bool = False,
+        context: Sequence[int] = (),
     ) -> None:
         self._chunks, self._head, self._in_message, self._context = chunks, dict(head), in_message, context
+        self._tokenizer = tokenizer
         self._calls: list[dict[str, Any]] = []
         self._tokens: list[int] = []
         self._reason = "stop"
@@ -169,7 +219,11 @@ class _OllamaLines(Writer):
     def show(self, index: int, output: Output) -> Iterator[Event]:
         """The lines of an output."""
         self._tokens += output.token_ids
-        yield from self._translated(self._chunks.show(index, output))
+        lines = list(self._translated(self._chunks.show(index, output)))
+        if output.logprobs:  # the first line of an output has those of all its tokens
+            lines = lines or [self._line("", {})]
+            lines[0]["logprobs"] = chat_logprobs(self._tokenizer, output.logprobs)["content"]
+        yield from lines
 
     def finish(self, stats: Sequence[RequestStats]) -> Iterator[Event]:
         """The tool calls, and the figures of the answer."""
@@ -217,9 +271,8 @@ class _OllamaLines(Writer):
                     self._calls[-1]["arguments"] += call["function"]["arguments"]
             content = delta.get("content", "")
             parts = {"thinking": delta["reasoning_content"]} if delta.get("reasoning_content") else {}
-            more = {"logprobs": choice["logprobs"]["content"]} if choice["logprobs"] else {}
-            if content or parts or more:
-                yield self._line(content, parts, **more)
+            if content or parts:
+                yield self._line(content, parts)
 
 
 def _head(request: Request, model: ServedModel) -> dict[str, Any]:
@@ -272,14 +325,16 @@ def _checked_ids(model: ServedModel, ids: list[int]) -> list[int]:
 @router.post("/api/embed")
 async def embed_inputs(body: EmbedBody, request: Request) -> Response:
     """Vectors of length one, one for each input."""
-    model = await _model(request, body.model)
+    model = await _model(request, body.model, body.keep_s)
     texts = [body.input] if isinstance(body.input, str) else body.input
-    name = shown_name(request, model)
-    if not texts:
+    name, begin_s = shown_name(request, model), now_s()
+    if not texts or body.input == "":
         return json_response({"model": name, "embeddings": []})
+    texts = [text or " " for text in texts]  # a text without tokens has no states
 
     def reply(rows: F32, num_tokens: int) -> Any:
-        return {"model": name, "embeddings": rows.tolist(), "prompt_eval_count": num_tokens}
+        figures = {"total_duration": round(_NS * (now_s() - begin_s)), "load_duration": 0, "prompt_eval_count": num_tokens}
+        return {"model": name, "embeddings": rows.tolist(), **figures}
 
     return await embed(request, model, texts, body.dimensions, reply, body.truncate)
 
@@ -287,7 +342,9 @@ async def embed_inputs(body: EmbedBody, request: Request) -> Response:
 @router.post("/api/embeddings")
 async def embed_prompt(body: EmbeddingsBody, request: Request) -> Response:
     """The vector of one prompt, as clients asked for it before /api/embed."""
-    model = await _model(request, body.model)
+    model = await _model(request, body.model, body.keep_s)
+    if not body.prompt:
+        return json_response({"embedding": []})
     return await embed(request, model, [body.prompt], None, lambda rows, _: {"embedding": rows[0].tolist()}, cuts=True)
 
 
@@ -304,17 +361,23 @@ async def tags(request: Request) -> Response:
     """Every model under each of its names."""
     server = server_of(request)
     server.check_ready()
-    return json_response({"models": [_row(server, name) for name in server.names]})
+    rows = [_row(server, name) for name in server.names]
+    for model in server.models.values():
+        row = _row(server, server.shown_name(model))
+        rows += [row | {"name": one.name, "model": one.name, "digest": _digest(one.name)} for one in model.llm.adapters]
+    return json_response({"models": rows})
 
 
 @router.get("/api/ps")
 async def loaded(request: Request) -> Response:
-    """The loaded models. They stay until others need their memory."""
+    """The loaded models, and until when they stay if no request comes."""
     server = server_of(request)
     server.check_ready()
     rows = []
     for model in list(server.models.values()):
-        more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0, "context_length": model.llm.context_length}
+        idle_s = model.unload_after_s
+        ends = "9999-12-31T23:59:59Z" if idle_s is None else _time(epoch_s() + int(idle_s))
+        more = {"expires_at": ends, "size_vram": 0, "context_length": model.llm.context_length}
         rows.append(_row(server, server.shown_name(model)) | {"size": await model.num_bytes()} | more)
     return json_response({"models": rows})
 
@@ -322,12 +385,12 @@ async def loaded(request: Request) -> Response:
 @router.post("/api/show")
 async def show(body: NameBody, request: Request) -> Response:
     """A model's shape, template and abilities."""
-    model = await _model(request, body.model or body.name)
+    model = await _model(request, body.model or body.name, None)
     llm, config = model.llm, model.llm.config
     template = llm.tokenizer.chat_template or ""
     abilities = {
         "completion": True,
-        "tools": model.template_takes_tools,
+        "tools": bool(template),  # a template without a place for tools gets them in words
         "thinking": any(mark in template for mark in reasoning_marks(template)),
         "insert": model.fill is not None,
         "embedding": bool(model.config.pooling or llm.pooling),
@@ -386,9 +449,13 @@ def _row(server: Server, name: str) -> dict[str, Any]:
         "model": name,
         "modified_at": _time(server.created),
         "size": server.num_bytes(own),
-        "digest": sha256(name.encode()).hexdigest(),
+        "digest": _digest(name),
         "details": _details(model),
     }
+
+
+def _digest(name: str) -> str:
+    return sha256(name.encode()).hexdigest()
 
 
 def _details(model: ServedModel | None) -> dict[str, Any]:

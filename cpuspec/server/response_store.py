@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 from cpuspec.server.errors import UnknownResponseError
 
@@ -31,10 +32,11 @@ class ResponseStore:
 
     def store(self, owner: str, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
         """Store a complete response. The oldest are forgotten where memory is short; one that is too large is not stored."""
+        items = [{**one, "id": one.get("id") or f"item_{uuid4().hex}", "type": one.get("type") or "message"} for one in items]
         size = len(json.dumps([response, items]))
         if size > self._most_bytes // 4:
             return
-        self._stored[response["id"]] = StoredResponse(owner, response, list(items), size)
+        self._stored[response["id"]] = StoredResponse(owner, response, items, size)
         self._num_bytes += size
         while self._num_bytes > self._most_bytes:
             self._forget(next(iter(self._stored)))
@@ -47,6 +49,16 @@ class ResponseStore:
                 f"there is no response {response_id[:80]!r}; the latest ones are kept, in memory: send the whole conversation"
             )
         return found
+
+    def item(self, owner: str, given: dict[str, Any]) -> dict[str, Any]:
+        """The item itself, or the stored one that an item_reference names. Raises UnknownResponseError."""
+        if given.get("type") != "item_reference" or not isinstance(wanted := given.get("id"), str):
+            return given
+        for one in reversed(self._stored.values()):
+            for item in (*one.response["output"], *one.items) if one.owner == owner else ():
+                if item.get("id") == wanted:
+                    return item
+        raise UnknownResponseError(f"there is no item {wanted[:80]!r}; the latest ones are kept, in memory: send the item itself")
 
     def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
         """The items of a stored response's conversation, with its output. Raises UnknownResponseError."""

@@ -5,7 +5,7 @@ Sources: OpenAI's API reference for bodies, and for the order of stream events; 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -13,14 +13,15 @@ from starlette.responses import Response
 from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
 from cpuspec.server.answering import respond, submit
-from cpuspec.server.bodies import BodyRoute
+from cpuspec.server.bodies import BodyRoute, ignore
 from cpuspec.server.chat import ChatPrompt, chat_prompt
+from cpuspec.server.custom_tools import custom_function, custom_input
 from cpuspec.server.errors import ContextExceededError, RequestError
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import event, json_response
-from cpuspec.server.schema import Ending, SamplingFields, UnusedBody, ignoring, refuse, sampling_params
+from cpuspec.server.schema import Body, Ending, SamplingFields, Unused, UnusedBody, ignoring, refuse, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
 from cpuspec.server.writer import Writer
@@ -41,6 +42,19 @@ _Ignored: Any = ignoring(
 )
 
 
+class Reasoning(Body):
+    effort: str | None = None
+    context: Unused = None
+    generate_summary: Unused = None
+    mode: Unused = None
+    summary: Unused = None
+
+
+class TextOptions(Body):
+    format: dict[str, Any] | None = None
+    verbosity: Unused = None
+
+
 class ResponsesBody(_Ignored, UnusedBody, SamplingFields):
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -48,11 +62,11 @@ class ResponsesBody(_Ignored, UnusedBody, SamplingFields):
     instructions: str | None = None
     max_output_tokens: int | None = None
     previous_response_id: str | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     store: bool | None = None
-    text: dict[str, Any] | None = None
+    text: TextOptions | None = None
     tool_choice: str | dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     # Refused where they ask for something.
@@ -77,10 +91,13 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     model = await model_of(request, body.model, body.lora_scales)
     refuse(body, _REFUSED)
     params = sampling_params(model, body, max_tokens=body.max_output_tokens, stop=body.stop)
-    tools, owners = _functions(body.tools or ())
+    tools = _Tools(body.tools or ())
+    if tools.left_out:
+        ignore(request, (f"tools.{kind}" for kind in tools.left_out))
     server, stores = server_of(request), body.store is not False
     owner = server.owner(context.client)
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    items = [server.responses.item(owner, one) for one in items]
     if body.previous_response_id is not None:
         items = [*server.responses.conversation(owner, body.previous_response_id), *items]
     head = {
@@ -94,19 +111,19 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         "max_output_tokens": body.max_output_tokens,
         "model": shown_name(request, model),
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "reasoning": {"effort": None, "summary": None} | (body.reasoning or Reasoning()).model_dump(exclude_none=True),
         "store": stores,
         "temperature": params.temperature,
-        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+        "text": {"format": {"type": "text"}} | (body.text or TextOptions()).model_dump(exclude_none=True),
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_p": params.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
-        "user": None,
-        "metadata": {},
+        "user": body.user,
+        "metadata": body.metadata or {},
     }
     numbered = _Numbered()
 
@@ -115,7 +132,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
             server.responses.store(owner, response, items)
 
     try:
-        prompt = await model.in_worker(_prompt, model, body, items, tools)
+        prompt = await model.in_worker(_prompt, model, body, items, tools.functions)
         context.notes |= prompt.notes
         answers = await submit(request, model, prompt.requested(params))
     except ContextExceededError as error:
@@ -126,9 +143,11 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         return Response("".join(events), media_type="text/event-stream")
     # In a stream that another server may repeat, signs of life have no numbers: they would come at other times.
     counts_signs = context.rng is None
-    writer = _ResponseWriter(prompt, answers.new_id, owners, head, numbered, counts_signs, keep)
+    writer = _ResponseWriter(prompt, answers.new_id, tools, head, numbered, counts_signs, keep)
     return await respond(request, answers, writer, body.stream)
 
+
+_MOST_ITEMS = 100  # of a page of input items, as OpenAI has it
 
 # Items about tools that OpenAI runs itself. They hold nothing that this model could read.
 _FOREIGN_ITEMS = (
@@ -153,11 +172,29 @@ async def stored_response(response_id: str, request: Request) -> Response:
 
 
 @router.get("/v1/responses/{response_id}/input_items")
-async def stored_input(response_id: str, request: Request) -> Response:
-    """The input items of a stored response and of the earlier ones in its conversation, the latest first."""
+async def stored_input(
+    response_id: str, request: Request, limit: int = 20, order: Literal["asc", "desc"] = "desc", after: str | None = None
+) -> Response:
+    """The input items of a stored response and of the earlier ones in its conversation, the latest first; `limit` after `after`."""
     server = server_of(request)
-    items = server.responses.get(server.owner(context_of(request).client), response_id).items
-    return json_response({"object": "list", "data": items[::-1], "has_more": False})
+    items = server.responses.get(server.owner(context_of(request).client), response_id).items[:: -1 if order == "desc" else 1]
+    ids = [item["id"] for item in items]
+    if not 1 <= limit <= _MOST_ITEMS:
+        raise RequestError(f"limit is from 1 to {_MOST_ITEMS}, got {str(limit)[:20]}", "limit")
+    if after is not None and after not in ids:
+        raise RequestError(f"after names no input item of this response, got {after[:80]!r}", "after")
+    begin = 0 if after is None else ids.index(after) + 1
+    shown = items[begin : begin + limit]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return json_response({"object": "list", "data": shown, **ends, "has_more": begin + limit < len(items)})
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(response_id: str, request: Request) -> Response:
+    """Refused, as OpenAI refuses it for a response that was not made in the background; none is made so here."""
+    server = server_of(request)
+    server.responses.get(server.owner(context_of(request).client), response_id)
+    raise RequestError("only responses in the background can be cancelled, and none is here; close the stream instead")
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -174,14 +211,14 @@ def _prompt(
     listed: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     reasoning = ""
     for number, item in enumerate(items):
-        match item.get("type", "message"):
+        match item.get("type") or "message":
             case "message":
                 message = {"role": item.get("role"), "content": item.get("content")}
                 if reasoning and message["role"] == "assistant":
                     message["reasoning_content"], reasoning = reasoning, ""
                 listed.append(message)
-            case "reasoning":
-                reasoning = "".join(str(part.get("text") or "") for part in item.get("content") or () if isinstance(part, dict))
+            case "reasoning":  # a summary stands for the reasoning of a model that does not show it
+                reasoning = _texts(item.get("content")) or _texts(item.get("summary"))
             case "function_call" | "custom_tool_call" | "local_shell_call":
                 if not listed or listed[-1]["role"] != "assistant":
                     listed.append({"role": "assistant", "content": ""} | ({"reasoning_content": reasoning} if reasoning else {}))
@@ -191,11 +228,20 @@ def _prompt(
                 listed.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": item.get("output")})
             case kind if kind not in _FOREIGN_ITEMS:
                 raise RequestError(f"input[{number}] is of type {str(kind)[:40]!r}, which this model cannot read", "input")
-    effort = (body.reasoning or {}).get("effort")
+    effort = (body.reasoning or Reasoning()).effort
     variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     variables |= body.chat_template_kwargs or {}
-    keeps_to = answer_format((body.text or {}).get("format"), "text.format")
-    return chat_prompt(model, listed, tools, body.tool_choice, variables, keeps_to, Ending(continue_final_message=False))
+    keeps_to = answer_format(body.text.format if body.text else None, "text.format")
+    choice = body.tool_choice
+    if isinstance(choice, dict) and choice.get("type") in ("custom", "function"):
+        choice = {"type": "function", "name": _full_name(choice.get("namespace"), choice.get("name"))}
+    return chat_prompt(model, listed, tools, choice, variables, keeps_to, Ending(continue_final_message=False))
+
+
+def _texts(parts: Any) -> str:
+    """The texts of the parts of a reasoning item, each a paragraph."""
+    listed = parts if isinstance(parts, list) else ()
+    return "\n\n".join(str(part.get("text") or "") for part in listed if isinstance(part, dict))
 
 
 def _called(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,25 +254,35 @@ def _called(item: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": _full_name(item.get("namespace"), item.get("name")), "arguments": item.get("arguments") or ""}
 
 
-def _functions(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """The tools that the model gets to know; and by their names, for those in a namespace, the names that the client uses.
+class _Tools:
+    """A request's tools: the functions that the model gets to know, and how the client knows those.
 
-    Codex has the tools of each MCP server in a namespace, and knows their calls by both names. Tools that OpenAI runs itself, such
-    as its web search, do not exist here; agents list them all the same.
+    Codex has the tools of each MCP server in a namespace, and knows their calls by both names. A custom tool takes a text,
+    as Codex's apply_patch does: the model sees a function with one argument, `input`. Tools that OpenAI runs itself,
+    such as its web search, do not exist here, and agents list them all the same.
     """
-    functions, owners = [], {}
-    for tool in tools:
-        match tool.get("type"):
-            case "function":
-                functions.append(_tool(tool, tool.get("name")))
-            case "namespace":
-                members = tool.get("tools")
-                for one in members if isinstance(members, list) else ():
-                    if isinstance(one, dict) and one.get("type", "function") == "function":
-                        name = _full_name(tool.get("name"), one.get("name"))
-                        functions.append(_tool(one, name))
-                        owners[name] = {"name": one.get("name"), "namespace": tool.get("name")}
-    return functions, owners
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self.functions: list[dict[str, Any]] = []
+        self.names: dict[str, dict[str, Any]] = {}  # the client's names of the tools in a namespace, by the model's
+        self.custom: set[str] = set()  # the model's names of custom tools
+        self.left_out: list[str] = []  # types of tools that do not exist here
+        self._add(tools, None)
+
+    def _add(self, tools: Sequence[Any], namespace: Any) -> None:
+        for tool in (one for one in tools if isinstance(one, dict)):
+            kind, name = tool.get("type"), _full_name(namespace, tool.get("name"))
+            if kind == "namespace" and namespace is None:
+                self._add(tool["tools"] if isinstance(tool.get("tools"), list) else (), tool.get("name"))
+            elif kind in ("custom", "function") or (kind is None and namespace is not None):
+                function = custom_function(tool) if kind == "custom" else tool
+                kept = {key: function.get(key) for key in ("description", "parameters", "strict")}
+                self.functions.append({"type": "function", "function": {"name": name, **kept}})
+                self.custom |= {name} if kind == "custom" else set()
+                if name != tool.get("name"):
+                    self.names[name] = {"name": tool.get("name"), "namespace": namespace}
+            else:
+                self.left_out.append(str(kind))
 
 
 def _full_name(namespace: Any, name: Any) -> Any:
@@ -234,13 +290,6 @@ def _full_name(namespace: Any, name: Any) -> Any:
     if not (isinstance(namespace, str) and namespace and isinstance(name, str)):
         return name
     return namespace + ("" if namespace.endswith("_") else "__") + name
-
-
-def _tool(tool: Mapping[str, Any], name: Any) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {"name": name, **{key: tool.get(key) for key in ("description", "parameters", "strict")}},
-    }
 
 
 def _usage(prompt: ChatPrompt, stats: RequestStats, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -275,20 +324,20 @@ def _failed(head: Mapping[str, Any], error: RequestError) -> dict[str, Any]:
 class _ResponseWriter(Writer):
     """Writes a response. One output item is open at a time, and each piece belongs to one.
 
-    owners: the client's names of the tools in a namespace, by the model's. keep: called with the whole response.
+    tools: how the client knows them. keep: called with the whole response.
     """
 
     def __init__(
         self,
         prompt: ChatPrompt,
         new_id: Callable[[], str],
-        owners: Mapping[str, dict[str, Any]],
+        tools: _Tools,
         head: Mapping[str, Any],
         numbered: _Numbered,
         counts_signs: bool,
         keep: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._prompt, self._new_id, self._owners, self._head, self._numbered = prompt, new_id, owners, head, numbered
+        self._prompt, self._new_id, self._tools, self._head, self._numbered = prompt, new_id, tools, head, numbered
         self._counts_signs, self._keep = counts_signs, keep
         self._parser = prompt.parser()
         self._done: list[dict[str, Any]] = []  # items that are complete
@@ -345,6 +394,7 @@ class _ResponseWriter(Writer):
             events = [] if self._open == (kind, piece.call) else [*self._close("completed"), *self._begin_item(kind, piece)]
             if piece.kind != "call":
                 self._text += piece.text
+            if piece.kind != "call" and self._item["type"] != "custom_tool_call":  # the text of that one is known at its end
                 events.append({**self._where(f"{self._name()}.delta"), "delta": piece.text} | self._no_logprobs())
             yield from map(self._numbered, events)
 
@@ -353,7 +403,11 @@ class _ResponseWriter(Writer):
         if self._open is None:
             return []
         text, events = self._text, []
-        if self._open[0] == "arguments":
+        if self._item["type"] == "custom_tool_call":
+            self._item["input"] = custom_input(text)
+            events.append({**self._where(f"{self._name()}.delta"), "delta": self._item["input"]})
+            events.append({**self._where(f"{self._name()}.done"), "input": self._item["input"]})
+        elif self._open[0] == "arguments":
             self._item["arguments"] = text
             events.append({**self._where(f"{self._name()}.done"), "arguments": text, "name": self._item["name"]})
         else:
@@ -369,13 +423,10 @@ class _ResponseWriter(Writer):
     def _begin_item(self, kind: str, piece: Piece) -> list[dict[str, Any]]:
         self._open, self._text = (kind, piece.call), ""
         if kind == "arguments":
-            own = {
-                "type": "function_call",
-                "call_id": self._prompt.call_id(self._new_id()),
-                "name": piece.text,
-                "arguments": "",
-            }
-            self._item = {"id": f"fc_{self._new_id()}", **own, **self._owners.get(piece.text, {})}
+            is_custom, call_id = piece.text in self._tools.custom, self._prompt.call_id(self._new_id())
+            own = {"type": "custom_tool_call", "input": ""} if is_custom else {"type": "function_call", "arguments": ""}
+            named = {"call_id": call_id, "name": piece.text, **self._tools.names.get(piece.text, {})}
+            self._item = {"id": f"{'ctc' if is_custom else 'fc'}_{self._new_id()}", **own, **named}
         elif kind == "reasoning":
             self._item = {"id": f"rs_{self._new_id()}", "type": "reasoning", "summary": [], "content": []}
         else:
@@ -389,11 +440,12 @@ class _ResponseWriter(Writer):
     def _name(self) -> str:
         assert self._open is not None, "a delta belongs to an open item"
         names = {"arguments": "function_call_arguments", "reasoning": "reasoning_text", "content": "output_text"}
-        return f"response.{names[self._open[0]]}"
+        is_custom = self._item["type"] == "custom_tool_call"
+        return f"response.{'custom_tool_call_input' if is_custom else names[self._open[0]]}"
 
     def _where(self, kind: str) -> dict[str, Any]:
         place: dict[str, Any] = {"type": kind, "item_id": self._item["id"], "output_index": len(self._done)}
-        return place if self._item["type"] == "function_call" else {**place, "content_index": 0}
+        return {**place, "content_index": 0} if self._item["type"] in ("message", "reasoning") else place
 
     def _no_logprobs(self) -> dict[str, Any]:
         return {"logprobs": []} if self._item["type"] == "message" else {}

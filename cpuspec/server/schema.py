@@ -6,16 +6,19 @@ Fields that change no answer here are declared as ignored. Other names of a fiel
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, Optional, Self, get_args
+from typing import Annotated, Any, Literal, Optional, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
-from cpuspec.server.fields import Declared
+from cpuspec.server.fields import NEUTRAL, Declared
 from cpuspec.server.model import ServedModel
 from cpuspec.server.structured import ANY_OBJECT, answer_format
 from cpuspec.settings import SamplingParams, SpecConfig
+
+IGNORED = "ignored"  # the mark of a field that may hold anything and changes nothing
+Unused = Annotated[Any, IGNORED]
 
 
 class Body(BaseModel):
@@ -28,6 +31,18 @@ class Body(BaseModel):
         """The names of its fields, and of its parts'."""
         parts = {one.alias or name: body_in(one.annotation) for name, one in cls.model_fields.items()}
         return {name: None if part is None else part.declared() for name, part in parts.items()}
+
+    @classmethod
+    def ignored(cls, given: Mapping[str, Any]) -> list[str]:
+        """The names of given fields that are declared and change nothing here, at a value that asks for something."""
+        found = []
+        for name, one in cls.model_fields.items():
+            value = given.get(one.alias or name)
+            if IGNORED in one.metadata:
+                found += [] if value is None or value in NEUTRAL.get(name, ()) else [name]
+            elif (part := body_in(one.annotation)) and isinstance(value, Mapping):
+                found += [f"{name}.{inner}" for inner in part.ignored(value)]
+        return found
 
     @classmethod
     def of_fields(cls, given: Mapping[str, Any]) -> Self:
@@ -46,15 +61,15 @@ def body_in(annotation: Any) -> type[Body] | None:
 
 
 def ignoring(*names: str) -> Any:
-    """A base class for bodies, with fields that may hold anything and change nothing."""
-    fields: dict[str, Any] = dict.fromkeys(names, (Any, None))
+    """A base class for bodies, with fields that may hold anything and change nothing: the response's header names them."""
+    fields: dict[str, Any] = dict.fromkeys(names, (Unused, None))
     return create_model("Ignored", __base__=Body, **fields)
 
 
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: each chunk has the usage until then
-    include_obfuscation: bool = False  # accepted: events are never padded
+    include_obfuscation: Unused = None  # events are never padded
 
 
 class Speculation(Body):
@@ -147,9 +162,8 @@ class SamplingBody(AnswerBody):
     n: int | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None  # vLLM's
-    # Ignored.
-    guided_decoding_backend: Any = None
-    user: Any = None
+    guided_decoding_backend: Unused = None
+    user: Unused = None
 
 
 class CompletionBody(SamplingBody):
@@ -227,9 +241,8 @@ class ChatBody(ConversationBody, SamplingBody, UnusedBody):
     prediction: Prediction | None = None
     return_progress: bool | None = None  # llama-server's name
     cpuspec: CpuspecOptions | None = None
-    # Ignored.
-    modalities: Any = None
-    verbosity: Any = None
+    modalities: Unused = None
+    verbosity: Unused = None
 
 
 def refuse(body: Body, reasons: Mapping[str, str]) -> None:

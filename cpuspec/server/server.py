@@ -19,6 +19,8 @@ from cpuspec.server.response_store import ResponseStore
 from cpuspec.server.runner import in_own_thread
 from cpuspec.settings import ANY_NAME, ServerConfig
 
+_SWEEP_S = 1.0  # how often idle models are looked for
+
 
 class Loader(NamedTuple):
     """How a model is loaded. num_bytes: the size of its file, which estimates the memory that it will take."""
@@ -150,10 +152,27 @@ class Server:
             idle = next((model for model in self.models.values() if not model.num_users and model.name != keep), None)
             if idle is None:
                 return not self.models
-            del self.models[idle.name]
-            log_event("unloading", {"model": idle.name})
-            await asyncio.to_thread(idle.close)
+            await self._close(idle)
         return True
+
+    async def _close(self, model: ServedModel) -> None:
+        del self.models[model.name]
+        log_event("unloading", {"model": model.name})
+        await asyncio.to_thread(model.close)
+
+    async def unload(self, name: str) -> None:
+        """Unload a model, by its own name, unless requests use it or it could not be loaded again."""
+        async with self._loading:
+            found = self.models.get(name)
+            if found is not None and not found.num_users and name in self._loaders:
+                await self._close(found)
+
+    async def unload_idle(self) -> None:
+        """Unload models that no request has used for as long as they stay. Ends when it is cancelled."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            for model in [one for one in self.models.values() if one.is_idle]:
+                await self.unload(model.name)
 
     def owner(self, client: str) -> str:
         """The owner of the responses that are stored for a client: the client where keys tell clients apart, else "" for all."""

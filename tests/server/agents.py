@@ -270,12 +270,15 @@ OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
                 {"type": "function_call_output", "call_id": "c_1", "output": [{"type": "input_text", "text": "seen"}, _IMAGE]},
             ]
         ),
-        set(),
+        {
+            *("client_metadata", "include", "prompt_cache_key", "reasoning.summary", "text.verbosity"),
+            *(f"tools.{kind}" for kind in ("web_search", "image_generation", "local_shell", "tool_search")),
+        },
     ),
     "Claude Code's probe": (
         "/v1/messages?beta=true",
         {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "quota"}], "metadata": {"user_id": "{}"}},
-        set(),
+        {"metadata"},
     ),
     "Claude Code's title": (
         "/v1/messages?beta=true",
@@ -284,7 +287,7 @@ OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             **{"tools": [], "thinking": {"type": "disabled"}, "max_tokens": 24},
             "output_config": {"format": {"type": "json_schema", "schema": _TITLE}},
         },
-        set(),
+        {"metadata"},
     ),
     "Claude Code with ENABLE_TOOL_SEARCH": (
         "/v1/messages?beta=true",
@@ -299,7 +302,10 @@ OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             "output_config": {"effort": "xhigh", "task_budget": {"type": "tokens", "total": 20000}},
             "cache_control": {"type": "ephemeral"},
         },
-        set(),
+        {
+            *("metadata", "cache_control", "context_management", "diagnostics", "thinking.display", "output_config.task_budget"),
+            "tools.tool_search_tool_regex_20251119",
+        },
     ),
     "Aider through Ollama": (
         "/api/chat",
@@ -349,7 +355,7 @@ OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
                 "seed": 1,
             },
         },
-        {"mirostat_eta", "repeat_last_n", "num_gpu"},
+        {"mirostat_eta", "repeat_last_n", "num_gpu", "metadata"},
     ),
     "Open WebUI's title": (
         "/v1/chat/completions",
@@ -357,7 +363,7 @@ OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             **{"model": "tiny", "messages": [_ASKED], "stream": False, "max_completion_tokens": 8},
             "metadata": {"task": "title_generation", "chat_id": "c-1"},
         },
-        set(),
+        {"metadata"},
     ),
     "opencode's title": (
         "/v1/chat/completions",

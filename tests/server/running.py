@@ -141,7 +141,7 @@ def serving(
     settings = ServerConfig(**{"port": 0, "drain_s": 0.0, **config})
     server, listener, ready, errors = (
         Server("tiny", settings, keys, loaders),
-        listen("127.0.0.1", listen_port),
+        listen(replace(settings, port=listen_port or settings.port)),
         threading.Event(),
         [],
     )
@@ -159,7 +159,8 @@ def serving(
         assert ready.wait(PATIENCE_S)
         if errors:
             raise errors[0]
-        yield Running(server, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        port = 0 if settings.socket_path else listener.getsockname()[1]
+        yield Running(server, f"http://127.0.0.1:{port}")
     finally:
         with suppress(RuntimeError):  # it has ended by itself
             server.stop()

@@ -93,6 +93,10 @@ def test_models_list_adapters_beside_their_model(running: Running) -> None:
     assert running.get("/v1/models/two").status_code == 404
 
 
+def test_ollamas_list_has_them_too(running: Running) -> None:
+    assert {"tiny", "one"} <= {row["model"] for row in running.get("/api/tags").json()["models"]}
+
+
 def test_llama_cpps_endpoint_and_field_scale_adapters_by_id(path: Path, adapters: Path, texts: dict[str, str]) -> None:
     given = tuple(str(adapters / name) for name in ("one", "two"))
     with serving(lambda: load(path, lora=given)) as running:

@@ -1,16 +1,23 @@
 """`cpuspec serve` as a user meets it, before it listens."""
 
 import re
+import socket
+import stat
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import typer
 
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import app as module
 from cpuspec.cli.serve import read_keys
+from cpuspec.errors import ConfigError
+from cpuspec.server.app import listen
+from cpuspec.settings import ServerConfig
 from tests.command import ok, refused, run
+from tests.server.running import PATIENCE_S, load, serving, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -67,5 +74,42 @@ def test_without_a_name_the_default_model_is_served(monkeypatch: pytest.MonkeyPa
 
 def test_every_setting_of_the_server_is_an_option() -> None:
     shown = ok("serve", "--help")
-    for option in ("--host", "--port", "--alias", "--cors", "--max-waiting", "--api-key-file", "--drain-s", "--draft", "--threads"):
+    for option in (
+        "--host",
+        "--port",
+        "--alias",
+        "--cors",
+        "--max-waiting",
+        "--api-key-file",
+        "--drain-s",
+        "--draft",
+        "--threads",
+        "--uds",
+    ):
         assert re.search(rf"{option}[ ,]", shown), option
+
+
+@pytest.mark.parametrize("option", ["uds", "host"])
+def test_a_server_listens_on_a_unix_socket(tmp_path: Path, option: str) -> None:
+    path, model = tmp_path / "a.sock", tiny_model(tmp_path)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with serving(lambda: load(model), **{option: str(path)}) as running:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=PATIENCE_S) as client:
+            body = {"prompt": "the cat", "max_tokens": 3}
+            reply = client.post("http://any.name/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        assert running.server.state == "ready"
+        with pytest.raises(ConfigError, match="another server listens there"):
+            listen(ServerConfig(uds=str(path)))
+    assert not path.exists()
+
+
+def test_a_socket_replaces_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    for wrong in (path, tmp_path / "none" / "a.sock", tmp_path / ("a" * 200)):
+        with pytest.raises(ConfigError, match="choose another --uds"):
+            listen(ServerConfig(uds=str(wrong)))
+    assert path.read_text() == "mine"

@@ -402,7 +402,7 @@ def test_an_engine_thread_that_dies_before_its_first_token_is_told_by_the_probes
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_server_whose_engine_is_dead_ends(path: Path) -> None:
-    llm, listener = load(path), listen("127.0.0.1", 0)
+    llm, listener = load(path), listen(ServerConfig(port=0))
     url, statuses = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions", list[int]()
     asking = threading.Thread(
         target=lambda: statuses.append(httpx.post(url, json=SHORT, timeout=PATIENCE_S).status_code), daemon=True
@@ -584,7 +584,7 @@ def test_until_the_model_is_loaded_requests_are_put_off(path: Path) -> None:
         go_on.set()
 
     found: dict[str, Any] = {}
-    listener = listen("127.0.0.1", 0)
+    listener = listen(ServerConfig(port=0))
     port = listener.getsockname()[1]
     listener.close()
     addresses.append(f"http://127.0.0.1:{port}")
@@ -613,8 +613,8 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_a_clear_error() -> None:
-    with listen("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="cannot listen on 127"):
-        listen("127.0.0.1", taken.getsockname()[1])
+    with listen(ServerConfig(port=0)) as taken, pytest.raises(ConfigError, match="cannot listen on 127"):
+        listen(ServerConfig(port=taken.getsockname()[1]))
 
 
 # ------------------------------------------------------------------------------------------------------------- as a process
@@ -651,7 +651,7 @@ def test_a_signal_is_heard_while_thousands_of_tokens_wait_to_be_sent(path: Path)
         signal.raise_signal(signal.SIGTERM)
 
     server, before = Server("tiny", ServerConfig(port=0, drain_s=0.0)), signal.getsignal(signal.SIGTERM)
-    serving_ends = serve(server, lambda: load(path), listen("127.0.0.1", 0), signal_into_a_full_pipe)
+    serving_ends = serve(server, lambda: load(path), listen(ServerConfig(port=0)), signal_into_a_full_pipe)
     asyncio.run(asyncio.wait_for(serving_ends, PATIENCE_S))
     assert server.state == "draining"
     assert signal.getsignal(signal.SIGTERM) is before

@@ -6,7 +6,7 @@ import anthropic
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from tests.server.running import templated_model
+from tests.server.running import Running, prompt_of, script_answers, templated_model
 from tests.server.test_tools import TEMPLATE
 
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "the cat sat"}]}
@@ -116,3 +116,41 @@ def test_the_clients_own_errors_are_raised(theirs: anthropic.Anthropic) -> None:
         theirs.messages.create(max_tokens=3, **{**ASK, "model": "other"})
     with pytest.raises(anthropic.BadRequestError):
         theirs.messages.create(max_tokens=3, **{**ASK, "messages": []})
+
+
+CALL = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "CET"}}\n</tool_call>'
+
+
+SCRIPTS = (f"<think>\nhm\n</think>\n\nI look.\n{CALL}", CALL, f"{CALL}\n{CALL}", "<think>\nhm", f"{CALL}\nIt is noon.")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_whole_message_has_the_blocks_of_the_stream(
+    theirs: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    script_answers(monkeypatch, script)
+    ask: dict[str, Any] = {**ASK, "max_tokens": 40, "tools": [TOOL]}
+    whole = theirs.messages.create(**ask)
+    with theirs.messages.stream(**ask) as stream:
+        streamed = stream.get_final_message()
+    shown = [[block.model_dump(exclude={"id", "parsed_output"}) for block in one.content] for one in (whole, streamed)]
+    assert shown[0] == shown[1] != []
+    assert any(block.type in ("text", "tool_use") for block in whole.content)
+
+
+@pytest.mark.parametrize("content", ["no such zone", [{"type": "text", "text": "no such zone"}], None])
+def test_a_tools_failure_is_told(running: Running, theirs: anthropic.Anthropic, content: Any) -> None:
+    block = {"type": "tool_result", "tool_use_id": "toolu_1", "content": content, "is_error": True}
+    for fails in (True, False):
+        history = [*USED[:2], {"role": "user", "content": [{**block, "is_error": fails}]}]
+        theirs.messages.create(model="tiny", max_tokens=1, messages=history)  # type: ignore[arg-type]
+        assert ("Error:" in prompt_of(running)) == fails
+
+
+def test_models_are_listed_as_its_clients_read_them(running: Running, theirs: anthropic.Anthropic) -> None:
+    found = theirs.models.list()
+    assert (found.has_more, found.first_id, found.last_id) == (False, "tiny", "tiny")
+    (row,) = found.data
+    assert (row.id, row.type, row.display_name) == ("tiny", "model", "tiny")
+    assert theirs.models.retrieve("tiny") == row
+    assert running.get("/v1/models").json()["object"] == "list"

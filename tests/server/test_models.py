@@ -1,5 +1,6 @@
 """Several models behind one server: loaded when asked for, let go when memory is short, and never under a request."""
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,19 @@ def test_a_star_among_the_aliases_forgives_every_name(paths: dict[str, Path], ex
         assert ask(running, "gpt-4o").json()["model"] == "small"
     with serving(lambda: load(paths["tiny"]), aliases=("small",)) as running:
         assert ask(running, "gpt-4o").status_code == 404
+
+
+def test_an_idle_model_is_unloaded_and_loaded_anew(paths: dict[str, Path], expected: dict[str, str]) -> None:
+    loads = Loads(paths)
+    with serving(loads.loaders["tiny"].load, loaders=loads.loaders, sleep_idle_seconds=0) as running:
+        for number in range(3):
+            assert text(running, "tiny") == expected["tiny"]
+            running.eventually(lambda: listed(running)["tiny"] == "unloaded")
+            assert running.get("/health").status_code == 200
+            assert loads.loaded == ["tiny"] * (number + 1)
+        body = BODY | {"stream": True, "max_tokens": 4000}
+        with running.client() as client, client.stream("POST", "/v1/completions", json=body) as reply:
+            next(reply.iter_lines())
+            loop = running.model.runner._loop
+            asyncio.run_coroutine_threadsafe(running.server.unload("tiny"), loop).result(PATIENCE_S)
+            assert running.server.models, "no model goes under a request"

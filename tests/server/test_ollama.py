@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import ollama
 import pytest
 
 from cpuspec import LLM, SamplingParams
+from cpuspec.server.server import Loader
 from tests.server.running import Running, before_forwards, load, prompt_of, script_answers, serving, stream, templated_model
 from tests.server.test_infill import with_fill_tokens
 from tests.server.test_tools import TEMPLATE, TOOL
@@ -135,6 +137,7 @@ def test_models_are_listed_and_described(client: ollama.Client, llm: LLM) -> Non
     assert (row.model, len(row.digest or ""), row.details.family) == ("tiny", 64, llm.config.architecture)  # type: ignore[union-attr]
     (row,) = client.ps().models
     assert (row.model, row.context_length) == ("tiny", llm.context_length)
+    assert row.details.quantization_level == llm.quantization == "F32"  # type: ignore[union-attr]
     shown = client.show("tiny")
     assert {"completion", "tools", "thinking", "insert", "embedding"} == set(shown.capabilities or ())
     assert shown.modelinfo["general.parameter_count"] == llm.num_parameters > 0  # type: ignore[index]
@@ -205,3 +208,56 @@ def test_the_word_that_stops_a_completion_is_told(running: Running) -> None:
     stop = whole["content"][4:7]
     cut = running.post("/completion", json={**body, "stop": ["~~", stop]}).json()
     assert (cut["stop_type"], cut["stopping_word"]) == ("word", stop)
+
+
+def test_a_raw_prompt_and_a_gap_have_likelihoods(running: Running) -> None:
+    wanted = running.post("/v1/completions", json={"prompt": "the cat", "max_tokens": 4, "temperature": 0, "logprobs": 2}).json()
+    expected = wanted["choices"][0]["logprobs"]["token_logprobs"]
+    for more in ({"raw": True}, {"suffix": "dog"}):
+        for streams in (False, True):
+            sent = {"prompt": "the cat", "options": {"temperature": 0, "num_predict": 4}, "logprobs": True, "top_logprobs": 2}
+            reply = running.post("/api/generate", json={**sent, **more, "stream": streams})
+            lines = [json.loads(line) for line in reply.text.splitlines()]
+            found = [one for line in lines for one in line.get("logprobs", ())]
+            assert len(found) == lines[-1]["eval_count"] > 0
+            assert all(len(one["top_logprobs"]) == 2 for one in found)
+            if "raw" in more:
+                assert [one["logprob"] for one in found] == expected
+
+
+def test_an_empty_text_has_a_vector_only_among_others(client: ollama.Client) -> None:
+    assert client.embed("tiny", "").embeddings == []
+    found = client.embed("tiny", ["a", ""])
+    assert len(found.embeddings) == 2
+    assert found.total_duration > 0 == found.load_duration  # type: ignore[operator]
+    assert client.embeddings("tiny", "").embedding == []
+
+
+def test_who_asks_for_no_page_hears_that_ollama_is_running(running: Running) -> None:
+    for method in ("GET", "HEAD"):
+        reply = running.request(method, "/")
+        assert (reply.status_code, reply.text) == (200, "Ollama is running" if method == "GET" else "")
+    assert running.get("/", headers={"accept": "text/html,*/*"}).text.startswith("<!doctype html>")
+
+
+def test_a_request_says_how_long_its_model_stays(path: Any) -> None:
+    loader = Loader(lambda: load(path), 1000)
+    with serving(loader.load, loaders={"tiny": loader}) as running:
+        client = ollama.Client(running.url)
+        for way in (client.chat, client.generate):
+            assert way("tiny", keep_alive=0).done_reason == "unload"  # type: ignore[operator]
+            assert not running.server.models
+            assert way("tiny", keep_alive="1h30m").done_reason == "load"  # type: ignore[operator]
+            assert running.model.keep_s == 5400
+        expires = datetime.fromisoformat(running.get("/api/ps").json()["models"][0]["expires_at"])
+        assert 5000 < (expires - datetime.now(UTC)).total_seconds() < 5401
+        assert client.chat("tiny", MESSAGES, options=GREEDY, keep_alive=0).message.content, "the answer comes first"
+        running.eventually(lambda: not running.server.models)
+        assert client.generate("tiny", "the cat", options=GREEDY, keep_alive=-1).response
+        assert running.model.unload_after_s is None
+        assert running.post("/api/chat", json={"messages": MESSAGES, "keep_alive": "soon"}).status_code == 400
+
+
+def test_without_another_way_to_load_it_a_model_stays(running: Running, client: ollama.Client) -> None:
+    assert client.generate("tiny", keep_alive=0).done_reason == "unload"
+    assert running.server.models

@@ -265,3 +265,12 @@ def test_a_predicted_output_changes_no_answer_and_saves_steps(client: openai.Ope
         assert answer.choices[0].message.content == wanted.text
         accepted.append(answer.usage.completion_tokens_details.accepted_prediction_tokens)
     assert min(accepted[1:3]) > accepted[0]
+
+
+def test_likely_tokens_that_are_parts_of_characters_stay_apart(client: openai.OpenAI, llm: LLM) -> None:
+    found = client.completions.create(model="tiny", prompt="the é", max_tokens=8, logprobs=20, extra_body={"ignore_eos": True})
+    logprobs = found.choices[0].logprobs
+    assert all(len(top) == 20 for top in logprobs.top_logprobs), "no two tokens have one name"  # type: ignore[union-attr]
+    names = {name for top in logprobs.top_logprobs for name in top}  # type: ignore[union-attr]
+    assert any(name.startswith("bytes:\\x") for name in names)
+    assert "\ufffd" not in names

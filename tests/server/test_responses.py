@@ -9,16 +9,18 @@ import pytest
 from cpuspec import LLM, SamplingParams
 from cpuspec.server.errors import UnknownResponseError
 from cpuspec.server.response_store import ResponseStore
-from tests.server.running import load, serving, templated_model
+from tests.server.running import Running, load, prompt_of, script_answers, serving, templated_model
 from tests.server.test_tools import TEMPLATE
 
 ASK: dict[str, Any] = {"model": "tiny", "input": "the cat sat", "temperature": 0, "max_output_tokens": 12}
+ASK_AGAIN = [{"role": "user", "content": "and now?"}]
 TOOL = {"type": "function", "name": "get_time", "description": "the time", "parameters": {"type": "object"}, "strict": False}
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return templated_model(tmp_path_factory.mktemp("model"), TEMPLATE)
+    template = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.reasoning_content }}")
+    return templated_model(tmp_path_factory.mktemp("model"), template)
 
 
 def test_a_greedy_response_is_the_offline_answer(client: openai.OpenAI, llm: LLM) -> None:
@@ -118,3 +120,82 @@ def test_the_oldest_responses_are_forgotten_where_room_is_short() -> None:
     store.store("me", {"id": "large", "output": []}, [{"content": "x" * 600}])
     with pytest.raises(UnknownResponseError):
         store.get("me", "large")
+
+
+PATCH = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}}
+PATCHED = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin\\n+a \\"b\\""}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_custom_tool_is_called_with_a_text(
+    running: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    script_answers(monkeypatch, PATCHED)
+    ask: dict[str, Any] = {**ASK, "tools": [PATCH, TOOL]}
+    if stream:
+        events = list(client.responses.create(**ask, stream=True))
+        kinds = [event.type.removeprefix("response.") for event in events[2:-1]]
+        own = ("custom_tool_call_input.delta", "custom_tool_call_input.done")
+        assert kinds == ["output_item.added", *own, "output_item.done"]
+        assert events[-3].input == '*** Begin\n+a "b"'
+        answer = events[-1].response
+    else:
+        answer = client.responses.create(**ask)
+    (call,) = answer.output
+    assert (call.type, call.name, call.input) == ("custom_tool_call", "apply_patch", '*** Begin\n+a "b"')
+    assert all(one in prompt_of(running) for one in ("apply_patch", "lark grammar", "start: /.+/", "get_time"))
+    done = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "patched"}
+    client.responses.create(**ask | {"input": [done]}, previous_response_id=answer.id)
+    assert "*** Begin" in prompt_of(running)
+
+
+def test_a_custom_tool_can_be_demanded(running: Running, client: openai.OpenAI) -> None:
+    client.responses.create(**{**ASK, "tools": [TOOL, PATCH], "tool_choice": {"type": "custom", "name": "apply_patch"}})
+    assert '"apply_patch", "arguments": ' in prompt_of(running)
+
+
+def test_a_response_tells_what_the_request_said(client: openai.OpenAI) -> None:
+    said: dict[str, Any] = {"metadata": {"a": "b"}, "parallel_tool_calls": False, "truncation": "auto", "user": "me"}
+    reply = client.responses.with_raw_response.create(**ASK, **said, reasoning={"summary": "auto"})
+    named = set(reply.headers["x-cpuspec-ignored-fields"].split(", "))
+    assert {*said, "reasoning.summary"} == named, "they change no answer"
+    made = reply.parse()
+    for one in (made, client.responses.retrieve(made.id)):
+        assert {name: getattr(one, name) for name in said} == said
+        assert one.reasoning.summary == "auto"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("shown", [{"summary": [{"type": "summary_text", "text": "hm hm"}]}, {"content": [{"text": "hm hm"}]}])
+def test_a_reasoning_item_counts_by_its_content_or_its_summary(running: Running, shown: dict[str, Any]) -> None:
+    items = [
+        {"role": "user", "content": "time?"},
+        {"type": "reasoning", "summary": [], **shown},
+        {"type": "function_call", "name": "get_time", "arguments": "{}", "call_id": "c"},
+    ]
+    running.post("/v1/responses", json={**ASK, "input": items})
+    assert "hm hm" in prompt_of(running)
+
+
+def test_input_items_come_in_pages_and_may_be_referred_to(running: Running, client: openai.OpenAI) -> None:
+    texts = [f"text {number}" for number in range(5)]
+    made = client.responses.create(**ASK | {"input": [{"role": "user", "content": text} for text in texts]})
+    first = running.get(f"/v1/responses/{made.id}/input_items", params={"limit": 2}).json()
+    assert first["has_more"]
+    assert (first["first_id"], first["last_id"]) == tuple(item["id"] for item in first["data"])
+    assert {item["type"] for item in first["data"]} == {"message"}
+    for order, wanted in (("desc", texts[::-1]), ("asc", texts)):
+        pages = client.responses.input_items.list(made.id, limit=2, order=order)  # type: ignore[arg-type]
+        assert [item.content for item in pages] == wanted  # type: ignore[union-attr]
+    for wrong in ({"limit": 0}, {"after": "item_x"}, {"order": "up"}):
+        assert running.get(f"/v1/responses/{made.id}/input_items", params=wrong).status_code in (400, 422)
+    client.responses.create(**ASK | {"input": [{"type": "item_reference", "id": first["last_id"]}]})
+    assert "text 3" in prompt_of(running)
+    assert "text 4" not in prompt_of(running)
+    client.responses.create(**ASK | {"input": [{"type": "item_reference", "id": made.output[0].id}, *ASK_AGAIN]})
+    assert made.output_text in prompt_of(running)
+    with pytest.raises(openai.NotFoundError, match="there is no item"):
+        client.responses.create(**ASK | {"input": [{"type": "item_reference", "id": "item_x"}]})
+    with pytest.raises(openai.BadRequestError, match="in the background"):
+        client.responses.cancel(made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.cancel("resp_none")

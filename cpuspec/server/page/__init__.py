@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 router = APIRouter(include_in_schema=False)
 
@@ -37,7 +37,9 @@ def _content(name: str) -> bytes:
 
 
 async def file(request: Request) -> Response:
-    """One of the page's files."""
+    """One of the page's files. Where Ollama's clients look for a server, they ask for no HTML and read this sentence."""
+    if request.scope["path"] == "/" and "text/html" not in request.headers.get("accept", ""):
+        return PlainTextResponse("Ollama is running", headers={"vary": "accept"})
     name, media_type = FILES[request.scope["path"]]
     return Response(_content(name), headers=HEADERS, media_type=media_type)
 
