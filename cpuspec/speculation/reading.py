@@ -41,7 +41,8 @@ class PromptReader:
         """
         context = self._context
         for seq in seqs:
-            if seq.id not in self._begun and not context.poll_prefix(seq):
+            waits = seq.id in self._begun or context.poll_prefix(seq) or (not context.is_alone and context.moves_prefix(seq))
+            if not waits:
                 self._begun.add(seq.id)
                 num_cached = context.acquire(seq)
                 if begin:
