@@ -141,7 +141,7 @@ def num_of_prompt(backend: Backend, num_prompt_tokens: int, start: int) -> int:
     """How many tokens from number `start` on are computed as a prompt's, in a sequence whose first `num_prompt_tokens` are its
     prompt's: 0 where a backend has one arithmetic for all. Nothing else decides a token's arithmetic.
 
-    A text that is scored for a request is a prompt as a whole; one that is measured (perplexity) is all an answer's.
+    A text that is scored for a request is all prompt; a text whose perplexity or divergence is measured is all answer.
     """
     return max(num_prompt_tokens - start, 0) if has_prompt_arithmetic(backend) else 0
 

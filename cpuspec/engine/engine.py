@@ -301,7 +301,7 @@ class Engine:
             taken += self._bytes_ahead(seq, _TO_BEGIN)
             if self._max_bytes is not None and taken > self._max_bytes and self._scheduler.running:
                 break
-            if context.awaits_prefix(seq) or context.poll_prefix(seq):
+            if context.awaits_prefix(seq) or context.poll_prefix(seq) or (context.num_sequences and context.moves_prefix(seq)):
                 continue
             self._scheduler.admit(seq)
             meter = self._requests[seq.id].meter

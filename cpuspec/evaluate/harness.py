@@ -42,7 +42,7 @@ class HarnessLM(TemplateLM):  # the harness takes its subclasses only
         self.tokenizer = llm.tokenizer
         self.max_length = llm.context_length
         self._llm = llm
-        self._scorer = Scorer(backend, llm.context_length)
+        self._scorer = Scorer(backend, llm.context_length, num_prompt=llm.context_length)  # as a server scores an echoed prompt
 
     @property
     def tokenizer_name(self) -> str:

@@ -296,6 +296,19 @@ class KVCache:
             at = end
         self.lengths[slot] += length
 
+    def append_from(self, source: int, slot: int, length: int) -> None:
+        """Append what the slot `source` has after the whole blocks that `slot` holds, up to `length` tokens in all, bit for bit."""
+        assert self.blocks, "asked of caches that have blocks only"
+        begin = self.lengths[slot]
+        assert not begin % self.blocks.size, "blocks follow whole blocks"
+        assert begin < length <= self.lengths[source], "the source has more"
+        for start in range(begin, length, self.blocks.size):
+            steps, _ = self.block_shape(min(length - start, self.blocks.size))
+            views = zip(*(self._steps(one, start // self.blocks.size, steps) for one in (slot, source)), strict=True)
+            for ours, theirs in views:
+                ours[:] = theirs
+        self.lengths[slot] = length
+
     def _steps(self, slot: int, number: int, steps: int) -> list[U8]:
         """The first steps of a block where they lie, [steps, parts, bytes] of each array."""
         assert self.blocks, "asked of caches that have blocks only"

@@ -40,6 +40,9 @@ from cpuspec.speculation.prefix_store import PrefixStore
 # A prefix is copied if it supplies this share of the new sequence's tokens, or `PrefixCache.many` of them.
 MIN_SHARED_PREFIX = 0.1
 
+# Beside running sequences so much is copied in a step, in some 20 ms: keys and values of a long prompt take up to 0.4 s.
+_COPIED_BYTES = 64 << 20
+
 # One row of 32 goes to the prompt that has waited longest. So few rows delay a short prompt by no step.
 _OLDEST_PART = 32
 
@@ -128,6 +131,7 @@ class Context:
         # Lengths at which snapshots of free slots are taken if their tokens go to the store.
         self._untaken: list[list[int]] = [[] for _ in range(num_slots)]
         self._assignments: dict[int, _Assignment] = {}  # by sequence id
+        self._moves: dict[int, tuple[int, int]] = {}  # by sequence id: the slot of `moves_prefix`, and how many calls it has left
 
     @property
     def num_free_slots(self) -> int:
@@ -155,6 +159,7 @@ class Context:
         if not self.prefixes.free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
         assert seq.id not in self._assignments, "a sequence acquires one slot"
+        self._moves.pop(seq.id, None)
         store, used, reusable, useful = self.prefixes.store, self.prefixes.tick(), self._reusable(seq), self._useful(seq)
         shared, stored = self._shared(seq), store.loadable(reusable, seq.salt, seq.id) if store else 0
         branch = self._num_known(seq) if self.cache.states else 0
@@ -187,18 +192,68 @@ class Context:
 
         shared: of `_shared`. The slot with the longest prefix is chosen if that has `wanted` tokens and little else is lost.
         """
-        free, many = self.prefixes.free, self.prefixes.many
-        slot = max(free, key=shared.__getitem__)
-        if shared[slot] < wanted or len(self._held[slot]) - shared[slot] >= many:
-            slot = next((slot for slot in free if not self._held[slot]), free[0])
-            if len(self._held[slot]) - shared[slot] >= many:
-                self._save(slot, self.prefixes.used[slot])
+        slot = self._chosen(shared, wanted)
+        if len(self._held[slot]) - shared[slot] >= self.prefixes.many:
+            self._save(slot, self.prefixes.used[slot])
         if self._salts[slot] != seq.salt:
             self._held[slot], self._salts[slot] = [], seq.salt
         # Before the slot leaves the free list: an interrupt between the two loses no slot.
         self._assignments[seq.id] = _Assignment(seq, slot, min(shared[slot], seq.num_committed))
-        free.remove(slot)
+        self.prefixes.free.remove(slot)
         return slot
+
+    def _chosen(self, shared: list[int], wanted: float) -> int:
+        """The free slot that `_assign` takes."""
+        free = self.prefixes.free
+        slot = max(free, key=lambda slot: (shared[slot], -len(self._held[slot])))
+        if shared[slot] < wanted or len(self._held[slot]) - shared[slot] >= self.prefixes.many:
+            return next((slot for slot in free if not self._held[slot]), free[0])
+        return slot
+
+    def moves_prefix(self, seq: Sequence) -> bool:
+        """Copy a part of what `acquire` would copy at once; returns whether more is left. For a caller whose other sequences wait.
+
+        A free slot is made ready: tokens that it would lose go to the store, and then it gets the sequence's prefix block by block.
+        Between two calls it holds what it says, so nothing depends on there being a next one. Caches with states copy at once.
+        """
+        blocks, store = self.cache.blocks, self.prefixes.store
+        if not blocks or self.cache.states or not self.prefixes.free:
+            return False
+        most = max(_COPIED_BYTES // (blocks.size * self.cache.bytes_per_token), 1) * blocks.size
+        reusable, useful, shared = self._reusable(seq), self._useful(seq), self._shared(seq)
+        source = max(range(len(shared)), key=shared.__getitem__)
+        longest = max(shared[source], store.loadable(reusable, seq.salt, seq.id) if store else 0)
+        slot, calls_left = self._moves.get(seq.id, (-1, -1))
+        if slot not in self.prefixes.free:
+            slot = self._chosen(shared, max(longest, useful))
+        saved = unsaved = 0
+        if store and len(self._held[slot]) - shared[slot] >= self.prefixes.many:
+            savable = self._held[slot][: self._num_savable(slot)]
+            saved = store.length(savable, self._salts[slot])
+            unsaved = len(savable) - saved
+        missing = max(longest - shared[slot], 0) if longest >= useful else 0
+        if calls_left < 0:  # then it is not begun; a few more calls than it needs
+            calls_left = unsaved // most + missing // most + 4 if unsaved + missing > most else 0
+        if not calls_left or not unsaved + missing:
+            self._moves.pop(seq.id, None)
+            return False
+        self._moves[seq.id] = slot, calls_left - 1
+        if unsaved:
+            self._save(slot, self.prefixes.used[slot], saved + min(unsaved, most))
+            self.prefixes.tidy()
+            return True
+        self.prefixes.free.remove(slot)
+        self.prefixes.release(slot)  # now it is the last that others take
+        begin = shared[slot] // blocks.size * blocks.size
+        self._held[slot], self._salts[slot] = self._held[slot][:begin], seq.salt
+        self.cache.truncate(slot, begin)
+        if store and shared[source] < longest:
+            length = store.load(slot, reusable, self.prefixes.tick(), seq.salt, seq.id, begin + most)
+        else:
+            self.cache.append_from(source, slot, length := min(begin + most, longest))
+        self._held[slot] = seq.tokens[:length]
+        self.prefixes.tidy()
+        return length < longest
 
     def num_hidden_kept(self, seq: Sequence) -> int:
         """1 if the next score also returns the hidden state of the last token that `acquire` supplied, else 0."""
@@ -234,6 +289,7 @@ class Context:
 
     def release(self, seq: Sequence) -> None:
         """Free the sequence's slot. Its tokens stay, for later sequences that begin alike. Unknown sequences are ignored."""
+        self._moves.pop(seq.id, None)
         if self.prefixes.store:
             self.prefixes.store.forget(seq.id)
         assigned = self._assignments.get(seq.id)
@@ -401,15 +457,17 @@ class Context:
         """How many tokens a prefix must supply to be worth a copy."""
         return max(min(MIN_SHARED_PREFIX * len(seq.tokens), self.prefixes.many), 1)
 
+    def _num_savable(self, slot: int) -> int:
+        """How many of a slot's tokens are worth a copy: those beyond the limit of memory only if they can go to the disk."""
+        store, max_bytes, held = self.prefixes.store, self.prefixes.max_bytes, len(self._held[slot])
+        if not store or store.queue or max_bytes is None or not self.cache.bytes_per_token:
+            return held
+        return min(held, max_bytes // self.cache.bytes_per_token)
+
     def _save(self, slot: int, used: int, length: int | None = None) -> None:
         """Copy a slot's tokens, or its first `length`, to the store. They are lost if there is no memory for the copy."""
-        store, max_bytes = self.prefixes.store, self.prefixes.max_bytes
-        if store and max_bytes is not None:
-            # Tokens beyond the limit of memory are worth a copy only if they can go to the disk.
-            fits = len(self._held[slot])
-            if not store.queue and self.cache.bytes_per_token:
-                fits = max_bytes // self.cache.bytes_per_token
-            tokens = self._held[slot][: fits if length is None else length]
+        if store := self.prefixes.store:
+            tokens = self._held[slot][: self._num_savable(slot) if length is None else length]
             with suppress(MemoryError):
                 for wanted in (*self._untaken[slot], len(tokens)) if self.cache.states else ():
                     hidden = self._hidden_at(slot, wanted)

@@ -115,14 +115,21 @@ class PrefixStore:
         """How many leading tokens `load` would put into a slot."""
         return sum(number for _, number, _ in self._loaded(tokens, salt, reader))
 
-    def load(self, slot: int, tokens: list[int], used: int, salt: str, reader: int) -> int:
-        """Put the leading tokens that are in memory or were read for `reader` into an empty slot; returns how many."""
+    def load(self, slot: int, tokens: list[int], used: int, salt: str, reader: int, until: int | None = None) -> int:
+        """Put the leading tokens that are in memory or were read for `reader` into a slot; returns how many it holds then.
+
+        The slot is empty, or holds some blocks of these tokens. until: how many tokens are enough for now.
+        """
+        start = 0
         for block, number, data in self._loaded(tokens, salt, reader):
+            if until is not None and self._cache.lengths[slot] >= until:
+                return self._cache.lengths[slot]
             block.data, block.used = data, used
             if block.is_snapshot:
                 self._cache.restore_snapshot(slot, self._cache.lengths[slot], data)
-            else:
+            elif start >= self._cache.lengths[slot]:
                 self._cache.append_block(slot, data, number)
+            start += number
         self.forget(reader)
         return self._cache.lengths[slot]
 

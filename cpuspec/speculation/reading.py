@@ -41,11 +41,12 @@ class PromptReader:
         """
         context = self._context
         for seq in seqs:
-            if seq.id not in self._begun and not context.poll_prefix(seq):
-                self._begun.add(seq.id)
-                num_cached = context.acquire(seq)
-                if begin:
-                    begin(seq, num_cached)
+            if seq.id in self._begun or context.poll_prefix(seq) or (not context.is_alone and context.moves_prefix(seq)):
+                continue
+            self._begun.add(seq.id)
+            num_cached = context.acquire(seq)
+            if begin:
+                begin(seq, num_cached)
         unfed = [context.num_unfed(seq) if seq.id in self._begun else _NOT_YET for seq in seqs]
         return share_rows(seqs, unfed, context.backend.max_rows if context.is_alone else context.prompt_rows)
 

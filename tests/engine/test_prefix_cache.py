@@ -10,6 +10,7 @@ import pytest
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.settings import SamplingParams
+from cpuspec.speculation import context as context_module
 from tests.backends.models import every_backend
 
 PARAMS = {
@@ -74,6 +75,29 @@ def test_an_answer_is_that_of_a_fresh_model_whatever_the_cache_holds(
                 assert shown(restarted) == expected, f"after a start, {name}"
                 assert restarted[0].stats.num_cached_tokens > 330
                 assert llm.prefix_stats()[-1].num_blocks_refused == 0
+
+
+def test_a_running_answer_goes_on_while_a_long_prefix_is_copied(
+    opened: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = np.random.default_rng(6).integers(3, 300, 900).tolist()
+    with opened() as fresh:
+        (expected,) = fresh.generate([[*prompt, 5]], PARAMS["greedy"])
+    monkeypatch.setattr(context_module, "_COPIED_BYTES", 0)  # a block in a step
+    with opened() as llm:
+        first = llm.engine.add_request(prompt, SamplingParams(max_tokens=100, ignore_eos=True, logprobs=0))
+        while not llm.engine.step():
+            pass
+        second, told, tokens = llm.engine.add_request([*prompt, 5], PARAMS["greedy"]), list[bool](), list[int]()
+        while len(tokens) < 10:
+            outputs = {output.request_id: output for output in llm.engine.step()}
+            told.append(first in outputs)
+            tokens += outputs[second].token_ids if second in outputs else []
+            if second in outputs and len(tokens) == 1:
+                assert outputs[second].num_cached_tokens == len(prompt)
+        assert len(told) == 10 + 900 // 256
+        assert all(told)
+        assert tokens == expected.token_ids
 
 
 def test_outputs_and_totals_say_how_much_was_cached(opened: Callable[..., LLM]) -> None:

@@ -11,15 +11,15 @@ from benchmarks.linear_alone import activations, multiply
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.format import hadamard
 from cpuspec.formats.packing import PANEL, TILE, PackedTensor, aligned_bytes, pack
-from cpuspec.kernels.isa import dot_isa, has_bf16_tiles, lookup_isa
-from cpuspec.kernels.linear import ENCODINGS, activation_encoding
+from cpuspec.kernels.isa import dot_isa, lookup_isa
+from cpuspec.kernels.linear import ENCODINGS, activation_encoding, prompt_encoding
 from cpuspec.kernels.ops import Ops, lookup_bytes
 from cpuspec.kernels.readers import READERS
 from tests.kernels import reference
 
 CASES = [(name, activation_encoding(name, precise)) for name in FORMATS for precise in (False, True)]
-CASES = list(dict.fromkeys([*CASES, ("bf16", "rounded")]))  # what processors without tile registers for bf16 do
-CASES += [(name, "bf16") for name in READERS if has_bf16_tiles()]  # tokens of prompts
+CASES += [("bf16", "rounded")]  # what processors without tile registers for bf16 do
+CASES = list(dict.fromkeys([*CASES, *((name, prompt_encoding(name)) for name in READERS)]))  # tokens of prompts
 every_case = pytest.mark.parametrize(("format_name", "order"), reference.compiled_sparingly(CASES))
 NUMBERS = [(name, order) for name, order in CASES if FORMATS[name].block_size == 1]
 PAIRED = [order for name, order in CASES if name == "bf16"]

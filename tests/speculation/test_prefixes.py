@@ -15,6 +15,7 @@ from cpuspec.errors import CacheError, ConfigError
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
 from cpuspec.settings import SamplingParams
+from cpuspec.speculation import context as context_module
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.prefix_files import PrefixDirectory
@@ -83,6 +84,7 @@ class Requests:
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.num_parts = 0  # that were copied, and more was left
         self._model = context.backend
         self._number = 0
 
@@ -91,6 +93,8 @@ class Requests:
         seq = Sequence.new(self._number, tokens, SamplingParams(cache_salt=salt))
         while self.context.poll_prefix(seq):
             self.context.wait_for_prefix(1.0)
+        while self.context.moves_prefix(seq):
+            self.num_parts += 1
         self.context.acquire(seq)
         return seq
 
@@ -128,6 +132,31 @@ def test_the_next_turn_goes_on_in_place_and_another_conversation_leaves_it_alone
     assert requests.run(*A, 4, 4, 1) == 1
     assert requests.run(*A[:10], *C, 0) == 1
     assert copied == [10]
+
+
+def test_a_prefix_is_copied_block_by_block_beside_running_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_module, "_COPIED_BYTES", 0)  # a block at a time
+    context = keeping(toy(), 400, num_slots=3)
+    requests = Requests(context)
+    monkeypatch.setattr(KVCache, "copy", lambda *_: pytest.fail("a prefix was copied whole"))
+    long, blocks = counting(0, 60), 60 // BLOCK
+    running = requests.begin(long)
+    assert requests.score(running) == 60
+    for tokens in (B, C):  # they fill the free slots
+        requests.run(*tokens)
+    copied: list[int] = []
+    read, append = KVCache.read_block, KVCache.append_from
+    monkeypatch.setattr(KVCache, "read_block", lambda *where: copied.append(where[3]) or read(*where))
+    monkeypatch.setattr(
+        KVCache, "append_from", lambda cache, *where: copied.append(where[2] - cache.lengths[where[1]]) or append(cache, *where)
+    )
+    assert requests.run(*long, 1) == 1, "from a running sequence's slot, into one whose tokens are saved"
+    assert requests.num_parts == len(copied) - 1 == 20 // BLOCK + blocks - 1
+    assert max(copied) == BLOCK
+    copied.clear()
+    assert requests.run(*B, 1) == 1, "from the store"
+    assert requests.num_parts > blocks + 20 // BLOCK
+    context.release(running)
 
 
 def test_what_a_slot_is_taken_from_is_still_there_later() -> None:
@@ -263,13 +292,17 @@ def test_a_cache_without_blocks_keeps_slots_within_the_bound() -> None:
 @pytest.mark.parametrize("disk_bytes", [0, 2500, 10**6])
 @every_model
 def test_rows_are_those_of_a_run_from_scratch_whatever_is_kept_where(
-    tmp_path: Path, limit: int, disk_bytes: int, model: Callable[..., Any]
+    tmp_path: Path, limit: int, disk_bytes: int, model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests that begin alike, several at once, under tiny bounds; evictions, saved files, and starts over one directory."""
+    """Requests that begin alike, several at once, under tiny bounds; evictions, saved files, and starts over one directory.
+
+    Prefixes are copied at once or block by block, and some copies are left in the middle.
+    """
     rng = np.random.default_rng(limit + disk_bytes)
     backend, directory, saved = model(max_rows=7), tmp_path / "blocks" if disk_bytes else None, tmp_path / "saved"
 
     def start() -> Requests:
+        monkeypatch.setattr(context_module, "_COPIED_BYTES", int(rng.choice([0, 10**6])))
         return Requests(keeping(backend, limit, int(rng.integers(1, 4)), directory, disk_bytes))
 
     def new_prompt() -> list[int]:
@@ -277,7 +310,9 @@ def test_rows_are_those_of_a_run_from_scratch_whatever_is_kept_where(
 
     requests, alive = start(), list[Sequence]()
     for action in rng.choice(
-        ["arrive", "step", "depart", "restart", "save", "restore", "forget"], 200, p=[0.35, 0.2, 0.3, 0.06, 0.04, 0.04, 0.01]
+        ["arrive", "step", "depart", "restart", "save", "restore", "forget", "move"],
+        220,
+        p=[0.35, 0.2, 0.25, 0.06, 0.04, 0.04, 0.01, 0.05],
     ):
         context, prompt = requests.context, new_prompt()
         if action == "arrive" and context.num_free_slots:
@@ -296,6 +331,8 @@ def test_rows_are_those_of_a_run_from_scratch_whatever_is_kept_where(
             requests = start()
         elif action == "forget":
             context.prefixes.forget()
+        elif action == "move":
+            context.moves_prefix(Sequence.new(1000, prompt, SamplingParams()))
         elif action in ("save", "restore") and context.prefixes.store:
             with suppress(CacheError):  # nothing is there
                 assert (save_prefix(context, prompt, saved) if action == "save" else restore_prefix(context, saved)) > 0
