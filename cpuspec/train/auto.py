@@ -26,10 +26,10 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
 from cpuspec.checkpoints.fields import read_json_object
+from cpuspec.checkpoints.gguf_parts import file_identity
 from cpuspec.checkpoints.heads import find_reader
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CheckpointError, ConfigError
-from cpuspec.evaluate.certify import file_identity
 from cpuspec.files import write_file
 from cpuspec.formats import get_format
 from cpuspec.metrics import now_s
@@ -68,9 +68,9 @@ class AutoPlan:
     """What a run makes and how long it may take.
 
     answers, max_tokens: the prompts, and of all answers the tokens. given: files of answers instead of these. source: a head, or
-    a small model, to go on with; None for a new head. beside: other drafts that the chain names. hours: of all stages together, of which
-    answers take up to half and training the rest; 0 for no limit. vocab_size, intermediate_size: of a new head. epochs: of each
-    training.
+    a small model, to go on with; None for a new head. beside: other drafts that the chain names. hours: of all stages together, of
+    which answers take up to half and training the rest; 0 for no limit. vocab_size, intermediate_size: of a new head. epochs: of
+    each training.
     """
 
     answers: AnswerPlan
