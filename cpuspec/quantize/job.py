@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 
-import cpuspec
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.adapters import Adapter
 from cpuspec.checkpoints.checkpoint import GgufVocabulary
 from cpuspec.checkpoints.gguf_file import Value
 from cpuspec.checkpoints.gguf_parts import file_identity
-from cpuspec.environment import commit
 from cpuspec.errors import ConfigError
 from cpuspec.formats import Format
 from cpuspec.formats.tensor import F32
@@ -270,6 +268,12 @@ def _with_tied_embedding(of_inputs: Mapping[str, F32], matrices: Mapping[str, tu
     return {**of_inputs, "embed": of_inputs["output"] / of_inputs["output"].mean() + 1}
 
 
+def _sources_sha256() -> str:
+    """The sha256 of this package's sources: what another version has encoded is not mixed with what this one encodes."""
+    package = Path(__file__).parents[1]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))).hexdigest()
+
+
 def _identity(weights: Weights, job: Job, chunks: I32 | None, importance: Importance | None) -> dict[str, Any]:
     """Everything that the output's bytes depend on."""
     checkpoint = weights.checkpoint
@@ -283,7 +287,7 @@ def _identity(weights: Weights, job: Job, chunks: I32 | None, importance: Import
         digest.update(name.encode() + means.tobytes())
     return {
         "source": file_identity(checkpoint.path),
-        "made_by": [cpuspec.__version__, commit()],
+        "made_by": _sources_sha256(),
         "job": asdict(job),
         "byteorder": sys.byteorder,
         "data": digest.hexdigest(),

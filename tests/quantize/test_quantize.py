@@ -438,7 +438,7 @@ def test_what_an_interrupted_run_of_another_model_left_is_not_used(
         path.write_bytes(content)
         assert (directory.stat().st_size, directory.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     else:
-        monkeypatch.setattr("cpuspec.__version__", "0.0.0")
+        monkeypatch.setattr("cpuspec.quantize.job._sources_sha256", lambda: "another")
     assert quantize(open_checkpoint(directory), tmp_path / "out.gguf", Job("q8_0"), threads=1).num_resumed == 0
     quantize(open_checkpoint(directory), tmp_path / "whole.gguf", Job("q8_0"), threads=1)
     assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
