@@ -11,10 +11,11 @@ from record import Rounds, record, save, say
 
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
+from cpuspec.checkpoints.gguf_parts import file_identity
 from cpuspec.engine.assemble import check_spec
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CpuspecError
-from cpuspec.evaluate.certify import NUM_SAMPLES, certify, file_identity
+from cpuspec.evaluate.certify import NUM_SAMPLES, certify
 from cpuspec.metrics import now_s
 from cpuspec.settings import EngineConfig, SpecConfig
 

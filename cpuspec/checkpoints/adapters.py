@@ -23,7 +23,7 @@ from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.gguf_file import read_gguf
 from cpuspec.checkpoints.safetensors import read_safetensors
 from cpuspec.config import ModelConfig
-from cpuspec.errors import CheckpointError, ConfigError
+from cpuspec.errors import CheckpointError, ConfigError, in_one_line
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.tensor import F32
 
@@ -33,6 +33,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's f
 _OF_PEFT = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
 _OF_GGUF = re.compile(r"(.+\.weight)\.lora_([ab])")
 # Settings of PEFT at which an adapter is nothing but the product.
+_KEEPING_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # values of init_lora_weights that leave the model as it is
+_MOST_OF_A_PATTERN = 500  # characters
 _PLAIN = {"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none", "layer_replication": None}
 
 
@@ -190,17 +192,44 @@ def _read_peft(directory: Path) -> tuple[int, _Pairs, _Scale]:
     if fields.value("modules_to_save"):
         fields.fail("modules_to_save", "none: matrices that were trained whole are not supported")
     alpha, roots = fields.number("lora_alpha", 8.0), fields.boolean("use_rslora", False)
-    patterns = fields.value("alpha_pattern") or {}
-    if not isinstance(patterns, dict) or not all(isinstance(one, int | float) for one in patterns.values()):
-        fields.fail("alpha_pattern", "numbers by name")
+    begin = fields.value("init_lora_weights")
+    if begin not in _KEEPING_STARTS and begin is not None:
+        wanted = ", ".join(map(str, _KEEPING_STARTS))
+        fields.fail(
+            "init_lora_weights",
+            f"one of {wanted}: with others PEFT changes the model's own matrices, too; convert the adapter by PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...), or merge it by merge_and_unload",
+        )
+    alphas, ranks = _patterns(fields, "alpha_pattern"), _patterns(fields, "rank_pattern")
 
     def scale(name: str, rank: int) -> float:
         module = name.removesuffix(".weight")
-        own = next((value for key, value in patterns.items() if module == key or module.endswith(f".{key}")), alpha)
+        own = next((value for key, value in alphas.items() if key.fullmatch(module)), alpha)
+        told = next((value for key, value in ranks.items() if key.fullmatch(module)), rank)
+        if told != rank:
+            fields.fail("rank_pattern", f"the rank of {name}, which is {rank}")
         return float(own) / (math.sqrt(rank) if roots else rank)
 
     stored = {name: tensor.floats() for name, tensor in read_safetensors(directory / WEIGHTS).items()}
     return HF, _paired(directory, stored, _OF_PEFT), scale
+
+
+def _patterns(fields: Fields, key: str) -> dict[re.Pattern[str], float]:
+    """PEFT's numbers by patterns of modules' names: regular expressions for the name, or for its end after a dot; the first that
+    matches counts (peft/utils/other.py, get_pattern_key)."""
+    given = fields.value(key) or {}
+    if not isinstance(given, dict) or not all(type(one) in (int, float) for one in given.values()):
+        fields.fail(key, "numbers by name")
+    found = {}
+    for pattern, number in given.items():
+        # What is repeated inside of a repetition, or too often, takes time that grows with a power of the name's length.
+        if len(pattern) > _MOST_OF_A_PATTERN or len(re.findall(r"[*+{]", pattern)) > 2 or re.search(r"\)[*+{]", pattern):
+            fields.fail(key, f"simpler patterns than {in_one_line(pattern, 80)!r}: two repetitions at most, and none of a group")
+        try:
+            found[re.compile(rf"(.*\.)?({pattern})")] = number
+        except (re.error, RecursionError, OverflowError) as error:
+            fields.fail(key, f"regular expressions, and {in_one_line(pattern, 80)!r} is none: {error}")
+    return found
 
 
 def _paired(path: Path, stored: Mapping[str, QuantTensor], pattern: re.Pattern[str]) -> _Pairs:

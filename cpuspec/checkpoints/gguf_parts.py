@@ -4,8 +4,10 @@ Every part has split.no (counted from 0), split.count, and split.tensors.count, 
 own metadata is in the first (llama.cpp, tools/gguf-split).
 """
 
+import hashlib
 import re
 from pathlib import Path
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -77,3 +79,18 @@ def _number(file: GgufFile, key: str, default: int | None = None) -> int:
     if type(value) is not int:
         raise CheckpointError(f"{file.path}: {key} is {'missing' if value is None else type(value).__name__}, wanted an integer")
     return value
+
+
+def file_identity(path: Path) -> list[dict[str, Any]]:
+    """Name, size in bytes and sha256 of each file of a model: the parts of a GGUF model, or a directory's weights and settings."""
+    files = (
+        part_paths(path)
+        if path.is_file()
+        else sorted(file for pattern in ("*.safetensors", "*.json", "openvino_model.*") for file in path.glob(pattern))
+    )
+    found = []
+    for file in files:
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        found.append({"name": file.name, "bytes": file.stat().st_size, "sha256": digest})
+    return found

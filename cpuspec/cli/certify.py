@@ -5,12 +5,13 @@ from typing import Annotated
 import typer
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.gguf_parts import file_identity
 from cpuspec.cli import options
 from cpuspec.cli.console import ERROR, Report, accepted, exit_codes, note, print_facts, print_report
 from cpuspec.cli.machine import describe_run, versions
 from cpuspec.cli.opening import open_with_drafts
 from cpuspec.cli.options import option
-from cpuspec.evaluate.certify import MIN_SAMPLES, NUM_SAMPLES, PROMPTS, Certificate, file_identity
+from cpuspec.evaluate.certify import MIN_SAMPLES, NUM_SAMPLES, PROMPTS, Certificate
 from cpuspec.evaluate.certify import certify as certify_drafts
 from cpuspec.evaluate.prompts import read_prompts
 from cpuspec.settings import EngineConfig

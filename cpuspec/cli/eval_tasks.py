@@ -119,13 +119,16 @@ def task(
 @options.takes_running("max_sequences", "context_length", *options.HOW, *options.ADAPTED)
 def harness(
     model: options.ModelArgument,
-    tasks: Annotated[list[str], argument("TASK...", "Tasks of lm-eval, or of --include-path.")],
+    tasks: Annotated[list[str], argument("TASK...", "Tasks of lm-eval, or of --include-path; patterns, as 'mmlu_*'.")],
     *,
     draft: options.DraftOption = None,
     include_path: Annotated[Path | None, option("DIR", "A directory with tasks of your own, as YAML.")] = None,
     shots: Annotated[int | None, option("N", "Solved examples before each; by default the task's.", min=0)] = None,
     limit: LimitOption = None,
     chat: Annotated[bool, flag("--chat", "Ask through the model's chat template.")] = False,
+    cache: Annotated[
+        Path | None, option("FILE", "Keep answers in FILE_rank0.db; the next run of the same model, draft and settings goes on.")
+    ] = None,
     as_json: options.JsonOption = False,
     running: options.Running,
 ) -> None:
@@ -137,7 +140,7 @@ def harness(
 
     checkpoint, spec = open_with_drafts(model, draft, adapts=True)
     with open_harness(checkpoint, spec, running.backend, running.settings) as lm:
-        found = run_harness(lm, tasks, include_path, shots, limit, chat)
+        found = run_harness(lm, tasks, include_path, shots, limit, chat, cache)
     report = {"benchmark": "harness", **describe_eval(model, running), "draft": str(spec), **found}
     print_report(report, as_json, lambda _: emit(harness_table(found) + "\n"))
 

@@ -12,7 +12,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.adapters import adapter_facts
 from cpuspec.checkpoints.checkpoint import norm_sha256
 from cpuspec.checkpoints.download import fetch, find_fetched, find_model
-from cpuspec.checkpoints.gguf_parts import part_paths
+from cpuspec.checkpoints.gguf_parts import file_identity, part_paths
 from cpuspec.checkpoints.heads import own_mtp
 from cpuspec.checkpoints.hub import HubModel, revision_of
 from cpuspec.checkpoints.local_models import local_models
@@ -25,7 +25,6 @@ from cpuspec.cli.progress import busy, fetch_progress
 from cpuspec.engine.assemble import draft_models, model_and_spec
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CheckpointError
-from cpuspec.evaluate.certify import file_identity
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.metrics import read_bandwidth

@@ -72,7 +72,7 @@ def extract(
 
     As extract_hidden_states of vLLM, whose id of a layer is one more: it names layers by their inputs.
     """
-    from cpuspec.evaluate.certify import file_identity
+    from cpuspec.checkpoints.gguf_parts import file_identity
     from cpuspec.text import make_tokenizer
     from cpuspec.train import answers as answering
     from cpuspec.train import extract as extracting
@@ -135,7 +135,7 @@ def answers(
     Prompts and answers that are nearly those of earlier ones are left out. What the model is, and what was refused because it
     has words of an evaluation set, is in OUT.jsonl.json.
     """
-    from cpuspec.evaluate.certify import file_identity
+    from cpuspec.checkpoints.gguf_parts import file_identity
     from cpuspec.train import answers as answering
 
     _check_files(prompts, "PROMPTS")

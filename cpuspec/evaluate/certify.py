@@ -7,12 +7,10 @@ verifier that accepts every draft: it must reject them.
 A wrong state of a recurrent layer may change no token of these answers, so `replays.py` looks for it separately.
 """
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ import numpy as np
 from cpuspec.backends import Backend, make_backend
 from cpuspec.backends.packed import verify_again
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.gguf_parts import part_paths
 from cpuspec.engine.llm import LLM
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
@@ -309,17 +306,6 @@ def believed(rows: Mapping[Beginning, F32], each: list[SamplingParams]) -> list[
             path = (*path, tokens[draws.draw(np.ones(len(tokens)), position)])
         answers.append((list(path), None))
     return answers
-
-
-def file_identity(path: Path) -> list[dict[str, Any]]:
-    """Name, size in bytes and sha256 of each file of a model: the parts of a GGUF model, or a directory's weights and settings."""
-    files = part_paths(path) if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
-    found = []
-    for file in files:
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        found.append({"name": file.name, "bytes": file.stat().st_size, "sha256": digest})
-    return found
 
 
 def _beginnings(rows: Mapping[Beginning, F32], params: SamplingParams) -> dict[Beginning, float]:

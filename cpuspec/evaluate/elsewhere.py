@@ -134,7 +134,7 @@ def _bench_serve(value: Mapping[str, Any]) -> Run:
         tokens_per_s=float(value["output_throughput"]),
         ttft_s=_over(ttft, 1000),
         tpot_s=_over(tpot, 1000),
-        acceptance=value.get("spec_decode_acceptance_rate") if acceptance is None else acceptance,
+        acceptance=_over(value.get("spec_decode_acceptance_rate"), 100) if acceptance is None else acceptance,  # vLLM: per cent
     )
 
 

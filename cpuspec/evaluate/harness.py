@@ -30,6 +30,7 @@ try:
 except ModuleNotFoundError as error:
     raise BackendError(f"`cpuspec eval harness` needs {error.name}; install it with: pip install 'cpuspec[eval]'") from None
 
+_ANSWERS_AT_ONCE = 64
 _NEW_TOKENS = 256  # of an answer, where the task does not say: the harness's own default
 
 
@@ -74,7 +75,10 @@ class HarnessLM(TemplateLM):  # the harness takes its subclasses only
         """The log likelihood of whole texts, in windows side by side, each token after as many others as there is room for."""
         found: list[float] = []
         for (text,) in (request.args for request in requests):
-            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            # The windows put the prefix before the text: it is context, and no part of the text is counted before it.
+            ids = self.tok_encode(text, add_special_tokens=False)
+            ids = ids[ids[:1] == [self.prefix_token_id] :]  # a text may have it itself
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
             pairs = [make_disjoint_window(window) for window in windows]
             parts = [(("", ""), list(context), list(continuation)) for context, continuation in pairs]
             found.append(float(sum(loss for loss, _ in self._loglikelihood_tokens(parts))))
@@ -88,10 +92,12 @@ class HarnessLM(TemplateLM):  # the harness takes its subclasses only
             params = _params(options)
             ids = self.tok_encode(context)
             asked.append((ids[-max(1, self.max_length - params.max_tokens) :], params))
-        answers, _ = answer_all(self._llm, asked)
-        for request, answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, answer.text)
-        return [answer.text for answer in answers]
+        found: list[str] = []
+        for begin in range(0, len(asked), _ANSWERS_AT_ONCE):  # so that an interrupted run keeps those that are done
+            for answer in answer_all(self._llm, asked[begin : begin + _ANSWERS_AT_ONCE])[0]:
+                self.cache_hook.add_partial("generate_until", requests[len(found)].args, answer.text)
+                found.append(answer.text)
+        return found
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
@@ -131,23 +137,27 @@ def run_harness(
     num_fewshot: int | None = None,
     limit: int | None = None,
     chat: bool = False,
+    cache: Path | None = None,
 ) -> dict[str, Any]:
-    """What `lm_eval.simple_evaluate` returns, without the samples. include: a directory with tasks as YAML.
+    """What `lm_eval.simple_evaluate` returns, without the samples. include: a directory with tasks as YAML. cache: the beginning of
+    a file's name, which keeps what is answered for later runs of the same model and settings. tasks: names or patterns, as mmlu_*.
 
     Raises ConfigError for tasks that the harness does not know or cannot load.
     """
     manager = TaskManager(include_path=None if include is None else str(include))
-    if unknown := [name for name in tasks if name not in manager.all_tasks]:
+    named = {name: manager.match_tasks([name]) for name in tasks}
+    if unknown := [name for name, matching in named.items() if not matching]:
         raise ConfigError(f"lm-eval has no task {unknown[0]!r}; name one of its own, or one of --include-path")
     try:
         found = evaluator.simple_evaluate(
             model=lm,
-            tasks=list(tasks),
+            tasks=list(dict.fromkeys(name for matching in named.values() for name in matching)),
             num_fewshot=num_fewshot,
             limit=limit,
             apply_chat_template=chat,
             task_manager=manager,
             log_samples=False,
+            use_cache=None if cache is None else str(cache),
             bootstrap_iters=1000,
         )
     except (OSError, ValueError, KeyError) as error:  # whatever a data set or a task's file may lack

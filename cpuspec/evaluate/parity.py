@@ -14,10 +14,10 @@ import numpy as np
 
 from cpuspec.backends import device_of, settings_of
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.gguf_parts import file_identity
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.answers import opened
-from cpuspec.evaluate.certify import file_identity
 from cpuspec.evaluate.quality import F64, logits_of
 from cpuspec.metrics import LevelCounters, sum_levels
 from cpuspec.model.batch import F32, I32

@@ -49,12 +49,26 @@ class Outcome:
 def run_program(program: str, limits: Limits | None = None, isolated: bool = True) -> Outcome:
     """Run a Python program, which has the standard library only.
 
+    A program shares its process with the code that tells how it ended, so it could say that it passed. One that says so runs once
+    more with an end that must fail: where that passes, or fails otherwise, too, it has not run to its end.
+
     isolated: in namespaces of its own; otherwise it has the limits, and as much of the filter of system calls as there is, and may
     read and write what this user may. Raises ConfigError where it cannot be isolated.
     """
     if not SYSTEM.has_namespaces:
         raise ConfigError("programs of a model are run on Linux only, where they can be shut away; judge these answers there")
-    limits, token = limits or Limits(), secrets.token_hex(16)
+    found = _run_once(program, limits or Limits(), isolated)
+    if not found.passed:
+        return found
+    end = secrets.token_hex(16)
+    control = _run_once(f"{program}\n\nraise AssertionError({end!r})\n", limits or Limits(), isolated)
+    if control == Outcome("failed", f"AssertionError: {end}"):
+        return found
+    return Outcome("failed", "it says that it passed, and not because it ran to its end") if control.passed else control
+
+
+def _run_once(program: str, limits: Limits, isolated: bool) -> Outcome:
+    token = secrets.token_hex(16)
     with (
         tempfile.TemporaryDirectory(prefix="cpuspec-") as directory,
         tempfile.TemporaryFile() as job,

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from cpuspec.checkpoints.canonical import HF, file_names, joined
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles, is_linear
 from cpuspec.checkpoints.families import FAMILIES, Family
 from cpuspec.checkpoints.huggingface import config_to_write
+from cpuspec.checkpoints.safetensors import INDEX
 from cpuspec.errors import ConfigError
 from cpuspec.files import write_file
 from cpuspec.formats import Format, QuantTensor, float_codes, get_format, int8
@@ -32,8 +33,9 @@ from cpuspec.quantize.weights import layer_parts
 # The values of --type for directories: llm-compressor's names.
 SCHEMES = ("w4a16", "w4a16_asym", "w8a8", "w8a16", "fp8_dynamic")
 _WITH_INPUTS = ("w8a8", "fp8_dynamic")  # whose inputs are rounded, too
-_KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
-_NOT_KEPT = ("model.safetensors.index.json", "config.json")
+_KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "additional_chat_templates/*.jinja", "1_Pooling/config.json")
+_NOT_KEPT = (INDEX, "config.json")
+_SHARD_BYTES = 5 * 10**9
 
 
 @cache
@@ -95,8 +97,10 @@ def write_model(
     try:
         for pattern in _KEPT:
             for path in checkpoint.path.glob(pattern):
-                if path.name not in _NOT_KEPT:
-                    shutil.copyfile(path, unfinished / path.name)
+                if (name := path.relative_to(checkpoint.path)).as_posix() not in _NOT_KEPT:
+                    target = unfinished / name
+                    target.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(path, target)
         settings = _settings(scheme, group_size)
         names = FAMILIES[checkpoint.config.architecture].layer_names
         for part in ("router", "shared_weight") if checkpoint.config.experts else ():
@@ -107,7 +111,7 @@ def write_model(
         settings["ignore"] += [name.removesuffix(".weight") for name, tensor in as_they_are.items() if len(tensor.shape) > 1]
         config = config_to_write(checkpoint) | {"quantization_config": settings}
         write_file(unfinished / "config.json", json.dumps(config, indent=2))
-        _write_safetensors(unfinished / "model.safetensors", checkpoint, tensors, scheme, as_they_are)
+        _write_safetensors(unfinished, checkpoint, tensors, scheme, as_they_are)
         os.replace(unfinished, out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -149,29 +153,51 @@ class _Piece(NamedTuple):
 
 
 def _write_safetensors(
-    path: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTensor], scheme: str, as_they_are: Mapping[str, QuantTensor]
+    directory: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTensor], scheme: str, as_they_are: Mapping[str, QuantTensor]
 ) -> None:
+    """Write the tensors one after the other, in files of 5 GB at most, as transformers splits them, unless one tensor has more."""
     plain = checkpoint.tensors["embed"].format
-    pieces: dict[str, _Piece] = {}
     config, family = checkpoint.config, FAMILIES[checkpoint.config.architecture]
-    for theirs, ours in file_names(family, HF, tensors).items():
+
+    def joined_pieces(theirs: str, ours: Sequence[str]) -> dict[str, _Piece]:
         whole = joined(config, family, HF, {name: tensors[name] for name in ours})
-        pieces |= dict(_pieces(family, theirs, ours[0], whole, plain, scheme))
-    for name, tensor in as_they_are.items():
-        pieces[name] = _Piece(tensor.format.name.upper(), tensor.shape, tensor.num_bytes, partial(getattr, tensor, "data"))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, piece in pieces.items():
-        header[name] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [end, end + piece.num_bytes]}
-        end += piece.num_bytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        return dict(_pieces(family, theirs, ours[0], whole, plain, scheme))
+
+    def stored_piece(name: str, tensor: QuantTensor) -> dict[str, _Piece]:
+        return {name: _Piece(tensor.format.name.upper(), tensor.shape, tensor.num_bytes, partial(getattr, tensor, "data"))}
+
+    # Pieces are made twice, for the header and to be written, because joined tensors are copies: one is in memory at a time.
+    makers = [partial(joined_pieces, theirs, ours) for theirs, ours in file_names(family, HF, tensors).items()]
+    makers += [partial(stored_piece, name, tensor) for name, tensor in as_they_are.items()]
+    shards: list[tuple[list[partial[dict[str, _Piece]]], dict[str, Any]]] = []
+    end, total = 0, 0
+    for maker in makers:
+        pieces = maker()
+        num_bytes = sum(piece.num_bytes for piece in pieces.values())
+        if not shards or (end and end + num_bytes > _SHARD_BYTES):
+            shards.append(([], {"__metadata__": {"format": "pt"}}))
+            end = 0
+        shards[-1][0].append(maker)
         for name, piece in pieces.items():
-            data = np.ascontiguousarray(piece.data())
-            assert data.nbytes == piece.num_bytes, f"{name} has {data.nbytes} bytes, not {piece.num_bytes}"
-            file.write(data.tobytes())
+            told = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [end, end + piece.num_bytes]}
+            shards[-1][1][name] = told
+            end += piece.num_bytes
+        total += num_bytes
+    weight_map: dict[str, str] = {}
+    for number, (own, header) in enumerate(shards, 1):
+        file_name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        weight_map |= dict.fromkeys([name for name in header if name != "__metadata__"], file_name)
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (directory / file_name).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for maker in own:
+                for name, piece in maker().items():
+                    data = np.ascontiguousarray(piece.data())
+                    assert data.nbytes == piece.num_bytes, f"{name} has {data.nbytes} bytes, not {piece.num_bytes}"
+                    file.write(data.data)
+    if len(shards) > 1:
+        write_file(directory / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
 
 
 def _pieces(

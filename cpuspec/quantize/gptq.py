@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cpuspec.errors import ConfigError
 from cpuspec.formats import Format
 from cpuspec.formats.format import Grid
 from cpuspec.formats.tensor import F32, U8
@@ -43,8 +44,13 @@ class Factors:
 def factors(hessian: F32, settings: GptqSettings) -> Factors:
     """hessian: mean of x x^T over the inputs, [K, K]; it is overwritten.
 
-    If the Cholesky factorization fails, ten times as much is added to the diagonal, until it succeeds.
+    If the Cholesky factorization fails, ten times as much is added to the diagonal, until it succeeds. Raises ConfigError for
+    numbers that are not finite.
     """
+    if not np.isfinite(hessian).all():
+        raise ConfigError(
+            "the inputs of a matrix have squares that are not finite, so GPTQ cannot weigh them; leave out --method gptq"
+        )
     means = hessian.diagonal().copy()
     order = np.argsort(-means, kind="stable") if settings.act_order else np.arange(len(means))
     hessian = hessian[np.ix_(order, order)] if settings.act_order else hessian
@@ -55,9 +61,11 @@ def factors(hessian: F32, settings: GptqSettings) -> Factors:
         try:
             # With both axes reversed, the lower factor is an upper one, H = R R^T; then H^-1 = R^-T R^-1.
             lower = np.linalg.cholesky(hessian[::-1, ::-1])
-            break
+            if np.isfinite(lower).all():  # numpy may give NaN instead of an error
+                break
         except np.linalg.LinAlgError:
-            added *= 10
+            pass
+        added *= 10
     return Factors(means, order, np.ascontiguousarray(_inverse_of_lower(lower)[::-1, ::-1]))
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.adapters import Adapter
 from cpuspec.checkpoints.checkpoint import GgufVocabulary
 from cpuspec.checkpoints.gguf_file import Value
+from cpuspec.checkpoints.gguf_parts import file_identity
 from cpuspec.errors import ConfigError
 from cpuspec.formats import Format
 from cpuspec.formats.tensor import F32
@@ -244,7 +244,7 @@ def _made(
     num_bits = sum(8 * formats[name].row_bytes(shape[1]) * shape[0] for name, shape in matrices.items())
     return Made(
         path=str(out),
-        num_bytes=(out / "model.safetensors" if is_directory else out).stat().st_size,
+        num_bytes=sum(file.stat().st_size for file in (out.glob("*.safetensors") if is_directory else (out,))),
         bits_per_weight=num_bits / sum(shape[0] * shape[1] for shape in matrices.values()),
         formats=dict(Counter(format.name for format in formats.values())),
         matrices={name: format.name for name, format in formats.items()},
@@ -268,10 +268,15 @@ def _with_tied_embedding(of_inputs: Mapping[str, F32], matrices: Mapping[str, tu
     return {**of_inputs, "embed": of_inputs["output"] / of_inputs["output"].mean() + 1}
 
 
+def _sources_sha256() -> str:
+    """The sha256 of this package's sources: what another version has encoded is not mixed with what this one encodes."""
+    package = Path(__file__).parents[1]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))).hexdigest()
+
+
 def _identity(weights: Weights, job: Job, chunks: I32 | None, importance: Importance | None) -> dict[str, Any]:
     """Everything that the output's bytes depend on."""
     checkpoint = weights.checkpoint
-    status = os.stat(checkpoint.path)
     digest = hashlib.sha256()
     for adapter in weights.adapters:
         for name, parts in sorted(adapter.pairs.items()):
@@ -283,7 +288,8 @@ def _identity(weights: Weights, job: Job, chunks: I32 | None, importance: Import
     for name, counts in sorted(importance.counts.items()) if importance else ():
         digest.update(name.encode() + counts.tobytes())
     return {
-        "source": [str(checkpoint.path.resolve()), status.st_size, status.st_mtime_ns],
+        "source": file_identity(checkpoint.path),
+        "made_by": _sources_sha256(),
         "job": asdict(job),
         "byteorder": sys.byteorder,
         "data": digest.hexdigest(),

@@ -37,7 +37,7 @@ def smoothquant(weights: Weights, chunks: I32, strength: float) -> Weights:
             _divide(weights, outputs, norm, inputs[names[0]])
 
     run(weights, chunks, on_inputs, MappingProxyType({}))
-    return replace(weights, inputs=inputs, outputs=outputs)
+    return _with_factors(weights, inputs, outputs)
 
 
 def awq(weights: Weights, chunks: I32, formats: Mapping[str, Format]) -> Weights:
@@ -55,7 +55,16 @@ def awq(weights: Weights, chunks: I32, formats: Mapping[str, Format]) -> Weights
         _divide(weights, outputs, feeder, _of_feeder(weights, names[0], factors))
 
     run(weights, chunks, on_inputs, MappingProxyType({}))
-    return replace(weights, inputs=inputs, outputs=outputs)
+    return _with_factors(weights, inputs, outputs)
+
+
+def _with_factors(weights: Weights, inputs: Mapping[str, F32], outputs: Mapping[str, F32]) -> Weights:
+    """The weights with further factors: those of a method before were there when these were measured, so that they multiply."""
+    return replace(
+        weights,
+        inputs={**weights.inputs, **{name: weights.inputs.get(name, np.float32(1)) * new for name, new in inputs.items()}},
+        outputs={**weights.outputs, **{name: weights.outputs.get(name, np.float32(1)) * new for name, new in outputs.items()}},
+    )
 
 
 def balanced(weights: Weights, formats: Mapping[str, Format], means: Mapping[str, F32]) -> Weights:

@@ -14,7 +14,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from cpuspec.formats import Format, get_format
+from cpuspec.formats import Format, QuantTensor, get_format
 from cpuspec.formats.tensor import F32
 from cpuspec.model.batch import I32
 from cpuspec.quantize import calibration
@@ -89,9 +89,9 @@ def _ignore(x: F32, names: tuple[str, ...]) -> None:
 
 def _misses(weights: Weights, name: str, formats: Sequence[Format], of_inputs: F32 | None) -> list[float]:
     """The mean square of what all outputs of a matrix miss in each format, from some of its rows."""
-    tensor = weights.checkpoint.tensors[name]
-    step = -(-tensor.shape[0] // _ROWS)
-    rows = tensor.rows(np.arange(0, tensor.shape[0], step))
+    count = weights.num_rows(name)
+    step = -(-count // _ROWS)
+    rows = np.concatenate([weights.rows(name, row, row + 1) for row in range(0, count, step)])
     found = []
     for format in formats:
         squares = np.square(format.decode(encode(format, rows, of_inputs)) - rows)
@@ -106,11 +106,10 @@ def _answers(weights: Weights, text: I32) -> F32:
 def _divergence(weights: Weights, text: I32, names: Sequence[str], reference: Callable[[], F32]) -> list[float]:
     """The mean KL divergence of the answers with these matrices rounded from those without, which `reference` gives."""
     checkpoint = weights.checkpoint
-    rounded = {name: cast(checkpoint.tensors[name], _PROBE) for name in names}
-    wanted, got = (
-        reference(),
-        _answers(replace(weights, checkpoint=replace(checkpoint, tensors={**checkpoint.tensors, **rounded})), text),
-    )
+    rounded = {name: cast(QuantTensor.encode(get_format("f32"), weights.matrix(name)), _PROBE) for name in names}
+    rest = [replace(one, pairs={name: pair for name, pair in one.pairs.items() if name not in names}) for one in weights.adapters]
+    changed = replace(weights, checkpoint=replace(checkpoint, tensors={**checkpoint.tensors, **rounded}), adapters=rest)
+    wanted, got = reference(), _answers(changed, text)
     total = 0.0
     for start in range(0, len(got), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)

@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
@@ -25,7 +27,7 @@ class Workspace:
         self.directory = directory
         directory.mkdir(exist_ok=True)
         self._lock = (directory / "lock").open("wb")
-        if not SYSTEM.try_lock(self._lock):
+        if not SYSTEM.try_lock(self._lock) or not _is_there(self._lock, directory / "lock"):
             raise CheckpointError(f"{directory} is in use by another process; wait for it, or choose another output")
         text = json.dumps(settings, sort_keys=True, indent=1)
         marker = directory / "settings.json"
@@ -46,15 +48,25 @@ class Workspace:
         """Release the directory to other processes. remove: delete it and its files."""
         if remove:
             self._empty()
+            self._remove()  # while it is locked, where the system lets an open file go
         self._lock.close()
         if remove:
-            (self.directory / "lock").unlink()
+            self._remove()
+
+    def _remove(self) -> None:
+        with suppress(OSError):  # another process may wait for it, or have begun it anew
+            (self.directory / "lock").unlink(missing_ok=True)
             self.directory.rmdir()
 
     def _empty(self) -> None:
         for path in self.directory.iterdir():
             if path.name != "lock":
                 path.unlink()
+
+
+def _is_there(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file has its name still: the process that had it before may have removed it."""
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 class TensorStore(Mapping[str, QuantTensor]):

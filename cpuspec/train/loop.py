@@ -276,15 +276,16 @@ class _Run:
         self._on_measured(line)
 
     def _loss(self, samples: Sequence[Sample], rng: np.random.Generator) -> float | None:
-        """The loss of a step, whose gradients are then there; None where there is nothing to learn."""
+        """The loss of a step, whose gradients are then there; None where there is nothing to learn, or a number is not finite."""
         self._optimizer.zero_grad()
         with torch.autocast(self._training.weights.device.type, torch.bfloat16, enabled=self._schedule.bf16):
             loss = self._training.loss(samples, rng)
         if loss is None:
             return None
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._trained.values(), self._schedule.clip)
-        return loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self._schedule.clip)
+        # One step with a NaN would be in every weight from then on, and in the state that a run goes on from.
+        return loss.item() if torch.isfinite(loss + norm) else None
 
     def _advance(self, loss: float | None, num_tokens: int) -> None:
         """Change what is trained, and count the step."""

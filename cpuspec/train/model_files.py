@@ -19,7 +19,7 @@ from cpuspec.train.rows import not_computed
 
 GGUF_NAME = "model.gguf"
 
-_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "additional_chat_templates/*.jinja", "1_Pooling/config.json")
 _MADE = ("config.json", "model.safetensors.index.json")
 
 
@@ -76,8 +76,10 @@ class ModelWeights:
     def _save_directory(self, directory: Path, trained: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         model = self.model
         for path in {path for pattern in _COPIED for path in model.path.glob(pattern)}:
-            if path.name not in _MADE:
-                shutil.copyfile(path, directory / path.name)
+            if (name := path.relative_to(model.path)).as_posix() not in _MADE:
+                target = directory / name
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
         config = config_to_write(model)
         if self.mask_id is not None:
             config["pard_token"] = self.mask_id

@@ -102,6 +102,35 @@ def test_a_gguf_adapter_changes_what_its_own_names_say(tmp_path: Path, architect
         np.testing.assert_allclose(one.data, changed[one.name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "changed"),
+    [
+        ("layers\\.0\\..*q_proj", {"layers.0.self_attn.q_proj"}),
+        (".*layers.(0|1).self_attn.k_proj", {"layers.0.self_attn.k_proj", "layers.1.self_attn.k_proj"}),
+        ("q_proj", {"layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"}),
+        ("_proj", set()),
+        ("q_pro", set()),
+    ],
+)
+def test_patterns_of_alphas_are_regular_expressions_as_in_peft(tmp_path: Path, pattern: str, changed: set[str]) -> None:
+    model = make_tiny_hf(tmp_path / "model")
+    products = write_peft(tmp_path / "lora", model, {"alpha_pattern": {pattern: 12}, "init_lora_weights": "gaussian"})
+    config = open_checkpoint(model).config
+    found = open_adapter(tmp_path / "lora", config, "tiny", merges=True).pairs
+    (tmp_path / "lora" / "adapter_config.json").write_text(
+        json.dumps(json.loads((tmp_path / "lora" / "adapter_config.json").read_text()) | {"alpha_pattern": {}})
+    )
+    plain = open_adapter(tmp_path / "lora", config, "tiny", merges=True).pairs
+    twice = {
+        name
+        for name in found
+        if np.allclose(found[name][1], 2 * plain[name][1]) and not np.array_equal(*(pairs[name][1] for pairs in (found, plain)))
+    }
+    parts = {name.replace("self_attn.", "").replace("_proj", "") for name in changed}
+    assert twice == parts
+    assert products
+
+
 def test_several_adapters_add_up(tmp_path: Path) -> None:
     model = make_tiny_hf(tmp_path / "model")
     for number in (1, 2):
@@ -160,6 +189,11 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         (_set(peft_type="IA3"), "peft_type"),
         (_set(modules_to_save=["lm_head"]), "modules_to_save"),
         (_set(bias="all"), "bias"),
+        *[(_set(init_lora_weights=kind), "init_lora_weights") for kind in ("pissa", "pissa_niter_16", "olora", "corda", "loftq")],
+        (_set(alpha_pattern={"(": 3}), "alpha_pattern"),
+        (_set(alpha_pattern={"(a+)+": 3}), "alpha_pattern.*two repetitions at most"),
+        (_set(alpha_pattern={"q_proj": "3"}), "alpha_pattern"),
+        (_set(rank_pattern={".*q_proj": RANK + 1}), "rank_pattern"),
         (_put(f"{Q}.lora_A.weight", np.zeros((RANK, 7))), "is for a matrix"),
         (_put(f"{Q}.lora_A.weight", np.zeros((2, 64))), "wanted one rank"),
         (_put(f"{Q}.lora_A.weight", np.zeros((0, 64))), "wanted one rank|is empty|shape"),

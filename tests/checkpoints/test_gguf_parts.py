@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.checkpoints.gguf_parts import part_paths
+from cpuspec.checkpoints.gguf_parts import file_identity, part_paths
 from cpuspec.errors import CheckpointError
-from cpuspec.evaluate.certify import file_identity
 from tests.model_files import copy_gguf
 
 T = gguf.GGUFValueType

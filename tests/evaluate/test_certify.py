@@ -10,10 +10,11 @@ import pytest
 from cpuspec import LLM
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
+from cpuspec.checkpoints.gguf_parts import file_identity
 from cpuspec.engine.engine import Engine
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate import certify as module
-from cpuspec.evaluate.certify import TEMPERATURES, certify, check_greedy, check_sampled, file_identity, plain_rows
+from cpuspec.evaluate.certify import TEMPERATURES, certify, check_greedy, check_sampled, plain_rows
 from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.proposer import NullProposer

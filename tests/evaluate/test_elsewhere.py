@@ -44,7 +44,7 @@ BENCH_SERVE = {
     "mean_ttft_ms": 99.0,
     "median_ttft_ms": 50.0,
     "median_tpot_ms": 10.0,
-    "spec_decode_acceptance_rate": 0.6,
+    "spec_decode_acceptance_rate": 60.0,  # accepted / drafted * 100 (vllm/benchmarks/serve.py)
 }
 COST = {
     "num_draft_tokens": 40,

@@ -21,6 +21,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install 'cp
 
 from lm_eval.api.instance import Instance
 
+from cpuspec.evaluate import harness
 from cpuspec.evaluate.harness import HarnessLM, harness_table, open_harness, run_harness
 
 CHOICES = [{"question": f"{n} and {n}?", "choices": [" one", " two words", " three"], "label": n % 3} for n in range(4)]
@@ -96,8 +97,9 @@ def likelihood_of_tail(lm: HarnessLM, tokens: list[int], count: int) -> float:
 def test_rolling_likelihood_counts_every_token_of_a_text_once(lm: HarnessLM) -> None:
     short, long = "the cat sat on the mat", "the cat sat on the mat and ran " * 20
     found = lm.loglikelihood_rolling([instance("loglikelihood_rolling", text) for text in (short, long)], disable_tqdm=True)
-    assert found[0] == pytest.approx(likelihood(lm, [lm.prefix_token_id], lm.tok_encode(short))[0])
-    ids = [lm.prefix_token_id, *lm.tok_encode(long)]
+    plain = [lm.tok_encode(text, add_special_tokens=False) for text in (short, long)]
+    assert found[0] == pytest.approx(likelihood(lm, [lm.prefix_token_id], plain[0])[0])
+    ids = [lm.prefix_token_id, *plain[1]]
     assert len(ids) > lm.max_length
     total, at = 0.0, 1
     while at < len(ids):  # each window counts what the ones before it have not
@@ -106,6 +108,32 @@ def test_rolling_likelihood_counts_every_token_of_a_text_once(lm: HarnessLM) -> 
         total += likelihood_of_tail(lm, ids[begin:end], end - at)
         at = end
     assert found[1] == pytest.approx(total)
+
+
+def test_rolling_likelihood_counts_no_prefix_after_a_prefix(lm: HarnessLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer that puts BOS before every text, as Llama 3's: the windows have it already."""
+    (before,) = lm.loglikelihood_rolling([instance("loglikelihood_rolling", "the cat sat")], disable_tqdm=True)
+    monkeypatch.setattr(type(lm.tokenizer), "prefix", property(lambda _: (lm.prefix_token_id,)))
+    assert lm.tok_encode("the cat sat")[0] == lm.prefix_token_id
+    assert lm.loglikelihood_rolling([instance("loglikelihood_rolling", "the cat sat")], disable_tqdm=True) == [before]
+
+
+def test_answers_that_are_done_are_kept_when_others_fail(lm: HarnessLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[str] = []
+    monkeypatch.setattr(harness, "_ANSWERS_AT_ONCE", 2)
+    monkeypatch.setattr(lm.cache_hook, "add_partial", lambda kind, arguments, answer: kept.append(arguments[0]))
+    real = harness.answer_all
+
+    def fails(llm: LLM, asked: Any) -> Any:
+        if kept:
+            raise KeyboardInterrupt
+        return real(llm, asked)
+
+    monkeypatch.setattr(harness, "answer_all", fails)
+    options = {"until": [], "do_sample": False, "max_gen_toks": 2}
+    with pytest.raises(KeyboardInterrupt):
+        lm.generate_until([instance("generate_until", text, options) for text in ("a cat", "a dog", "a mat")], disable_tqdm=True)
+    assert kept == ["a cat", "a dog"]
 
 
 def test_answers_are_those_of_the_llm_and_stop_where_the_task_says(lm: HarnessLM) -> None:

@@ -144,6 +144,42 @@ def test_a_program_that_finds_the_way_to_its_judge_does_not_pass(program: str) -
     assert not run_program(program).passed
 
 
+_FORGES = "os.write(result, json.dumps({'token': job['token'], 'passed': True}).encode() + b'\\n')\nos._exit(0)\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys, os, json\nf = sys._getframe(1)\nresult, job = f.f_locals['result'], f.f_locals['job']\n" + _FORGES,
+        "import sys, os, json\nframes = sys._current_frames().values()\nfor f in frames:\n"
+        "    while f and 'job' not in f.f_locals:\n        f = f.f_back\nresult, job = f.f_locals['result'], f.f_locals['job']\n"
+        + _FORGES,
+        "import gc, os, json\njob = next(o for o in gc.get_objects() if type(o) is dict and o.keys() >= {'token', 'program'})\n"
+        "told = json.dumps({'token': job['token'], 'passed': True}).encode() + b'\\n'\n"
+        "for result in range(64):\n    try: os.write(result, told)\n"
+        "    except OSError: pass\nos._exit(0)",
+        "import sys\nf = sys._getframe(1)\nf.f_globals['_tell'](f.f_locals['result'], f.f_locals['job'], passed=True)\n"
+        "import os\nos._exit(0)",
+        "import sys\nf = sys._getframe(1)\ntell = f.f_globals['_tell']\n"
+        "f.f_globals['_tell'] = lambda result, job, **facts: tell(result, job, passed=True)\nraise SystemExit(1)",
+        "open('/proc/self/fd/3', 'w').write('x')\nassert False",
+        "import os\nfor code in range(256):\n    os._exit(code)",
+        "import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0\nassert False",
+        "import ctypes\nctypes.CDLL(None).exit(0)",
+    ],
+)
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_verdict_is_not_forged(program: str, isolated: bool) -> None:
+    """By frames, the collector's objects, the judge's own functions, descriptors, exit codes, or the parent's memory."""
+    found = run_program(program, QUICK, isolated)
+    assert not found.passed, found
+
+
+def test_a_program_that_ends_well_is_not_taken_for_a_forger() -> None:
+    assert run_program("def f(x): return x\nassert f(1) == 1  # no line after this").passed
+    assert run_program('"a text"\nif True:\n    pass\n\n\n').passed
+
+
 def test_a_crash_of_the_interpreter_is_told() -> None:
     assert run_program("import ctypes; ctypes.string_at(0)").status == "killed"
 

@@ -10,6 +10,7 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.adapters import Adapter
 from cpuspec.checkpoints.gguf_file import read_gguf
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.quality import compare_backends
@@ -184,3 +185,16 @@ def test_a_budget_needs_a_text_and_no_type(source: Checkpoint, tmp_path: Path) -
     ):
         with pytest.raises(ConfigError):
             wrong()
+
+
+def test_errors_are_those_of_the_model_with_its_adapters(source: Checkpoint, tmp_path: Path) -> None:
+    """With --lora the merged matrix is what gets rounded."""
+    name = "layers.0.q"
+    rng, (rows, columns) = np.random.default_rng(3), source.tensors[name].shape
+    pair = (rng.standard_normal((2, columns)).astype(np.float32), rng.standard_normal((rows, 2)).astype(np.float32))
+    weights = Weights(source, adapters=(Adapter(tmp_path, {name: pair}),))
+    by_hand = replace(source, tensors={**source.tensors, name: QuantTensor.encode(get_format("f32"), weights.matrix(name))})
+    formats = [get_format("q4_0"), get_format("q8_0")]
+    found = sensitivity._misses(weights, name, formats, None)
+    assert found == pytest.approx(sensitivity._misses(Weights(by_hand), name, formats, None))
+    assert found[0] > 2 * sensitivity._misses(Weights(source), name, formats, None)[0]

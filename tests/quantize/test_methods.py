@@ -1,17 +1,20 @@
 """Compressed-tensors directories as transformers reads them, and factors that leave the model as it is."""
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.errors import ConfigError, FormatError
 from cpuspec.evaluate.quality import compare_backends, logits_of
 from cpuspec.formats import QuantTensor, get_format
+from cpuspec.quantize import compressed_output, gptq
 from cpuspec.quantize.compressed_output import SCHEMES, formats_of
 from cpuspec.quantize.job import Job, quantize
 from cpuspec.quantize.rounding import encode
@@ -40,7 +43,7 @@ def with_values(weights: Weights) -> Checkpoint:
     return replace(weights.checkpoint, tensors=tensors)
 
 
-@pytest.mark.parametrize("method", ["awq", "smoothquant", "balanced"])
+@pytest.mark.parametrize("method", ["awq", "smoothquant", "both", "balanced"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_moved_factors_leave_the_model_as_it_is(tmp_path: Path, architecture: str, method: str) -> None:
     source = open_checkpoint(make_tiny_hf(tmp_path / "hf", architecture))
@@ -51,8 +54,15 @@ def test_moved_factors_leave_the_model_as_it_is(tmp_path: Path, architecture: st
     moved = {
         "awq": lambda: awq(weights, chunks, formats),
         "smoothquant": lambda: smoothquant(weights, chunks, 0.5),
+        "both": lambda: awq(smoothquant(weights, chunks, 0.5), chunks, formats),
         "balanced": lambda: balanced(weights, formats, means),
     }[method]()
+    if method == "both":
+        first = smoothquant(weights, chunks, 0.5)
+        then = {name: moved.inputs[name] / factors for name, factors in first.inputs.items()}
+        assert any(np.abs(np.log(factors)).max() > 0.05 for factors in then.values()), "AWQ adds factors"
+        alone = awq(weights, chunks, formats).inputs
+        assert any(not np.allclose(moved.inputs[name], alone[name], rtol=0.05) for name in first.inputs), "SmoothQuant's are kept"
     assert {name.rsplit(".", 1)[1] for name in moved.inputs} >= {"q", "k", "v", "gate", "up"}
     found = compare_backends(
         make_backend("numpy", source, ENGINE), make_backend("numpy", with_values(moved), ENGINE), chunks[0].tolist()
@@ -74,6 +84,58 @@ def test_balanced_columns_of_rotated_formats_lose_less_of_the_outputs(tmp_path: 
     assert error(moved.matrix(name), moved.inputs[name]) < 0.6 * error(
         weights.matrix(name) * means[name] ** 0.5, means[name] ** 0.5
     )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "qwen3moe"])
+def test_a_directory_is_split_as_transformers_splits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    """Shards below the limit, with an index, have the tensors of one file; one tensor of the file is joined at a time."""
+    source = open_checkpoint(make_tiny_hf(tmp_path / "hf", architecture))
+    (source.path / "additional_chat_templates").mkdir()
+    (source.path / "additional_chat_templates" / "tool.jinja").write_text("x")
+    quantize(source, tmp_path / "one", Job("w8a16"), threads=1)
+    alive, most = 0, 0
+    real = compressed_output.joined
+
+    def watched(*arguments: object) -> QuantTensor:
+        nonlocal alive, most
+        whole = real(*arguments)  # type: ignore[arg-type]
+        alive += 1
+        most = max(most, alive)
+        weakref.finalize(whole, gone)
+        return whole
+
+    def gone() -> None:
+        nonlocal alive
+        alive -= 1
+
+    monkeypatch.setattr(compressed_output, "joined", watched)
+    monkeypatch.setattr(compressed_output, "_SHARD_BYTES", 60_000)
+    made = quantize(source, tmp_path / "many", Job("w8a16"), threads=1)
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert [path.name for path in files] == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) > 1
+    assert made.num_bytes == sum(path.stat().st_size for path in files)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())["weight_map"]
+    whole = load_file(tmp_path / "one" / "model.safetensors")
+    assert index.keys() == whole.keys()
+    for path in files:
+        for name, array in load_file(path).items():
+            assert index[name] == path.name
+            assert np.array_equal(array, whole[name])
+    assert most <= 3, "tensors are joined one after the other"
+    assert open_checkpoint(tmp_path / "many").tensors.keys() == source.tensors.keys()
+    assert (tmp_path / "many" / "additional_chat_templates" / "tool.jinja").read_text() == "x"
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("size", [4, 100, 300])
+def test_gptq_refuses_inputs_that_are_not_finite(size: int, wrong: float) -> None:
+    """numpy's factorization gives NaN for NaN, and no error."""
+    inputs = np.random.default_rng(1).standard_normal((400, size)).astype(np.float32)
+    gptq.factors(inputs.T @ inputs, gptq.GptqSettings())
+    inputs[7, 2] = wrong
+    with np.errstate(invalid="ignore"), pytest.raises(ConfigError, match="not"):
+        gptq.factors(inputs.T @ inputs, gptq.GptqSettings())
 
 
 def test_awq_loses_less_than_rounding(tmp_path: Path) -> None:
@@ -141,7 +203,7 @@ def test_transformers_gives_the_greedy_tokens_that_the_written_directory_gives_h
 def test_the_packages_own_decoder_gives_the_values_that_were_chosen(tmp_path: Path, scheme: str, bits: int) -> None:
     packed = pytest.importorskip("compressed_tensors.compressors.pack_quantized")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    load_file = pytest.importorskip("safetensors.torch").load_file
+    load_file = pytest.importorskip("safetensors.torch").load_file  # torch reads bf16
     source = open_checkpoint(make_tiny_hf(tmp_path / "hf", "qwen3"))
     quantize(source, tmp_path / "out", Job(scheme, group_size=32), threads=1)
     stored = load_file(tmp_path / "out" / "model.safetensors")

@@ -23,7 +23,7 @@ from cpuspec.errors import CheckpointError, ConfigError, FormatError
 from cpuspec.evaluate.quality import Quality, compare_backends
 from cpuspec.formats import FORMATS, get_format
 from cpuspec.model.rope import rope_table
-from cpuspec.quantize import gptq
+from cpuspec.quantize import gptq, store
 from cpuspec.quantize.gguf_output import write_model
 from cpuspec.quantize.imatrix import Importance, of_matrices, read_importance, write_importance
 from cpuspec.quantize.job import Job, measure_importance, quantize
@@ -413,6 +413,45 @@ def test_an_interrupted_run_goes_on_where_it_was(source: Checkpoint, chunks: np.
     with pytest.raises(KeyboardInterrupt):
         quantize(source, tmp_path / "other.gguf", job, threads=1, chunks=chunks, on_step=stop)
     assert quantize(source, tmp_path / "other.gguf", Job("q8_0"), threads=1).num_resumed == 0
+
+
+@pytest.mark.parametrize("change", ["weights", "version"])
+def test_what_an_interrupted_run_of_another_model_left_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """As after further training that is saved into the same directory: its own size and time stay as they are."""
+    directory = make_tiny_hf(tmp_path / "hf")
+
+    def stop(what: str, done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(open_checkpoint(directory), tmp_path / "out.gguf", Job("q8_0"), threads=1, on_step=stop)
+    if change == "weights":
+        path = directory / "model.safetensors"
+        before = directory.stat()
+        other = make_tiny_hf(tmp_path / "other", seed=5) / "model.safetensors"
+        content = other.read_bytes()
+        assert content != path.read_bytes()
+        assert len(content) == path.stat().st_size
+        path.write_bytes(content)
+        assert (directory.stat().st_size, directory.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    else:
+        monkeypatch.setattr("cpuspec.quantize.job._sources_sha256", lambda: "another")
+    assert quantize(open_checkpoint(directory), tmp_path / "out.gguf", Job("q8_0"), threads=1).num_resumed == 0
+    quantize(open_checkpoint(directory), tmp_path / "whole.gguf", Job("q8_0"), threads=1)
+    assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
+def test_a_workspace_that_another_process_has_just_finished_is_not_worked_in(tmp_path: Path) -> None:
+    """Whoever opened the lock before it was removed must not think that the directory is its own."""
+    first = Workspace(tmp_path / "out", {})
+    stale = (tmp_path / "out" / "lock").open("wb")
+    first.close(remove=True)
+    assert not (tmp_path / "out").exists()
+    assert not store._is_there(stale, tmp_path / "out" / "lock")
+    stale.close()
 
 
 def test_two_runs_do_not_write_one_file(source: Checkpoint, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Heads that are trained here: they learn, go on as if never interrupted, see no future, and the engine computes the same rows."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,25 @@ def nothing(*_: object) -> None:
 def trained(target: Checkpoint, samples: SampleSet, out: Path, method: str, **changes: object) -> list[Measured]:
     job = TrainingJob(LOSSES[method], SHAPE, SHORT, device="cpu", dtype="f32", threads=1)._replace(**changes)  # type: ignore[arg-type]
     return train_head(target, samples, out, job, nothing, nothing)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_step_with_a_loss_that_is_not_finite_changes_nothing(
+    target: Checkpoint, samples: SampleSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: float
+) -> None:
+    real, calls = ChainTraining.loss, itertools.count()
+
+    def loss(self: ChainTraining, some: list[Sample], rng: np.random.Generator) -> torch.Tensor | None:
+        found = real(self, some, rng)
+        return found * wrong if found is not None and next(calls) in (1, 4) else found
+
+    monkeypatch.setattr(ChainTraining, "loss", loss)
+    log = trained(target, samples, tmp_path / "out", "eagle3")
+    assert next(calls) > 5
+    assert all(line.loss is None or np.isfinite(line.loss) for line in log)
+    state = torch.load(tmp_path / "out" / "training" / "state.pt", weights_only=True)
+    assert all(torch.isfinite(values).all() for values in state["trained"].values())
+    assert log[-1].mean_length > log[0].mean_length, "the other steps have taught it"
 
 
 def test_training_replaces_no_files_of_something_else(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
