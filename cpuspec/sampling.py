@@ -341,4 +341,7 @@ def _uniform(numbers: U64) -> F64:
 
 def _not_finite(logits: NDArray[Any]) -> BackendError:
     bad = int((~np.isfinite(logits)).sum())
-    return BackendError(f"the model gave {bad} NaN or infinite logits of {logits.size}; its weights or its context are broken")
+    return BackendError(
+        f"the model gave {bad} NaN or infinite logits of {logits.size}; its weights or its context are broken, or its keys or "
+        "values exceed 65504, which the KV formats f16, int8 and int4 do not bear: try kv_format bf16 or f32"
+    )

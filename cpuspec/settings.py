@@ -410,8 +410,8 @@ class EngineConfig:
     prefix_cache_dir: str | None = _setting(
         None,
         _optional(_TEXT),
-        "Directory that gets what does not fit in memory, and at the end the rest, for the next start; by default "
-        "`prefixes` in the cache directory; `none` is none. It holds prompts.",
+        "Directory that gets what does not fit in memory, and at the end the rest, for the next start; `none` is none. It holds "
+        "prompts. The server's default is `prefixes` in the cache directory; elsewhere there is none by default.",
         "DIR",
     )
     plain_on_draft_error: bool = _setting(

@@ -174,7 +174,7 @@ _ALWAYS_F32 = ("router", "shared_weight")
 _FALLBACK = {
     **{"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"},
     **dict.fromkeys(("iq4_xs", "nvfp4", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s"), "iq4_nl"),
-    **dict.fromkeys(("tq1_0", "tq2_0"), "q4_0"),
+    **dict.fromkeys(("tq1_0", "tq2_0", "q1_0", "q2_0"), "q4_0"),
 }
 
 CHAT_TEMPLATE = (
@@ -566,7 +566,6 @@ def write_gguf(
 
     predicting: `prediction_weights`, with which the last layer is one for multi-token prediction.
     """
-    import gguf
 
     path = Path(path)
     writer, family = _gguf_writer(path, config), FAMILIES[config.architecture]
@@ -577,19 +576,29 @@ def write_gguf(
         values = _joined_by_head(config, {name.rpartition(".")[2]: rows[name] for name in ours}, in_gguf=True)
         format_name = _gguf_format(ours[0], weights[ours[0]].shape, chosen.get(ours[0], weight_format), values.shape)
         stored = QuantTensor.encode(get_format(format_name), values)
-        writer.add_tensor(theirs, stored.data, raw_dtype=gguf.GGMLQuantizationType[format_name.upper()])
+        writer.add_tensor(theirs, stored.data, raw_dtype=_raw_dtype(format_name))
     if predicting:
         writer.add_nextn_predict_layers(1)
     for name, values in predicting.items():
         format_name = _fitting_format(weight_format, values.shape)
         data = QuantTensor.encode(get_format(format_name), values).data
-        raw_dtype = gguf.GGMLQuantizationType[format_name.upper()]
+        raw_dtype = _raw_dtype(format_name)
         writer.add_tensor(f"blk.{config.num_layers - 1}.nextn.{name}.weight", data, raw_dtype=raw_dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _raw_dtype(format_name: str) -> Any:
+    """The type of a format in GGUF files, also one that is younger than the gguf package."""
+    import gguf
+
+    row = get_format(format_name)
+    if row.gguf_type not in gguf.GGML_QUANT_SIZES:
+        gguf.GGML_QUANT_SIZES[row.gguf_type] = (row.block_size, row.block_bytes)  # type: ignore[index]
+    return row.gguf_type
 
 
 def write_random_gguf(
@@ -606,7 +615,6 @@ def write_random_gguf(
     A tied model gets an output matrix of its own when `output_format` is given, as Q4_K_M files have. The embedding's format
     defaults to the weights'.
     """
-    import gguf
 
     path = Path(path)
     rng = np.random.default_rng(seed)
@@ -629,7 +637,7 @@ def write_random_gguf(
             byte_shape,
             np.dtype(np.uint8),
             math.prod(byte_shape),
-            gguf.GGMLQuantizationType[format.name.upper()],
+            _raw_dtype(format.name),
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -755,7 +763,7 @@ def _of_falcon(name: str, values: F32, config: ModelConfig) -> F32:
         "k": by["attention_in_multiplier"] * by["key_multiplier"], "v": by["attention_in_multiplier"],
         "o": by["attention_out_multiplier"], "gate": by["mlp_multipliers"][0], "down": by["mlp_multipliers"][1],
         "ssm_z": z, "ssm_xbc": np.repeat([x, b, c], [mamba.inner, groups, groups])[:, None], "ssm_dt": dt,
-        "ssm_out": by["ssm_out_multiplier"],
+        "ssm_out": by["ssm_out_multiplier"], "k_bias": by["key_multiplier"], "o_bias": by["attention_out_multiplier"],
     }  # fmt: skip
     return (values / factors.get(name.rpartition(".")[2], 1.0)).astype(np.float32)
 

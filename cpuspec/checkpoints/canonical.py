@@ -163,7 +163,8 @@ def arranged(
                 f"{what}: {name} has {len(of_each)} experts, up to number {max(of_each)}; this is not a whole model"
             )
         try:
-            add(name, QuantTensor.stack([of_each[i] for i in range(len(of_each))]))
+            parts = [of_each[i] for i in range(len(of_each))]
+            add(name, _rows_of(parts) if len(parts[0].shape) == 1 else QuantTensor.stack(parts))
         except FormatError as error:
             raise CheckpointError(f"{what}: {name}: {error}") from error
     try:
@@ -194,6 +195,17 @@ def file_shape(config: ModelConfig, kind: int, name: str, shape: Shape) -> Shape
     if part == "ssm_norm" and kind == GGUF and isinstance(mixer, Mamba2):
         return mixer.key_heads, shape[0] // mixer.key_heads
     return shape
+
+
+def _rows_of(vectors: Sequence[QuantTensor]) -> QuantTensor:
+    """The biases of experts as rows of one tensor. Raises FormatError where they differ in size or format."""
+    first = vectors[0]
+    if other := next((one for one in vectors if one.format is not first.format or one.shape != first.shape), None):
+        raise FormatError(
+            f"biases of experts have one size and format, got {first.format.name} {list(first.shape)} and "
+            f"{other.format.name} {list(other.shape)}"
+        )
+    return QuantTensor(first.format, (len(vectors), *first.shape), np.stack([one.data for one in vectors]))
 
 
 def _shaped(tensor: QuantTensor, shape: Shape) -> QuantTensor:
@@ -268,6 +280,8 @@ def _some(tensor: QuantTensor, axis: int, first: int, last: int) -> QuantTensor:
 def _each(tensor: QuantTensor, axis: int, first: int, step: int) -> QuantTensor:
     """A copy of the rows (of vectors: numbers) first, first + step, and so on."""
     units = tensor.data.reshape(*tensor.shape, tensor.format.block_bytes) if axis == -1 else tensor.data
+    if tensor.parts:
+        units = np.stack([part.data for part in tensor.parts])
     data = np.ascontiguousarray(units[..., first::step, :])
     shape = (*tensor.shape[:axis], data.shape[-2], *tensor.shape[axis:][1:])
     return QuantTensor(tensor.format, shape, data.reshape(*shape[:-1], -1))

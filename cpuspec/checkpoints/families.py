@@ -160,6 +160,9 @@ _GRANITE_MOE_OTHERS = {  # names that transformers 5 writes
     "block_sparse_moe.experts.gate_up_proj": "expert_gate+expert_up",
     "block_sparse_moe.experts.down_proj": "expert_down",
     "block_sparse_moe.router.weight": "router",
+    # One tensor for each expert, as quantizers write them.
+    **{f"block_sparse_moe.experts.*.{name}.weight": f"expert_{part}" for part, name in zip(_EACH, ("w1", "w3", "w2"), strict=True)},
+    "block_sparse_moe.gate.weight": "router",
 }
 _GRANITE_HYBRID_NAMES = {
     **_renamed(_LAYER_NAMES, gate="", up="", down="shared_mlp.output_linear.weight"),
@@ -488,7 +491,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 hf_types=("qwen3_moe", ""),
                 flags={"qk_norm": True},
                 experts={},
-                hf_defaults={"head_dim": 128, "num_experts": 128, "norm_topk_prob": False, **_QWEN_MOE_DEFAULTS},
+                hf_defaults={"num_experts": 128, "norm_topk_prob": False, **_QWEN_MOE_DEFAULTS},
                 layer_names=_EXPERT_NAMES,
             ),
             Family(
@@ -573,6 +576,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     expert_up="block_sparse_moe.experts.*.w3.weight",
                     expert_down="block_sparse_moe.experts.*.w2.weight",
                 ),
+                other_names={f"ffn_{part}.*.weight": f"expert_{part}" for part in _EACH},  # GGUF files of before April 2024
                 pairs_neighbours=True,
             ),
             Family(
@@ -592,6 +596,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     # In mxfp4 (`compressed.Mxfp4`).
                     "mlp.experts.gate_up_proj.weight": "expert_gate&expert_up",
                     "mlp.experts.down_proj.weight": "expert_down",
+                    # One linear layer for each expert, as Unsloth's models have.
+                    "mlp.experts.gate_up_projs.*.weight": "expert_gate&expert_up",
+                    "mlp.experts.gate_up_projs.*.bias": "expert_gate_bias&expert_up_bias",
+                    "mlp.experts.down_projs.*.weight": "expert_down",
+                    "mlp.experts.down_projs.*.bias": "expert_down_bias",
+                    **{f"mlp.router.linear.{end}": f"router{part}" for end, part in (("weight", ""), ("bias", "_bias"))},
                 },
             ),
             Family("granite", "GraniteForCausalLM", pairs_neighbours=True, has_scales=True, tells_ropes=True),
@@ -844,6 +854,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "ernie4_5",
                 "Ernie4_5ForCausalLM",
                 "ernie4_5",
+                hf_alike=("Ernie4_5_ForCausalLM",),  # the first revisions
                 hf_defaults={"head_dim": 128, "tie_word_embeddings": True, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
                 **_NEIGHBOURS,
             ),
@@ -1053,6 +1064,14 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
     }
 )
 
+
+# Families whose classes in transformers have no biases of attention, whatever attention_bias says (`qkv_bias` is of others).
+WITHOUT_ATTENTION_BIAS = frozenset(
+    (
+        *("qwen2", "qwen2moe", "mixtral", "mistral", "ministral3", "phi3", "stablelm", "starcoder2", "exaone4", "ernie4_5"),
+        *("ernie4_5_moe", "lfm2", "lfm2moe", "mamba2", "nemotron_h", "nemotron_h_moe"),
+    )
+)
 
 # Families that are known and not computed, by their names in GGUF files and as `model_type`: the layers that they need.
 NOT_COMPUTED: Mapping[str, str] = MappingProxyType(

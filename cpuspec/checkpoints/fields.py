@@ -64,12 +64,14 @@ class Fields:
         prefix: str = "",
         defaults: Mapping[str, object] = MappingProxyType({}),
         read: set[str] | None = None,
+        remarks: list[str] | None = None,
     ) -> None:
         self.what = what
         self._values = values
         self._prefix = prefix
         self._defaults = defaults
         self._read = set() if read is None else read  # names that a reader has asked for
+        self.remarks = [] if remarks is None else remarks  # sentences of readers, for people
 
     @staticmethod
     def of_file(path: Path) -> "Fields":
@@ -87,8 +89,9 @@ class Fields:
         return self.value(key) is not None
 
     def first(self, keys: Iterable[str], default: str = "") -> str:
-        """The first of these names whose field is not absent; `default` where all are."""
-        return next((key for key in keys if key in self), default)
+        """The first of these names for one fact that the file has; else the first with a default; else `default`."""
+        known, given = [key for key in keys if key in self], self.over({})
+        return next((key for key in known if key in given), next(iter(known), default))
 
     def value(self, key: str) -> object:
         """The field as it is; None if it is absent."""
@@ -167,12 +170,7 @@ class Fields:
 
     def over(self, defaults: Mapping[str, object]) -> "Fields":
         """The same fields, with other defaults."""
-        return Fields(self.what, self._values, self._prefix, defaults, self._read)
-
-    def without(self, key: str) -> "Fields":
-        """The same fields except one."""
-        others = {name: value for name, value in self._values.items() if name != self._prefix + key}
-        return Fields(self.what, others, self._prefix, self._defaults, self._read)
+        return Fields(self.what, self._values, self._prefix, defaults, self._read, self.remarks)
 
     def unread(self) -> list[str]:
         """Names of the fields that are not absent, and that nobody has asked these `Fields` for."""

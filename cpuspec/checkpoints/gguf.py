@@ -16,6 +16,7 @@ from cpuspec.checkpoints.families import FAMILIES, LEAST_SUM, NOT_COMPUTED, Fami
 from cpuspec.checkpoints.fields import MOST_LAYERS, Fields
 from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.checkpoints.latent import read_gguf as read_latent
+from cpuspec.checkpoints.ollama import as_llama_cpp_has_it
 from cpuspec.checkpoints.recurrent import read_gguf as read_mixers
 from cpuspec.config import Experts, ModelConfig, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError
@@ -68,7 +69,7 @@ _SCALES = ("attention.scale", "logit_scale", "residual_scale", "embedding_scale"
 _HARMLESS = frozenset(
     {
         "attention.layer_norm_epsilon",  # of another kind of norm
-        "expert_shared_count",  # the tensors have the rows of all shared experts
+        *("expert_shared_count", "expert_shared_feed_forward_length"),  # the tensors have the rows of all shared experts
         "rope.scaling.finetuned",
         "rope.scaling.original_context_length",
         *(f"rope.scaling.{of}beta_{end}" for of in ("yarn_", "") for end in ("fast", "slow")),
@@ -84,13 +85,14 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
 
     Raises CheckpointError on anything damaged or not supported.
     """
+    file = as_llama_cpp_has_it(file)
     path, fields = file.path, Fields(str(file.path), file.metadata)
     kind = fields.text("general.type", "model")
     if kind != "model":
         raise CheckpointError(f"{path} holds a {kind[:40]!r}, wanted a model")
     architecture = fields.text("general.architecture")
     family = _family_of(path, file.metadata, architecture)
-    settings = _of_ollama(Fields(str(path), file.metadata, f"{architecture}.", family.gguf_defaults), family)
+    settings = Fields(str(path), file.metadata, f"{architecture}.", family.gguf_defaults)
     pooling, ranker = _read_pooling(settings, file, family)
     named, predicting = _canonical_names(file, family, _num_layers(settings))
     try:
@@ -102,7 +104,7 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
     name = fields.text("general.name", "")
     # The name is for people. One with control characters, or a very long one, is not used.
     name = name if name.isprintable() and 0 < len(name) <= 200 else path.stem
-    remarks = (*file.remarks, *_unknown_keys(settings))
+    remarks = (*file.remarks, *settings.remarks, *_unknown_keys(settings))
     if file.vision_audio:
         of = f"{len(file.vision_audio)} tensors, as {file.vision_audio[0]!r}, are of a part that sees or hears"
         remarks += (f"{path}: {of}; only text is read",)
@@ -124,32 +126,6 @@ def _family_of(path: object, metadata: Mapping[str, object], architecture: str) 
     alike = [one for one in known if (one.experts is not None) == has_experts] or known
     marked = (one for one in alike if one.gguf_mark and fields.number(one.gguf_mark, 0.0) > 0)
     return next(marked, next((one for one in alike if not one.gguf_mark), alike[0]))
-
-
-def _of_ollama(fields: Fields, family: Family) -> Fields:
-    """The fields of a Gemma 3. Those that Ollama's converter leaves out get the values that are built into Ollama's program.
-
-    Its files of 4B, 12B and 27B lack the rotary scaling, and its 1B has a soft cap that the model does not have (Ollama,
-    convert/convert_gemma3.go and model/models/gemma3/model_text.go).
-    """
-    marks = ("rope.global.freq_base", "rope.local.freq_base", "mm.tokens_per_image")
-    if family.architecture != "gemma3" or not any(key in fields for key in marks):
-        return fields
-    known = {
-        **family.gguf_defaults,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": fields.number("rope.global.freq_base", 1e6),
-        "rope.freq_base_swa": fields.number("rope.local.freq_base", 1e4),
-    }
-    layers, has_windows = (
-        fields.integer("block_count"),
-        fields.integer("attention.sliding_window", 0) < fields.integer("context_length"),
-    )
-    if has_windows and layers in (34, 48, 62):
-        known |= {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
-    if has_windows and layers == 26 and fields.value("final_logit_softcapping") == 30.0:
-        return fields.over(known).without("final_logit_softcapping")
-    return fields.over(known)
 
 
 def _unknown_keys(fields: Fields) -> tuple[str, ...]:
@@ -224,8 +200,8 @@ def _canonical_names(file: GgufFile, family: Family, num_layers: int) -> tuple[d
 
 
 def scaled(file: GgufFile, names: Names | None = None) -> dict[str, QuantTensor]:
-    """The file's tensors. A tensor `<name>.scale` beside `<name>.weight` scales the whole matrix and is multiplied in, unless
-    `names` knows it as a tensor of the model.
+    """The file's tensors. A tensor `<name>.scale` or `<name>.weight.scale` beside `<name>.weight` scales the whole matrix, or the
+    matrix of each expert, and is multiplied in, unless `names` knows it as a tensor of the model.
 
     `<name>.input_scale` is left out: it is for processors that round inputs to four bits. Raises CheckpointError for a scale of
     another format than nvfp4, and for one that is no positive number.
@@ -233,18 +209,21 @@ def scaled(file: GgufFile, names: Names | None = None) -> dict[str, QuantTensor]
     found = dict(file.tensors)
     for name, tensor in file.tensors.items():
         stem, _, kind = name.rpartition(".")
-        weight = file.tensors.get(f"{stem}.weight")
+        whole = f"{stem.removesuffix('.weight')}.weight"
+        weight = file.tensors.get(whole)
         if weight is None or kind not in ("scale", "input_scale") or (names and names.ours(name)):
             continue
         del found[name]
         if kind == "input_scale":
             continue
-        scale = tensor.dequantize()
-        if scale.size != 1 or not 0 < float(scale.flat[0]) < np.inf:
-            raise CheckpointError(f"{file.path}: tensor {name!r} is {scale.ravel()[:4].tolist()}, wanted one positive number")
+        scale = tensor.dequantize().ravel()
+        matrices = math.prod(weight.shape[:-2])
+        if scale.size not in (1, matrices) or not ((scale > 0) & (scale < np.inf)).all():
+            of_each = f"one positive number{f', or one for each of {matrices} experts' * (matrices > 1)}"
+            raise CheckpointError(f"{file.path}: tensor {name!r} is {scale[:4].tolist()}, wanted {of_each}")
         if weight.format is NVFP4:
-            found[f"{stem}.weight"] = with_scale(weight, scale.flat[0])
-        elif scale.flat[0] != 1:
+            found[whole] = with_scale(weight, scale)
+        elif (scale != 1).any():
             raise CheckpointError(f"{file.path}: tensor {name!r} scales one of {weight.format.name}; wanted nvfp4: convert again")
     return found
 
@@ -375,6 +354,10 @@ def _scales(fields: Fields, family: Family, hidden_size: int, num_heads: int, nu
             "query_scale": 1 / math.sqrt(max(hidden_size // num_heads, 1)) if num_layers == family.gguf_wide_layers else None,
         }
     # A factor that is absent, or 0, is none.
+    if "logit_scale" not in fields:
+        fields.remarks.append(
+            f"{fields.what} has no logit_scale, which Granite's files have and llama.cpp wants; logits are not scaled"
+        )
     return {
         "embedding_scale": fields.number("embedding_scale", 0.0) or 1.0,
         "query_scale": fields.number("attention.scale", 0.0) or None,
@@ -404,7 +387,8 @@ def _read_experts(
     if family.single:
         layers = feeds
     some = next((f"layers.{i}." for i, has in enumerate(layers) if has), "layers.0.")
-    gate = tensors.get(some + "expert_down") or tensors.get(some + "expert_gate+expert_up")
+    names = ("expert_down", "expert_gate+expert_up", "expert_down@0")
+    gate = next((tensors[some + name] for name in names if some + name in tensors), None)
     shared = tensors.get(some + "shared_down")
     told_size = fields.of_layers("expert_feed_forward_length", fields.integer("block_count"), 0, some=bool(family.recurrent))
     facts: dict[str, Any] = {
@@ -516,9 +500,18 @@ def rope_scaling(
 def _yarn_attention(fields: Fields, factor: float, own: float) -> float | None:
     """The factor of cosines and sines: YaRN's (arXiv 2309.00071, section 3.4) times the file's own.
 
-    If the file has a slope, YaRN's factor is divided by the same factor with that slope. None: YaRN's factor alone.
+    The key is a factor beside YaRN's to llama.cpp's loader and to this project's writer. llama.cpp's converter of OLMo 3 fills it
+    with config.json's attention_factor, which is the whole. A value that equals YaRN's own is taken for the latter: nobody means
+    the square. If the file has a slope, YaRN's factor is divided by the same factor with that slope. None: YaRN's factor alone.
     """
     slope, grows = fields.number("rope.scaling.yarn_log_multiplier", 0.0), 0.1 * math.log(max(factor, 1.0))
+    if own != 1.0 and math.isclose(own, grows + 1.0, rel_tol=1e-5):
+        key = "rope.scaling.attn_factor"
+        fields.remarks.append(
+            f"{fields.what}: {key} {own:.5g} is YaRN's own factor, as converters copy attention_factor from config.json; it counts "
+            "once, as in transformers (llama.cpp multiplies both)"
+        )
+        own = 1.0
     if own == 1.0 and not slope:
         return None
     return own * (grows + 1.0) / (slope * grows + 1.0)

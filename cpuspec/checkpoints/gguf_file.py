@@ -48,8 +48,11 @@ _FORMATS = {row.gguf_type: row for row in FORMATS.values() if row.gguf_type is n
 GGUF_FORMATS = tuple(row.name for number, row in _FORMATS.items() if number < OWN_GGUF_TYPES)
 
 _OTHER_TYPES = {
-    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0", 42: "Q2_0",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
 }  # fmt: skip
+
+# Ollama's number of mxfp4 whose bytes hold neighbours, as gpt-oss is published. To ggml it was q4_2, before GGUF files.
+_OLLAMA_MXFP4 = 4
 
 _INTEGERS: dict[int, np.dtype] = {24: np.dtype("i1"), 25: np.dtype("<i2"), 26: np.dtype("<i4"), 27: np.dtype("<i8")}
 
@@ -161,7 +164,7 @@ def _map_tensors(
             extents.append((start, end, name))
             arrays[name] = data[start:end].view(integers)
             continue
-        format = _FORMATS.get(type_number)
+        format = _FORMATS.get(39 if type_number == _OLLAMA_MXFP4 else type_number)
         if format is None:
             type_name = _OTHER_TYPES.get(type_number, f"number {type_number}")
             raise CheckpointError(
@@ -181,12 +184,25 @@ def _map_tensors(
         if len(shape) > 3:
             cursor.fail(f"tensor {name} has the shape {list(shape)}", "a vector, a matrix, or one of each expert")
         extents.append((start, start + num_bytes, name))
-        tensors[name] = QuantTensor(format, shape, data[start : start + num_bytes].reshape(*shape[:-1], row_bytes))
+        blocks = data[start : start + num_bytes]
+        blocks = _halves_apart(blocks) if type_number == _OLLAMA_MXFP4 else blocks
+        tensors[name] = QuantTensor(format, shape, blocks.reshape(*shape[:-1], row_bytes))
     extents.sort()
     for (_, end, name), (start, _, following) in pairwise(extents):
         if start < end:
             cursor.fail(f"tensors {name} and {following} overlap at byte {start}", "bytes of their own for each tensor")
     return tensors
+
+
+def _halves_apart(data: U8) -> U8:
+    """A copy of Ollama's mxfp4 blocks in ggml's order: with values 0..15 in the low and 16..31 in the high halves of bytes."""
+    ordered = np.empty(data.shape, np.uint8)
+    step = 17 << 16
+    for start in range(0, len(data), step):
+        blocks, to = (some[start : start + step].reshape(-1, 17) for some in (data, ordered))
+        codes = np.stack([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], axis=2).reshape(-1, 32)
+        to[:, 0], to[:, 1:] = blocks[:, 0], codes[:, :16] | codes[:, 16:] << 4
+    return ordered
 
 
 class _Cursor:

@@ -15,11 +15,19 @@ import numpy as np
 from cpuspec.checkpoints import gemma, openvino
 from cpuspec.checkpoints.canonical import HF, Names, arranged
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles, Ranker, tensor_shapes
-from cpuspec.checkpoints.families import FAMILIES, MODEL_TYPES, NOT_COMPUTED, Family, each_layer, layer_flags
+from cpuspec.checkpoints.families import (
+    FAMILIES,
+    MODEL_TYPES,
+    NOT_COMPUTED,
+    WITHOUT_ATTENTION_BIAS,
+    Family,
+    each_layer,
+    layer_flags,
+)
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.latent import read_hf as read_latent
 from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
-from cpuspec.checkpoints.recurrent import dense_size, has_experts, kinds_of, multiplied, num_layers_of
+from cpuspec.checkpoints.recurrent import EXPERT_COUNTS, dense_size, has_experts, kinds_of, multiplied, num_layers_of
 from cpuspec.checkpoints.recurrent import read_hf as read_mixers
 from cpuspec.checkpoints.safetensors import INDEX, StoredTensor, read_index, read_safetensors
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Experts, ModelConfig, RopeScaling
@@ -277,7 +285,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads", None if attends else 1)
     if num_heads < 1:
         fields.fail("num_attention_heads", "at least 1")
-    head_dim = fields.integer("head_dim", fields.integer("attention_head_dim", hidden_size // num_heads))
+    head_dim = fields.integer(fields.first(("head_dim", "attention_head_dim"), "head_dim"), hidden_size // num_heads)
     if not attends:
         num_heads, head_dim = 1, 2
     if family.latent:
@@ -286,7 +294,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden_size}, or head_dim")
     context_length = fields.integer("max_position_embeddings")
     every_bias = fields.boolean("use_bias", False) or fields.boolean("bias", False)
-    attention_bias = every_bias or (fields.boolean("attention_bias", False) and family.architecture != "qwen2")
+    attention_bias = (fields.boolean("attention_bias", False) and family.architecture not in WITHOUT_ATTENTION_BIAS) or every_bias
     if fields.value("clip_qkv") is not None:
         fields.fail("clip_qkv", "null; clamped queries, keys and values are not supported")
     if not fields.boolean("is_causal", True):
@@ -340,7 +348,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         mlp_bias=every_bias or fields.boolean("mlp_bias", False),
         qkv_bias=fields.boolean("qkv_bias", fields.boolean("use_qkv_bias", family.qkv_bias)) or attention_bias,
         o_bias=fields.boolean("attention_out_bias", attention_bias),
-        tied_embeddings=fields.boolean("tie_embedding", fields.boolean("tie_word_embeddings", False)),
+        tied_embeddings=fields.boolean(fields.first(("tie_embedding", "tie_word_embeddings"), "tie_word_embeddings"), False),
         **_scales(fields, family, hidden_size, None if pre_attention == head_dim else 1 / math.sqrt(pre_attention)),
         attention_softcap=fields.number("attn_logit_softcapping", 0.0),
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
@@ -399,11 +407,11 @@ def _scales(fields: Fields, family: Family, hidden_size: int, query_scale: float
 
 
 # Names that configurations have for the same facts of experts.
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_USED = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
-_EXPERT_SIZES = ("moe_intermediate_size", "expert_hidden_dim", "intermediate_size")
+_EXPERT_SIZES = ("moe_intermediate_size", "expert_hidden_dim")  # else intermediate_size
 _SHARED_SIZES = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
 _SHARED_COUNTS = ("num_shared_experts", "n_shared_experts", "moe_num_shared_experts", "num_shared_expert")  # of an expert's size
+_SHIFTED = ("moe_router_enable_expert_bias", "use_expert_bias")
 _STEPS = ("decoder_sparse_step", "moe_layer_interval", "moe_layer_freq")
 _FIRSTS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
@@ -432,13 +440,13 @@ def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, 
             fields.fail("moe_latent_size", "null; experts of another width than the model's are not supported")
     if fields.text("topk_method", "greedy") == "group_limited_greedy" and fields.integer("n_group", 1) > 1:
         fields.fail("topk_method", "greedy or noaux_tc; groups by their best expert alone are not supported")
-    size = number(_EXPERT_SIZES)
+    size = number(_EXPERT_SIZES if fields.first(_EXPERT_SIZES) else ("intermediate_size",))
     facts: dict[str, Any] = {
-        "count": number(_EXPERT_COUNTS),
+        "count": number(EXPERT_COUNTS),
         "used": number(_EXPERTS_USED),
         "size": size,
-        "score": fields.text("scoring_func", fields.text("score_function", "softmax")),
-        "shifted": fields.boolean("moe_router_enable_expert_bias", fields.boolean("use_expert_bias", False)),
+        "score": fields.text(fields.first(("scoring_func", "score_function"), "scoring_func"), "softmax"),
+        "shifted": fields.boolean(fields.first(_SHIFTED, "use_expert_bias"), False),
         "normalised": fields.boolean("norm_topk_prob", True),
         "scale": fields.number("routed_scaling_factor", 1.0),
         "groups": fields.integer("n_group", 1),

@@ -19,8 +19,10 @@ _KINDS: Mapping[str, str] = {
     **{"full_attention": "attention", "attention": "attention", "conv": "short_conv"},
     **{"linear_attention": "mamba2", "mamba": "mamba2", "moe": "moe", "mlp": "none"},
 }
+# Names that configurations have for the number of experts.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LETTERS: Mapping[str, str] = {"M": "mamba2", "*": "attention", "E": "moe", "-": "none"}
-# Names that configurations have for the same facts of Mamba-2.
+# Names that configurations have for the same facts of Mamba-2. The last one may be of another fact beside the others.
 _MAMBA_KEYS: Mapping[str, tuple[str, ...]] = {
     "key_heads": ("mamba_n_groups", "n_groups"),
     "key_dims": ("mamba_d_state", "ssm_state_size", "state_size"),
@@ -59,14 +61,13 @@ def has_experts(fields: Fields) -> bool:
     named = [*fields.items("layers_block_type"), *fields.items("layer_types")]
     if pattern or "moe" in named or "mlp" in named:
         return "E" in pattern or "moe" in named
-    keys = ("num_local_experts", "n_routed_experts", "num_experts")
-    return any(fields.integer(key, 0) > 0 for key in keys)
+    return fields.integer(fields.first(EXPERT_COUNTS, EXPERT_COUNTS[0]), 0) > 0
 
 
 def dense_size(fields: Fields, family: Family) -> int:
     """The size of a dense feed-forward part by config.json, 0 for a family without."""
     if family.recurrent == "short_conv":
-        size = fields.integer("block_ff_dim", fields.integer("intermediate_size"))
+        size = fields.integer(fields.first(("block_ff_dim", "intermediate_size"), "intermediate_size"))
         if family.experts is None and fields.boolean("block_auto_adjust_ff_dim", True):
             step = max(fields.integer("block_multiple_of", 256), 1)
             size = int(fields.number("block_ffn_dim_multiplier", 1.0) * (2 * size // 3))
@@ -109,6 +110,7 @@ def multiplied(
         "embed": factor("embedding"), "output": factor("lm_head"), "gate": of_gate, "down": of_down, "q": attention_in,
         "k": attention_in * factor("key"), "v": attention_in, "o": factor("attention_out"), "ssm_z": of_z,
         "ssm_xbc": of_channels, "ssm_dt": of_dt, "ssm_out": factor("ssm_out"),
+        "k_bias": factor("key"), "o_bias": factor("attention_out"),  # these multiply outputs, the others inputs
     }  # fmt: skip
     found = dict(tensors)
     if config.tied_embeddings and factors["embed"] != factors["output"] and "embed" in found:
@@ -116,7 +118,7 @@ def multiplied(
         config = replace(config, tied_embeddings=False)
     for name, tensor in found.items():
         by = factors.get(name.rpartition(".")[2], 1.0)
-        if np.any(np.asarray(by) != 1) and len(tensor.shape) == 2:
+        if np.any(np.asarray(by) != 1):
             found[name] = QuantTensor.encode(get_format("f32"), (tensor.dequantize() * by).astype(np.float32))
     return config, found
 
@@ -178,9 +180,12 @@ def _arguments(family: Family, kinds: Sequence[str], mixer: Callable[[], Recurre
 
 
 def _mamba2(fields: Fields, family: Family) -> Mamba2:
+    def key_of(fact: str) -> str:
+        *names, last = _MAMBA_KEYS[fact]
+        return fields.first(names, last)
+
     def number(fact: str) -> int:
-        names = _MAMBA_KEYS[fact]
-        return fields.integer(fields.first(names, names[0]))
+        return fields.integer(key_of(fact))
 
     for key in ("mamba_proj_bias", "use_bias", "projectors_bias"):
         if fields.boolean(key, False):
@@ -196,12 +201,11 @@ def _mamba2(fields: Fields, family: Family) -> Mamba2:
     if limit and not family.steps_at_least and (len(limit) != 2 or limit[0] not in (0, 0.0)):
         fields.fail("time_step_limit", "a range from 0")
     facts = {fact: number(fact) for fact in ("key_heads", "key_dims", "value_heads", "taps")}
-    inner = fields.integer("mamba_d_ssm", 0) or fields.integer("mamba_expand", fields.integer("expand", 2)) * fields.integer(
-        "hidden_size"
-    )
-    dims_key = fields.first(_MAMBA_KEYS["value_dims"])
-    dims = fields.integer(dims_key) if dims_key and fields.value(dims_key) != "auto" else inner // max(facts["value_heads"], 1)
-    bias = fields.boolean("mamba_conv_bias", fields.boolean("use_conv_bias", True))
+    expand = fields.integer(fields.first(("mamba_expand", "expand"), "expand"), 2)
+    inner = fields.integer("mamba_d_ssm", 0) or expand * fields.integer("hidden_size")
+    dims_key = key_of("value_dims")
+    dims = fields.integer(dims_key) if fields.value(dims_key) not in (None, "auto") else inner // max(facts["value_heads"], 1)
+    bias = fields.boolean(fields.first(("mamba_conv_bias", "use_conv_bias"), "use_conv_bias"), True)
     return Mamba2(**facts, value_dims=dims, bias=bias, normed=normed, least_step=least)
 
 

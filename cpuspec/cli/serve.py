@@ -97,12 +97,12 @@ def read_keys(file: Path | None) -> list[str]:
 
 
 def prefix_directory(given: str | None) -> str | None:
-    """The directory for prefixes that do not fit in memory: the given one, None for `none`, by default one in the cache directory.
+    """The directory for prefixes that do not fit in memory: the given one, by default one in the cache directory.
 
     If the default cannot be written, the result is None, with a note. A directory of the user must be usable.
     """
     if given is not None:
-        return None if given == "none" else given
+        return given
     own = cache_dir() / "prefixes"
     try:
         own.mkdir(0o700, parents=True, exist_ok=True)

@@ -97,7 +97,10 @@ class EmbeddingJob:
         assert self.is_done, "hidden states are complete when every text has been read"
         pooled: F64 = self._pooled[:, : self._dimensions]
         if bad := int((~np.isfinite(pooled)).any(axis=1).sum()):
-            raise BackendError(f"the states of {bad} of {len(pooled)} texts are NaN or infinite; the model's weights are broken")
+            raise BackendError(
+                f"the states of {bad} of {len(pooled)} texts are NaN or infinite; the model's weights are broken, or its keys or "
+                "values exceed what the KV formats f16, int8 and int4 bear: try kv_format bf16 or f32"
+            )
         return pooled
 
     def embeddings(self) -> F32:

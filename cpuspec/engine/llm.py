@@ -836,7 +836,7 @@ def _warn_of_long_contexts(engine: Engine, length: int, contexts: list[LevelCont
 def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> PrefixQueue | None:
     """Divide the memory of the prefix cache among the models; returns the queue of its directory, if there is one."""
     queue = None
-    if settings.prefix_cache_dir is not None:
+    if settings.prefix_cache_dir not in (None, "", "none"):
         queue = PrefixQueue(PrefixDirectory(Path(settings.prefix_cache_dir), int(settings.prefix_disk_gb * 1e9)))
     weights = _weight_bytes(contexts) if settings.memory == "auto" else 0  # else experts stay on the disk
     gb = settings.prefix_cache_gb

@@ -4,7 +4,22 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from cpuspec.errors import FormatError
-from cpuspec.formats import float_codes, floats, grids, int4, int8, kquants, legacy, lowbit, mx, nl4, nonlinear, nvfp, ternary
+from cpuspec.formats import (
+    binary,
+    float_codes,
+    floats,
+    grids,
+    int4,
+    int8,
+    kquants,
+    legacy,
+    lowbit,
+    mx,
+    nl4,
+    nonlinear,
+    nvfp,
+    ternary,
+)
 from cpuspec.formats.format import Format
 from cpuspec.formats.tensor import Cast, QuantTensor
 
@@ -42,6 +57,7 @@ FORMATS = table_of(
         *nl4.FORMATS,
         *grids.FORMATS,
         *ternary.FORMATS,
+        *binary.FORMATS,
         *int4.FORMATS,
         *lowbit.FORMATS,
         *int8.FORMATS,

@@ -208,7 +208,7 @@ class Format:
     @property
     def code_bits(self) -> int:
         """Bits of a code as kernels read it."""
-        return int(sum(plane.bits for plane in self.planes if plane.part == "codes"))
+        return int(max((plane.at + plane.bits for plane in self.planes if plane.part == "codes"), default=0))
 
     @cached_property
     def group_size(self) -> int:

@@ -98,11 +98,11 @@ NVFP4_GLOBAL = Format(
 FORMATS = (NVFP4, NVFP4_GLOBAL)
 
 
-def with_scale(tensor: QuantTensor, scale: np.float32) -> QuantTensor:
-    """A copy of an nvfp4 tensor, multiplied by one scale for the whole tensor, as nvfp4_global."""
+def with_scale(tensor: QuantTensor, scale: F32) -> QuantTensor:
+    """A copy of an nvfp4 tensor, multiplied by one scale for the whole tensor, or one for each expert, as nvfp4_global."""
     blocks = tensor.data.view(NVFP4.layout)
     fields = np.empty(blocks.shape, NVFP4_GLOBAL.layout)
-    fields["d"] = scale
+    fields["d"] = scale.reshape(-1, *[1] * (blocks.ndim - 1))
     for name in NVFP4.layout.names or ():
         fields[name] = blocks[name]
     return QuantTensor(NVFP4_GLOBAL, tensor.shape, fields.view(np.uint8))

@@ -115,7 +115,8 @@ def _codes_decoder(row: Format) -> Decoder | None:
     low = row.code_fields[0]
     high = row.code_fields[-1]  # the same where there is but one
     low_at, low_bits, low_stride, flipped = fields[low.name][1], low.bits, low.stride, low.flipped
-    high_at, high_bits, high_stride, shift = fields[high.name][1], high.bits, high.stride, high.at
+    high_at, high_bits, high_stride, shift = fields[high.name][1], high.bits, high.stride, 0 if high is low else high.at
+    low_shift = low.at
     block_bytes, block_size, group_size = row.block_bytes, row.block_size, row.group_size
     has_levels, has_minimum = row.affine.levels is not None, "base" in fields or row.name in ("q4_k", "q5_k")
     levels = tuple(map(np.float32, row.affine.levels or (0,)))
@@ -126,7 +127,7 @@ def _codes_decoder(row: Format) -> Decoder | None:
             for group in range(block_size // group_size):
                 scale, zero, minimum = factors(at, group)
                 for i in range(group * group_size, (group + 1) * group_size):
-                    code = _bits(at + low_at, i, low_bits, low_stride) ^ flipped
+                    code = (_bits(at + low_at, i, low_bits, low_stride) ^ flipped) << low_shift
                     if shift > 0:
                         code |= _bits(at + high_at, i, high_bits, high_stride) << shift
                     value = scale * ((levels[code] if has_levels else simd.to_float(code)) - zero)

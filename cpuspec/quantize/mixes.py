@@ -45,7 +45,11 @@ TYPES: tuple[str, ...] = tuple(
 BUDGET_FORMATS: tuple[str, ...] = tuple(
     name
     for name, row in FORMATS.items()
-    if row.gguf_type is not None and row.gguf_type < OWN_GGUF_TYPES and row.affine and row.free_codes and not name.startswith("tq")
+    if row.gguf_type is not None
+    and row.gguf_type < OWN_GGUF_TYPES
+    and row.affine
+    and row.free_codes
+    and not name.startswith(("tq", "q2_0"))
 )
 
 # The name that llama.cpp gives to a part, for --tensor-type.

@@ -79,6 +79,14 @@ def gguf_parts(vocabulary: GgufVocabulary) -> Parts:
         raise TokenizerError(f"the vocabulary has {quoted(repeated)} more than once")
     if vocabulary.model not in _MODELS:
         raise TokenizerError(f"the vocabulary's model is {quoted(vocabulary.model)}; known: {', '.join(_MODELS)}")
+    if vocabulary.model == "llama" and vocabulary.merges and vocabulary.scores == tuple(map(float, range(len(tokens)))):
+        # Ollama's converter gives Gemma 4 this name, and every vocabulary with merges its ids as scores (its convert/tokenizer.go).
+        if vocabulary.pre != "gemma4":
+            raise TokenizerError(
+                f"the vocabulary has merges, the ids of its tokens as scores, and the pre-tokenizer {quoted(vocabulary.pre)}; "
+                "wanted gemma4 beside merges, or scores that order the pieces: take a file that llama.cpp's converter made"
+            )
+        vocabulary = replace(vocabulary, model="gemma4")
     pre = _pre_tokenizer(vocabulary)
     vocabulary = replace(_with_defaults(vocabulary, pre), token_types=tuple(_types(vocabulary)))
     types = vocabulary.token_types
@@ -129,8 +137,10 @@ def _pre_tokenizer(vocabulary: GgufVocabulary) -> PreTokenizer | None:
     if vocabulary.model not in ("gpt2", "gemma4"):
         return None
     name = "gemma4" if vocabulary.model == "gemma4" else vocabulary.pre
-    if not name:
-        _log.warning("the file names no pre-tokenizer, as old converters left it out; llama.cpp's default may encode worse")
+    if name in ("", "default"):
+        named = "names no pre-tokenizer, as old converters left it out" if not name else "has the pre-tokenizer default, as of a "
+        named += "converter that did not know the model's" * bool(name)
+        _log.warning("the file %s; llama.cpp's default may encode worse", named)
         name = "default"
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
@@ -188,14 +198,15 @@ def _types(vocabulary: GgufVocabulary) -> Iterator[int]:
 
 
 def _merges(vocabulary: GgufVocabulary, ids: dict[str, int]) -> Rank:
-    """The order of the vocabulary's merges. ids: of tokens that may come out. Raises TokenizerError for a damaged list."""
+    """The order of the vocabulary's merges. ids: of tokens that may come out. Merges that join no two tokens to one are ignored:
+    files have empty lines, the first line of merges.txt, and merges of tokens that were taken out.
+    """
     known = set(vocabulary.tokens)
-    for number, merge in enumerate(vocabulary.merges):
-        left, _, right = merge.partition(" ")
-        if not left or not right or " " in right:
-            raise TokenizerError(f"merge {number} is {quoted(merge)}; wanted two pieces with a space between them")
-        if left + right not in known:
-            raise TokenizerError(f"merge {number} is {quoted(merge)}, but the vocabulary has no token {quoted(left + right)}")
+    odd = [merge for merge in vocabulary.merges if merge.replace(" ", "", 1) not in known or merge.strip(" ").count(" ") != 1]
+    if odd:
+        _log.warning(
+            "%d of %d merges make no token of two, as %s; they are ignored", len(odd), len(vocabulary.merges), quoted(odd[0])
+        )
     return merge_order(vocabulary.merges, ids)
 
 

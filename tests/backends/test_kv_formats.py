@@ -11,11 +11,12 @@ import pytest
 from cpuspec.backends import Backend, make_backend
 from cpuspec.backends.weights import key_centres
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.errors import FormatError
-from cpuspec.formats import QuantTensor
+from cpuspec.errors import BackendError, FormatError
+from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels.kv_rows import CHUNK
-from cpuspec.settings import EngineConfig
+from cpuspec.sampling import processed
+from cpuspec.settings import EngineConfig, SamplingParams
 from tests.backends.models import DEPTHS, PARENTS, PATHS, TREE, computed, every_backend, forward, in_chunks, reference, tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 300, CHUNK + 44).tolist()
@@ -200,3 +201,21 @@ def test_keys_have_a_centre_only_where_scores_do_not_show_it(biased: Checkpoint)
 def test_an_unknown_format_is_a_clear_error(checkpoint: Checkpoint, name: str) -> None:
     with pytest.raises(FormatError, match="'fp8' is not known; wanted one of f32, f16, bf16, int8, int4"):
         make_backend(name, checkpoint, EngineConfig(threads=1, kv_format="fp8"))
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_keys_beyond_the_range_of_f16_are_an_error_that_names_the_formats_that_bear_them(tmp_path_factory, kv_format: str) -> None:
+    """Some models have keys of 1e5 (Qwen's biases have come near)."""
+    source = tiny(tmp_path_factory, architecture="qwen2", weight_format="f32", num_layers=1)
+    bias = source.tensors["layers.0.k_bias"].dequantize()
+    bias[: source.config.head_dim] = 1e6
+    checkpoint = replace(source, tensors={**source.tensors, "layers.0.k_bias": QuantTensor.encode(get_format("f32"), bias)})
+    backend = make_backend("numba", checkpoint, EngineConfig(threads=1, kv_format=kv_format))
+    logits = forward(backend, backend.new_cache(1, 64), {0: TOKENS[:20]}).logits[-1]
+    if kv_format in ("f32", "bf16"):
+        processed(logits, SamplingParams(), None)
+    else:
+        with pytest.raises(
+            BackendError, match="exceed 65504, which the KV formats f16, int8 and int4 do not bear: try kv_format bf16"
+        ):
+            processed(logits, SamplingParams(), None)

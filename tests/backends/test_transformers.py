@@ -47,6 +47,7 @@ MODELS = {
     "qwen3 with windows": {"architecture": "qwen3", "window": 30},
     **MIXTURES,
     **RECURRENT,
+    "falcon-h1 with biases": {"architecture": "falcon-h1", "tied": False, "qkv_bias": True, "o_bias": True},
     **GEMMA4,
     "qwen3next with a dense layer": {**RECURRENT["qwen3next"], "num_layers": 5, "dense_layers": (0,)},
     "gpt-oss": {
@@ -105,6 +106,7 @@ WRONG: dict[str, list[dict]] = {
     "nemotron_h": [{"recurrent": {"least_step": 0.0}}, {"activation": "silu"}, {"layer_ropes": ()}],
     "nemotron_h_moe": [{"experts": {"scale": 1.5}}, {"shared_size": 0}],
     "falcon-h1": [{"beside": False}],
+    "falcon-h1 with biases": [{"qkv_bias": False}, {"o_bias": False}],
     "falcon-h1 with norms": [{"recurrent": {"normed": False}}],
     "qwen35": [{"recurrent": DeltaNet(2, 64, 4, 64)}, {"rope_dims": 0}, {"gated_attention": False}],
     "qwen2 tied": [{"rope_base": 20000.0}],

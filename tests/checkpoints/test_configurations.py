@@ -11,11 +11,14 @@ from safetensors.numpy import load_file, save_file
 
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.families import FAMILIES, WITHOUT_ATTENTION_BIAS
 from cpuspec.checkpoints.heads.mtp import own_mtp
+from cpuspec.checkpoints.huggingface import _EXPERT_SIZES, _EXPERTS_USED, _FIRSTS, _SHARED_COUNTS, _SHARED_SIZES, _STEPS
+from cpuspec.checkpoints.recurrent import EXPERT_COUNTS
 from cpuspec.config import RopeScaling
 from cpuspec.errors import CheckpointError
 from cpuspec.settings import EngineConfig
-from tests.backends.models import forward, in_gguf
+from tests.backends.models import MIXTURES, RECURRENT, forward, in_gguf
 from tools.make_tiny_model import make_tiny_hf, random_weights, tiny_config, write_gguf, write_huggingface
 
 TOKENS = np.random.default_rng(0).integers(0, 384, 100).tolist()
@@ -479,3 +482,89 @@ def test_layers_for_prediction_of_an_unknown_layout_are_passed_over_and_do_not_d
     assert len(checkpoint.prediction_layers) == len(ahead)
     with pytest.raises(CheckpointError, match="the layout of its layers for multi-token prediction is not known"):
         own_mtp(checkpoint)
+
+
+SYNONYMS = (EXPERT_COUNTS, _EXPERTS_USED, _EXPERT_SIZES, _SHARED_SIZES, _SHARED_COUNTS, _FIRSTS, _STEPS)
+OF_MIXTURES = [
+    (name, key, other)
+    for name in ("qwen3moe", "qwen2moe", "olmoe", "mixtral", "granitemoeshared", "ernie4_5_moe", "glm4moe", "deepseek2", "lfm2moe")
+    for names in SYNONYMS
+    for key in names
+    for other in names
+    if other != key
+]
+
+
+@pytest.mark.parametrize("name", sorted({name for name, *_ in OF_MIXTURES}))
+def test_a_fact_under_another_name_counts_and_not_the_default_of_the_usual_one(tmp_path: Path, name: str) -> None:
+    """transformers 5 writes num_local_experts where num_experts was; other tools have more such names."""
+    options = {**RECURRENT, **MIXTURES}[name]
+    directory = make_tiny_hf(tmp_path / "hf", **options)
+    settings = json.loads((directory / "config.json").read_text())
+    usual, num_renamed = open_checkpoint(directory).config, 0
+    for _, key, other in (one for one in OF_MIXTURES if one[0] == name and one[1] in settings and one[2] not in settings):
+        renamed = {other if this == key else this: value for this, value in settings.items()}
+        (directory / "config.json").write_text(json.dumps(renamed))
+        assert open_checkpoint(directory).config == usual, (key, other)
+        num_renamed += 1
+    assert num_renamed > 3
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_attention_bias_counts_where_transformers_reads_it(architecture: str) -> None:
+    """Files of other families may say it of layers that have none."""
+    import transformers
+
+    family = FAMILIES[architecture]
+    sources = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+    source = next((text for text in (path.read_text("utf-8") for path in sources) if f"class {family.hf_class}(" in text), "")
+    if not source:
+        assert architecture in ("bailingmoe2", "internlm2"), "which transformers does not have"
+    else:
+        assert ("config.attention_bias" in source) == (architecture not in WITHOUT_ATTENTION_BIAS)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "phi3", "stablelm", "starcoder2"])
+def test_biases_that_transformers_does_not_have_are_not_missed(tmp_path: Path, architecture: str) -> None:
+    usual = open_checkpoint(make_tiny_hf(tmp_path / "usual", architecture, num_layers=2))
+    changed = open_checkpoint(directory_of(tmp_path / "hf", architecture, {"attention_bias": True}))
+    assert changed.config == usual.config
+
+
+def test_heads_of_a_qwen3_moe_without_their_size_share_the_hidden_size(tmp_path: Path) -> None:
+    directory = directory_of(tmp_path / "hf", "qwen3moe", {}, drop=("head_dim",), head_dim=64, num_heads=4, hidden_size=256)
+    checkpoint = open_checkpoint(directory)
+    assert checkpoint.config.head_dim == 64
+    assert difference(directory, checkpoint) < 1e-4
+
+
+def test_first_revisions_of_ernie_have_a_class_of_their_own(tmp_path: Path) -> None:
+    directory = directory_of(tmp_path / "hf", "ernie4_5", {"architectures": ["Ernie4_5_ForCausalLM"]})
+    assert open_checkpoint(directory).config.architecture == "ernie4_5"
+
+
+@pytest.mark.parametrize("name", ["granitemoe", "gpt-oss"])
+def test_a_tensor_for_each_expert_is_read_as_the_one_of_all(tmp_path: Path, name: str) -> None:
+    """As quantizers take joined experts apart: of Granite in vLLM's names, of gpt-oss in Unsloth's, gate and up in turns."""
+    directory = make_tiny_hf(tmp_path / "hf", name, tied=False)
+    usual, apart = open_checkpoint(directory), {}
+    wanted = {part: tensor.dequantize() for part, tensor in usual.tensors.items()}
+    for key, values in load_file(directory / "model.safetensors").items():
+        start, _, part = key.rpartition(".mlp.experts." if name == "gpt-oss" else ".block_sparse_moe.")
+        if part in ("gate_up_proj", "down_proj"):
+            apart |= {f"{start}.mlp.experts.{part}s.{i}.weight": np.ascontiguousarray(one.T) for i, one in enumerate(values)}
+        elif part in ("gate_up_proj_bias", "down_proj_bias"):
+            apart |= {f"{start}.mlp.experts.{part[:-5]}s.{i}.bias": one for i, one in enumerate(values)}
+        elif part == "input_linear.weight":
+            halves = [np.split(one, 2) for one in values]
+            apart |= {f"{start}.block_sparse_moe.experts.{i}.w1.weight": gate for i, (gate, _) in enumerate(halves)}
+            apart |= {f"{start}.block_sparse_moe.experts.{i}.w3.weight": up for i, (_, up) in enumerate(halves)}
+        elif part == "output_linear.weight":
+            apart |= {f"{start}.block_sparse_moe.experts.{i}.w2.weight": one for i, one in enumerate(values)}
+        else:
+            apart[key.replace("mlp.router.", "mlp.router.linear.")] = values
+    rewrite(directory, {key: np.ascontiguousarray(values) for key, values in apart.items()})
+    found = open_checkpoint(directory)
+    assert found.config == usual.config
+    for part, values in wanted.items():
+        assert np.array_equal(found.tensors[part].dequantize(), values), part

@@ -26,7 +26,7 @@ T = gguf.GGUFValueType
 YARN = {"qwen2.rope.scaling.type": ("yarn", T.STRING), "qwen2.rope.scaling.factor": (4.0, T.FLOAT32)}
 
 
-@pytest.mark.parametrize("format", GGUF_FORMATS)
+@pytest.mark.parametrize("format", [name for name in GGUF_FORMATS if name not in ("q1_0", "q2_0")])  # `test_formats` has these
 def test_every_tensor_type_has_the_values_that_the_gguf_package_reads(tmp_path, format):
     path = make_tiny_gguf(tmp_path / "m.gguf", "qwen2", weight_format=format, num_layers=1, intermediate_size=256)
     tensors = open_checkpoint(path).tensors
@@ -51,6 +51,34 @@ def test_the_scale_of_a_whole_tensor_multiplies_its_values(tmp_path):
     assert tensors["layers.0.q"].format.name == "nvfp4_global"
     assert np.allclose(tensors["layers.0.q"].dequantize(), scale * plain["layers.0.q"].dequantize(), rtol=3e-7, atol=0)
     assert np.array_equal(tensors["layers.0.k"].data, plain["layers.0.k"].data)
+
+
+def test_a_mixtral_of_2023_has_a_tensor_for_each_expert(tmp_path):
+    source = make_tiny_gguf(tmp_path / "source.gguf", "mixtral", weight_format="q8_0", num_experts=4)
+    apart, joined = {}, {tensor.name: tensor for tensor in gguf.GGUFReader(source).tensors if "_exps" in tensor.name}
+    for name, tensor in joined.items():
+        for i, matrix in enumerate(tensor.data):
+            apart[name.replace("_exps.", f".{i}.")] = (np.array(matrix), tensor.tensor_type)
+    drop = ["llama.expert_feed_forward_length"]
+    found = open_checkpoint(copy_gguf(source, tmp_path / "m.gguf", drop=drop, tensors=apart, drop_tensors=[*joined]))
+    usual = open_checkpoint(source)
+    assert found.config == usual.config
+    for name in ("layers.0.expert_gate", "layers.1.expert_down", "layers.1.expert_up"):
+        assert np.array_equal(found.tensors[name].dequantize(), usual.tensors[name].dequantize())
+
+
+@pytest.mark.parametrize("ending", ["scale", "weight.scale"])
+def test_each_expert_in_nvfp4_has_a_scale_of_its_own(tmp_path, ending):
+    source = make_tiny_gguf(tmp_path / "source.gguf", "qwen3moe", weight_format="nvfp4", num_experts=4)
+    scales = np.array([0.01, 0.5, 1.0, 3.0], np.float32)
+    extra = {f"blk.0.ffn_down_exps.{ending}": scales, "blk.0.ffn_up_exps.input_scale": scales}
+    tensors, plain = open_checkpoint(copy_gguf(source, tmp_path / "m.gguf", tensors=extra)).tensors, open_checkpoint(source).tensors
+    wanted = plain["layers.0.expert_down"].dequantize() * scales[:, None, None]
+    assert np.allclose(tensors["layers.0.expert_down"].dequantize(), wanted, rtol=3e-7, atol=0)
+    assert np.array_equal(tensors["layers.0.expert_up"].data, plain["layers.0.expert_up"].data)
+    extra = {"blk.0.ffn_down_exps.scale": scales[:3]}
+    with pytest.raises(CheckpointError, match="wanted one positive number, or one for each of 4 experts"):
+        open_checkpoint(copy_gguf(source, tmp_path / "x.gguf", tensors=extra))
 
 
 @pytest.mark.parametrize(
@@ -197,6 +225,27 @@ def test_optional_metadata_has_the_format_s_defaults(small_gguf, edited_gguf):
 def test_rope_scaling_is_read_as_the_file_means_it(small_gguf, edited_gguf, changes, wanted):
     path = edited_gguf(small_gguf("qwen2"), set={f"qwen2.{key}": value for key, value in changes.items()})
     assert open_checkpoint(path).config.rope_scaling == wanted
+
+
+def test_a_yarn_factor_that_a_converter_copied_counts_once(small_gguf, edited_gguf):
+    """llama.cpp's converter of OLMo 3 writes all of config.json's attention_factor where its loader expects a factor beside it."""
+    own, keys = 0.1 * math.log(8) + 1, {"rope.scaling.type": ("yarn", T.STRING), "rope.scaling.factor": (8.0, T.FLOAT32)}
+    found = {}
+    for factor in (None, 1.0, own, 0.5):
+        key = {} if factor is None else {"rope.scaling.attn_factor": (factor, T.FLOAT32)}
+        path = edited_gguf(small_gguf("olmo2"), set={f"olmo2.{name}": value for name, value in {**keys, **key}.items()})
+        checkpoint = open_checkpoint(path)
+        found[factor] = checkpoint.config.rope_scaling.attention_factor
+        assert any("counts once" in remark for remark in checkpoint.remarks) == (factor == own), factor
+    assert [found[factor] for factor in (None, 1.0, own)] == [None] * 3
+    assert math.isclose(found[0.5], 0.5 * own)
+
+
+def test_a_granite_without_a_scale_of_logits_is_read_with_a_remark(small_gguf, edited_gguf):
+    path = small_gguf("granite")
+    assert not open_checkpoint(path).remarks
+    (remark,) = open_checkpoint(edited_gguf(path, drop=["granite.logit_scale"])).remarks
+    assert "has no logit_scale" in remark
 
 
 WINDOW = {"qwen2.attention.sliding_window": (4, T.UINT32)}

@@ -6,7 +6,7 @@ what llama.cpp b11434 makes of the file, with three differences: `</s>` where a 
 """
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from cpuspec.checkpoints.gguf import read_vocabulary
 from cpuspec.checkpoints.gguf_file import read_gguf
 from cpuspec.checkpoints.gguf_writer import entry
+from cpuspec.errors import TokenizerError
 from cpuspec.text import Tokenizer, make_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
@@ -244,3 +245,25 @@ def test_whole_vocabularies_of_others_give_their_ids() -> None:
         lines = path.with_suffix(".gguf.out").read_text().splitlines()
         for text, line in zip(texts, lines, strict=False):
             assert tokenizer.encode(text, add_special=False) == [int(number) for number in line.split()], (path.name, text)
+
+
+def test_a_gemma_4_of_ollama_merges_by_its_merges(tmp_path: Path) -> None:
+    """Its converter calls the vocabulary llama, the pre-tokenizer gemma4, and gives tokens their ids as scores."""
+    merges, gemma4 = ["h i", "\u2581 hi", "\u2581 h", "h o"], FILES["Gemma 4, which says no BOS by mistake"]
+    file = replace(gemma4, tokens=(*gemma4.tokens, ("hi", NORMAL), ("ho", NORMAL)))
+    usual = read(write(tmp_path / "m.gguf", file, **{"tokenizer.ggml.merges": merges}))
+    scores = np.arange(len(file.tokens) + len(LETTERS), dtype=np.float32)
+    ollama = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "gemma4", "tokenizer.ggml.scores": scores}
+    named = read(write(tmp_path / "o.gguf", file, **{"tokenizer.ggml.merges": merges, **ollama}))
+    for text in ("hi hi ho", "ho", " hi", "a hi ho"):
+        assert named.encode(text) == usual.encode(text), text
+    by_scores = read(write(tmp_path / "s.gguf", replace(file, model="llama", pre=""), **{"tokenizer.ggml.scores": scores}))
+    assert by_scores.encode("hi hi ho") != usual.encode("hi hi ho"), "the order shows"
+    with pytest.raises(TokenizerError, match="the ids of its tokens as scores, and the pre-tokenizer ''; wanted gemma4"):
+        read(write(tmp_path / "x.gguf", file, **{"tokenizer.ggml.merges": merges, **ollama, "tokenizer.ggml.pre": ""}))
+
+
+def test_a_sentencepiece_file_that_repeats_its_merges_goes_by_its_scores(tmp_path: Path) -> None:
+    usual = read(write(tmp_path / "m.gguf", FILES["CodeLlama"]))
+    both = read(write(tmp_path / "b.gguf", FILES["CodeLlama"], **{"tokenizer.ggml.merges": ["h i"]}))
+    assert both.encode("hi hello") == usual.encode("hi hello")

@@ -150,6 +150,18 @@ def test_a_backend_that_promises_no_row_invariance_reuses_nothing_unless_told_to
         llm.save_prefix(first, tmp_path / "saved")
 
 
+@pytest.mark.parametrize("word", ["none", ""])
+def test_no_directory_keeps_prompts_where_the_setting_says_none(
+    opened: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    first, *_ = conversations()
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        with opened(prefix_cache_dir=word, prefix_cache_gb=1e-5) as llm:
+            assert llm.generate([first], max_tokens=2)[0].stats.num_cached_tokens == 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_directory_that_cannot_be_made_fails_the_start(opened: Callable[..., LLM], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"the prefix cache .*file/below cannot be used: Not a directory"):

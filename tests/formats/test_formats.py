@@ -37,6 +37,8 @@ ERROR_BUDGETS = {
     "iq3_s": 0.165,
     "tq1_0": 0.85,
     "tq2_0": 0.85,
+    "q1_0": 0.66,
+    "q2_0": 0.85,
     "int4_g32": 0.095,
     "int4_g64": 0.105,
     "int4_g128": 0.115,
@@ -54,7 +56,8 @@ ERROR_BUDGETS = {
     "nf4_g64": 0.092,
     "fp4_g64": 0.135,
 }
-IN_GGUF = [name for name in FORMATS if name.upper() in gguf.GGMLQuantizationType.__members__]
+IN_GGUF = [name for name in FORMATS if gguf.GGMLQuantizationType.__members__.get(name.upper()) in gguf.quants._type_traits]
+IN_GGUF += ["f32", "f16"]
 # The gguf package encodes these; the others it only decodes.
 ENCODED_BY_GGUF = [name for name in IN_GGUF if not name.endswith("_k") and not name.startswith(("iq", "nvfp"))]
 # The others' largest value is bound by their f16 scale.
@@ -145,6 +148,8 @@ def test_no_value_moves_further_than_the_range_of_its_block_allows(format):
     share = 1 / 4 if format.name == "mxfp4" else (3 if format.reader == "grids" else 1.5) / 2 ** (code_bits - 1)
     if format.name.startswith("fp8"):  # whose three bits of mantissa count at the largest magnitude
         share = 1 / 24
+    if format.name == "q1_0":  # a sign at the mean magnitude
+        share = 1
     assert (error.max(axis=1) <= share * span).all()
 
 
@@ -233,3 +238,40 @@ def test_single_numbers_are_not_rows():
 def test_an_unknown_format_names_the_choices():
     with pytest.raises(FormatError, match=r"'q3_x'.*f32, f16, bf16, q4_0"):
         get_format("q3_x")
+
+
+@pytest.mark.parametrize(("name", "of_block", "per_byte"), [("q1_0", 128, 8), ("q2_0", 64, 4)])
+def test_signs_and_two_bits_decode_as_ggml_lays_them_out(name: str, of_block: int, per_byte: int) -> None:
+    """The gguf package does not decode them: a scale in f16, then `per_byte` values in each byte, the first in its lowest bits."""
+    format = FORMATS[name]
+    assert (format.block_size, format.block_bytes, format.gguf_type) == (
+        of_block,
+        2 + of_block // per_byte,
+        {"q1_0": 41, "q2_0": 42}[name],
+    )
+    data = np.random.default_rng(1).integers(0, 256, (8, format.row_bytes(1024)), dtype=np.uint8)
+    data[:, 1 :: format.block_bytes] = 0x2C  # scales of ordinary size
+    wanted = []
+    for block in data.reshape(-1, format.block_bytes):
+        d, size = block[:2].view("<f2")[0].astype(np.float32), 8 // per_byte
+        for i in range(of_block):
+            code = int(block[2 + i // per_byte]) >> size * (i % per_byte) & (1 << size) - 1
+            wanted.append(d * (2 * code - 1 if size == 1 else code - 1))
+    assert np.array_equal(format.decode(data).reshape(-1), np.array(wanted, np.float32))
+
+
+def test_signs_take_the_scale_that_leaves_the_least_weighted_error() -> None:
+    rng = np.random.default_rng(2)
+    values, weighed = rng.normal(size=(4, 128)).astype(np.float32), rng.lognormal(size=(4, 128)).astype(np.float32)
+    format = FORMATS["q1_0"]
+    assert np.array_equal(
+        format.encode(values).view(format.layout)["d"].reshape(-1), np.abs(values).mean(axis=1).astype(np.float16)
+    )
+
+    def error(parts: dict, factor: float = 1.0) -> np.ndarray:
+        decoded = format.decode(format.join({**parts, "d": parts["d"] * np.float32(factor)})).reshape(values.shape)
+        return (np.square(decoded - values) * weighed).sum(axis=1)
+
+    parts = format.searched(values, weighed, None)
+    for factor in (0.97, 1.03):
+        assert (error(parts) < error(parts, factor)).all()
