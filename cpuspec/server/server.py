@@ -22,6 +22,11 @@ from cpuspec.settings import ANY_NAME, ServerConfig
 _SWEEP_S = 1.0  # how often idle models are looked for
 
 
+def socket_path(config: ServerConfig) -> str:
+    """The path of the Unix socket to listen on, "" for none."""
+    return config.uds or (config.host if config.host.endswith(".sock") else "")
+
+
 class Loader(NamedTuple):
     """How a model is loaded. num_bytes: the size of its file, which estimates the memory that it will take."""
 
