@@ -60,6 +60,11 @@ class Server:
         self._keys = [key.encode() for key in keys]
 
     @property
+    def has_keys(self) -> bool:
+        """Whether each client has an API key of its own."""
+        return len(self._keys) > 1
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names that requests may use; of a single model, the first is the one that answers carry."""
         return self._aliases or tuple(self._loaders) or (self.name,)
@@ -142,7 +147,7 @@ class Server:
     def _add(self, model: ServedModel) -> None:
         self.models[model.name] = model
         model.on_death = self.stop
-        model.has_keys = len(self._keys) > 1
+        model.has_keys = self.has_keys
 
     @property
     def has_failed(self) -> bool:
@@ -181,7 +186,7 @@ class Server:
 
     def owner(self, client: str) -> str:
         """The owner of the responses that are stored for a client: the client where keys tell clients apart, else "" for all."""
-        return client if len(self._keys) > 1 else ""
+        return client if self.has_keys else ""
 
     def client(self, key: str | None, address: str) -> str | None:
         """The client of a request: its key if the server has several keys, else its address. None for a wrong key."""
@@ -192,7 +197,7 @@ class Server:
         matches = [hmac.compare_digest(given, known) for known in self._keys]
         if not any(matches):
             return None
-        return hashlib.sha256(given).hexdigest()[:16] if len(self._keys) > 1 else address
+        return hashlib.sha256(given).hexdigest()[:16] if self.has_keys else address
 
     @property
     def num_unfinished(self) -> int:
