@@ -594,11 +594,6 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _read_settings(self)
 
-    @property
-    def socket_path(self) -> str:
-        """The path of the Unix socket to listen on, "" for none."""
-        return self.uds or (self.host if self.host.endswith(".sock") else "")
-
 
 _DEVICE = r"(?:auto|cpu|cuda(?::\d+)?)"
 _OF_BACKEND = tuple(one.name for one in fields(EngineConfig) if one.metadata["of_backend"])

@@ -127,15 +127,15 @@ def run_server(models: "Mapping[str, tuple[Callable[[], LLM], int]]", config: Se
     """
     try:
         from cpuspec.server.app import listen, serve
-        from cpuspec.server.server import Loader, Server
+        from cpuspec.server.server import Loader, Server, socket_path
     except ModuleNotFoundError as error:
         raise BackendError(f"`cpuspec serve` needs {error.name}; install it with: pip install 'cpuspec[server]'") from None
     loaders = {name: Loader(*how) for name, how in models.items()}
     name = next(iter(loaders))
     server, listener = Server(name, config, keys, loaders), listen(config)
-    if config.socket_path:
-        note(f"listening on the socket {config.socket_path}, loading {name}")
-        asyncio.run(serve(server, loaders[name].load, listener, lambda: note(f"ready: {config.socket_path}")))
+    if path := socket_path(config):
+        note(f"listening on the socket {path}, loading {name}")
+        asyncio.run(serve(server, loaders[name].load, listener, lambda: note(f"ready: {path}")))
         return
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"

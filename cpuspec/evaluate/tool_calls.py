@@ -73,7 +73,9 @@ def tool_scores(cases: Sequence[ToolCase], verdicts: Sequence[ToolVerdict]) -> l
 
 def spread(cases: Sequence[ToolCase], limit: int | None) -> list[ToolCase]:
     """`limit` cases, of each kind the same share."""
-    return list(cases) if limit is None or limit >= len(cases) else [cases[number * len(cases) // limit] for number in range(limit)]
+    if limit is None or limit >= len(cases):
+        return list(cases)
+    return [cases[(2 * number + 1) * len(cases) // (2 * limit)] for number in range(limit)]
 
 
 async def ask_cases(

@@ -33,7 +33,7 @@ from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
 from cpuspec.server.replies import error_response
 from cpuspec.server.runner import in_own_thread
-from cpuspec.server.server import Server
+from cpuspec.server.server import Server, socket_path
 from cpuspec.settings import ServerConfig
 
 _LOG = logging.getLogger("cpuspec.server")
@@ -108,8 +108,8 @@ def _bad_body(request: Request, error: RequestValidationError) -> RequestError:
 
 def listen(config: ServerConfig) -> socket.socket:
     """A listening socket, of an address or of a path. Raises ConfigError for one that cannot be bound."""
-    if config.socket_path:
-        return _listen_at(Path(config.socket_path))
+    if path := socket_path(config):
+        return _listen_at(Path(path))
     host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -200,8 +200,8 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
         loaded.cancel()
         web.should_exit = True
         await serving
-        if config.socket_path:
-            Path(config.socket_path).unlink(missing_ok=True)
+        if path := socket_path(config):
+            Path(path).unlink(missing_ok=True)
         for model in server.models.values():
             await asyncio.to_thread(model.close)
 

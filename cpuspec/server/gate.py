@@ -21,7 +21,7 @@ from cpuspec.server.errors import BodyTooLargeError, ForbiddenError, RequestErro
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
 from cpuspec.server.replies import error_response
-from cpuspec.server.server import Server, server_of
+from cpuspec.server.server import Server, server_of, socket_path
 
 BODY_S = 60.0  # the longest time in which a body may arrive
 # Paths that need no key: those of probes, and the page, which asks the user for the key.
@@ -168,11 +168,10 @@ class Gate:
         """The client that the request counts for. Raises ForbiddenError, UnauthorizedError, BodyTooLargeError."""
         found = _HOST.fullmatch(headers.get("host", ""))
         name = found["name"].lower().strip("[]") if found else ""
-        config = self._server.config
-        bound = config.host
+        bound = self._server.config.host
         # A web page may point its own name at this machine (DNS rebinding). A server of local requests accepts only local names.
         # No web page reaches a Unix socket.
-        if not config.socket_path and _is_loopback(bound) and not (name == bound or _is_loopback(name)):
+        if not socket_path(self._server.config) and _is_loopback(bound) and not (name == bound or _is_loopback(name)):
             raise ForbiddenError(f"this server answers to localhost, and was asked for as {name[:100]!r}")
         address = (scope.get("client") or ("local", 0))[0]
         if scope["path"] in OPEN_PATHS:

@@ -42,6 +42,7 @@ router = APIRouter(route_class=BodyRoute)
 VERSION = "0.12.11"  # of Ollama, whose endpoints and fields these are; clients ask for a lowest one
 _NS = 1_000_000_000
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}  # of Go's durations
+_LONGEST_S = 1e9  # a model that stays for longer stays for ever
 _Ignored: Any = ignoring("truncate", "shift")
 
 
@@ -110,14 +111,17 @@ async def _model(request: Request, name: str | None, keep_s: float | None, lora:
     known = server_of(request).names
     own = (name or "").removesuffix(":latest")
     model = await model_of(request, own if own in known else name, lora)
-    model.keep_s = keep_s
+    if model.has_keys and keep_s is not None:
+        ignore(request, ["keep_alive"])  # one client must not unload it for the others
+    else:
+        model.keep_s = keep_s
     return model
 
 
 async def _without_prompt(request: Request, body: "OllamaChatBody | GenerateBody") -> dict[str, Any] | None:
     """What a request without a prompt gets that unloads its model; None for another."""
     server = server_of(request)
-    if body.keep_s != 0:
+    if body.keep_s != 0 or server.has_keys:
         return None
     own = server.own_name((body.model or "").removesuffix(":latest"))
     await server.unload(own)
@@ -376,7 +380,7 @@ async def loaded(request: Request) -> Response:
     rows = []
     for model in list(server.models.values()):
         idle_s = model.unload_after_s
-        ends = "9999-12-31T23:59:59Z" if idle_s is None else _time(epoch_s() + int(idle_s))
+        ends = "9999-12-31T23:59:59Z" if idle_s is None or idle_s > _LONGEST_S else _time(epoch_s() + int(idle_s))
         more = {"expires_at": ends, "size_vram": 0, "context_length": model.llm.context_length}
         rows.append(_row(server, server.shown_name(model)) | {"size": await model.num_bytes()} | more)
     return json_response({"models": rows})

@@ -22,6 +22,11 @@ from cpuspec.settings import ANY_NAME, ServerConfig
 _SWEEP_S = 1.0  # how often idle models are looked for
 
 
+def socket_path(config: ServerConfig) -> str:
+    """The path of the Unix socket to listen on, "" for none."""
+    return config.uds or (config.host if config.host.endswith(".sock") else "")
+
+
 class Loader(NamedTuple):
     """How a model is loaded. num_bytes: the size of its file, which estimates the memory that it will take."""
 
@@ -53,6 +58,11 @@ class Server:
         self._loaders = dict(loaders or {})
         self._loading = asyncio.Lock()
         self._keys = [key.encode() for key in keys]
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether each client has an API key of its own."""
+        return len(self._keys) > 1
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,7 +147,7 @@ class Server:
     def _add(self, model: ServedModel) -> None:
         self.models[model.name] = model
         model.on_death = self.stop
-        model.has_keys = len(self._keys) > 1
+        model.has_keys = self.has_keys
 
     @property
     def has_failed(self) -> bool:
@@ -176,7 +186,7 @@ class Server:
 
     def owner(self, client: str) -> str:
         """The owner of the responses that are stored for a client: the client where keys tell clients apart, else "" for all."""
-        return client if len(self._keys) > 1 else ""
+        return client if self.has_keys else ""
 
     def client(self, key: str | None, address: str) -> str | None:
         """The client of a request: its key if the server has several keys, else its address. None for a wrong key."""
@@ -187,7 +197,7 @@ class Server:
         matches = [hmac.compare_digest(given, known) for known in self._keys]
         if not any(matches):
             return None
-        return hashlib.sha256(given).hexdigest()[:16] if len(self._keys) > 1 else address
+        return hashlib.sha256(given).hexdigest()[:16] if self.has_keys else address
 
     @property
     def num_unfinished(self) -> int:

@@ -12,6 +12,7 @@ from cpuspec.evaluate.tool_calls import judge_calls, spread, tool_scores
 from cpuspec.evaluate.tool_cases import KINDS, ToolCase, tool_cases
 from cpuspec.evaluate.validity import fits
 from tests.command import refused, report_of
+from tests.processes import interrupt, started
 from tests.server.running import Running, load, script_answers, serving, templated_model
 from tests.server.test_tools import TEMPLATE
 
@@ -126,9 +127,8 @@ def test_a_model_and_a_server_of_it_have_one_score(path: Path, running: Running)
 
 
 def test_answers_of_a_server_are_counted(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    script_answers(
-        monkeypatch, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Lisbon", "unit": "celsius"}}\n</tool_call>'
-    )
+    (name, wanted), *_ = next(case for case in spread(CASES, 5) if case.kind == "simple").calls
+    script_answers(monkeypatch, f"<tool_call>\n{json.dumps({'name': name, 'arguments': wanted})}\n</tool_call>")
     report = report_of("eval", "tools", "tiny", "--url", running.url, "--limit", "5", "--strict")
     simple = report["kinds"][0]
     assert (simple["num_cases"], simple["num_right"], report["num_right"]) == (1, 1, 1)
@@ -138,3 +138,14 @@ def test_answers_of_a_server_are_counted(running: Running, monkeypatch: pytest.M
 def test_only_servers_of_this_machine_are_asked(running: Running) -> None:
     refused("eval", "tools", "tiny", "--url", "http://example.com", code=(1, 2), message="this machine")
     refused("eval", "tools", "tiny", "--url", "http://127.0.0.1:9", "--limit", "1", code=1, message="connect")
+
+
+def test_ctrl_c_ends_it_without_a_traceback(path: Path) -> None:
+    with started("eval", "tools", str(path), "--max-sequences", "1") as process:
+        assert process.stderr is not None
+        while b"answers" not in (line := process.stderr.readline()):
+            assert line, "it ended by itself"
+        interrupt(process)
+        rest = process.stderr.read()
+        assert process.wait() == 130
+    assert b"Traceback" not in rest

@@ -159,7 +159,8 @@ def serving(
         assert ready.wait(PATIENCE_S)
         if errors:
             raise errors[0]
-        port = 0 if settings.socket_path else listener.getsockname()[1]
+        address = listener.getsockname()  # of a Unix socket its path
+        port = 0 if isinstance(address, str) else address[1]
         yield Running(server, f"http://127.0.0.1:{port}")
     finally:
         with suppress(RuntimeError):  # it has ended by itself

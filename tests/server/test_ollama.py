@@ -258,6 +258,22 @@ def test_a_request_says_how_long_its_model_stays(path: Any) -> None:
         assert running.post("/api/chat", json={"messages": MESSAGES, "keep_alive": "soon"}).status_code == 400
 
 
+def test_a_client_with_a_key_of_its_own_unloads_nothing(path: Any) -> None:
+    loader = Loader(lambda: load(path), 1000)
+    with serving(loader.load, ("first", "second"), loaders={"tiny": loader}) as running:
+        for body in ({}, {"messages": MESSAGES, "options": GREEDY}):
+            own = {"authorization": "Bearer first"}
+            reply = running.post("/api/chat", json={**body, "keep_alive": 0, "stream": False}, headers=own)
+            assert reply.headers["x-cpuspec-ignored-fields"] == "keep_alive"
+            assert running.model.keep_s is None
+
+
+@pytest.mark.parametrize("keep", [1e300, "99999999999h"])
+def test_a_model_may_stay_for_longer_than_dates_go(running: Running, client: ollama.Client, keep: Any) -> None:
+    running.post("/api/chat", json={"keep_alive": keep})
+    assert client.ps().models[0].expires_at.year == 9999  # type: ignore[union-attr]
+
+
 def test_without_another_way_to_load_it_a_model_stays(running: Running, client: ollama.Client) -> None:
     assert client.generate("tiny", keep_alive=0).done_reason == "unload"
     assert running.server.models
