@@ -183,7 +183,7 @@ def _any_of(texts: Iterable[str]) -> str:
 
 def _escaped(text: str) -> str:
     """A regular expression of this text, for Python and for llguidance."""
-    return re.escape(text).replace("\\\n", "\\n")
+    return re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", text).replace("\n", "\\n")
 
 
 def can_be_tagged(schema: Any) -> bool:
