@@ -278,8 +278,9 @@ class AnswerParser:
         found = self._end_of_call(text, is_value, is_named and syntax.is_value, final) if may_end else None
         if found is None and not final and len(text) <= _MOST_CHARS:
             return False
-        if found is None and self._closes and (at := text.find(self._closes)) >= 0:
-            found = at, at + len(self._closes)  # a quote before the mark has no end
+        if found is None:  # a quote before the mark has no end, or another mark ends the call
+            ends = [one for one in (self._closes, *(closes for _, closes in form.marks)) if one]
+            found = next(((at, at + len(one)) for one in ends if (at := text.find(one)) >= 0), None)
         end, after = found or (len(text), len(text))
         calls = self._converted((self._mark if self._mark.endswith("=") else "") + text[:end], found is not None)
         if not calls:
