@@ -270,6 +270,11 @@ ODD = [
         '```json\n{\n  "name": "f",\n  "arguments": {\n    "a": """\nprint("x")\n"""\n  }\n}\n```',
         [("call", "f"), ("arguments", '{"a": "\\nprint(\\"x\\")\\n"}')],
     ),
+    (
+        "hermes",
+        '{"name": "f", "arguments": {"a": """d = {"k": [1, "v"]}\n"""}}',
+        [("call", "f"), ("arguments", '{"a": "d = {\\"k\\": [1, \\"v\\"]}\\n"}')],
+    ),
     ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': 'x'}}</tool_call> ok", [*F, *content("ok")]),
     ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': None, }}</tool_call>", [("call", "f"), ("arguments", '{"a": null}')]),
     ("hermes", f"<tool_call>{_CUT}\n</tool_call> and <tool_call>{_X}</tool_call>", [*F, *content("and"), *F]),

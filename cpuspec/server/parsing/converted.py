@@ -76,6 +76,9 @@ def _text_end(text: str, at: int, quote: str, follow: str, marks: Sequence[str],
 
     follow: the characters that may follow it.
     """
+    if text.startswith(quote * 2, at) and quote != _GEMMA_QUOTE:  # Python's triple quotes
+        end = text.find(quote * 3, at + 2)
+        return end + 3 if end >= 0 else None
     is_gemmas = quote == _GEMMA_QUOTE
     for one in re.compile(re.escape(quote) if is_gemmas else rf"\\.|{quote}", re.DOTALL).finditer(text, at):
         if one[0][0] == "\\":
