@@ -314,7 +314,7 @@ ODD = [
             f"<|tool_call_start|>[f(a={value})]<|tool_call_end|>",
             content(f"<|tool_call_start|>[f(a={value})]<|tool_call_end|>"),
         )
-        for value in ("b'x'", "1j", "...", "{(1,): 2}", "{1: 2}", "open('x')", "[" * 1100 + "]" * 1100)
+        for value in ("b'x'", "1j", "...", "{(1,): 2}", "{1: 2}", "open('x')", "1) + f(a=2", "[" * 1100 + "]" * 1100)
     ),
     (
         "qwen3_coder",

@@ -289,10 +289,11 @@ def from_python(text: str, functions: Functions, is_whole: bool) -> Call:
     if text.startswith("{"):
         return from_json(text, functions, is_whole)
     name, _, _ = text.partition("(")
-    if not re.fullmatch(r"[\w.-]+", name) or not text.endswith(")"):
+    given = text[len(name) :]
+    if not re.fullmatch(r"[\w.-]+", name) or call_end(given, (), True, True) != (len(given), len(given)):
         raise ValueError("it is no call of Python")
     arguments: dict[str, Any] = {}
-    for part in _parted(text[len(name) :]):
+    for part in _parted(given):
         key, equals, value = part.partition("=")
         if part.startswith("**"):
             arguments |= read_value(part[2:])
