@@ -55,7 +55,7 @@ def tokens(text: str, marks: Sequence[str] = (), final: bool = True) -> Iterator
     while one := found.search(text, at):
         what, at = one[0], one.end()
         if what in marks or what in _PAIRS or what in _PAIRS.values():
-            brackets = brackets + what if what in _PAIRS else brackets[:-1]
+            brackets = brackets + what if what in _PAIRS else brackets[:-1] if what in _PAIRS.values() else brackets
             yield one.start(), at, what
         elif _follows_an_opening(text, one.start()):
             end = _text_end(text, at, what, ",)" if brackets[-1:] == "(" else ",:}]", marks, final)
