@@ -43,10 +43,10 @@ class FormLine:
         messages = [dict(message) for message in self.messages]
         if not self.tools:
             return tokenizer.encode_chat(messages)
-        if tool_use(tokenizer).place == "variable":
+        use = tool_use(tokenizer)
+        if use.place == "variable":
             return tokenizer.encode_chat(messages, variables={"tools": list(self.tools)})
-        role = "system" if "system" in (tokenizer.chat_template or "") else "user"
-        return tokenizer.encode_chat([{"role": role, "content": tool_instructions(self.tools)}, *messages])
+        return tokenizer.encode_chat([{"role": use.role, "content": tool_instructions(self.tools)}, *messages])
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def chat_prompt(
     model.check_text(_num_chars([listed, tools, given]))
     tokenizer, use = model.llm.tokenizer, model.tool_use
     if use.place == "words":
-        listed = _without_tools(listed, tools, tokenizer.chat_template or "")
+        listed = _without_tools(listed, tools, use.role)
     elif tools and use.place == "variable":
         given["tools"] = list(tools)
     elif tools:
@@ -345,8 +345,8 @@ def _tool_call(number: int, call: Any) -> dict[str, Any]:
     }
 
 
-def _without_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
-    """The conversation for a template that has no place for tools: they are described in words, calls and results are texts."""
+def _without_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], role: str) -> list[dict[str, Any]]:
+    """The conversation for a template that has no place for tools: the role describes them, calls and results are texts."""
     found: list[dict[str, Any]] = []
     for message in messages:
         if calls := message.get("tool_calls"):
@@ -363,7 +363,6 @@ def _without_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, 
             found.append(message)
     if not tools:
         return found
-    role = "system" if "system" in template or not template else "user"
     first = next((number for number, message in enumerate(found) if message["role"] in ("system", role)), None)
     words = tool_instructions(tools)
     if first is None:

@@ -23,7 +23,7 @@ _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 # Keywords of the schemas of arguments that can be written in tags.
 _OF_TAGS = {"$schema", "$defs", "additionalProperties", "definitions", "properties", "required", "type", "x-guidance"}
 # Of a call that the model begins itself, perhaps on several lines.
-_LOOSE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n]{0,24}", "item_separator": ",", "key_separator": ":"}
+_LOOSE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n]{1,24}", "item_separator": ",", "key_separator": ":"}
 # llguidance cannot see that the branches of a `oneOf` exclude each other. `loosened` has made an `anyOf` of those that do not.
 _ONE_OF = {"coerce_one_of": True}
 
@@ -113,7 +113,7 @@ def call_grammar(
         if written is None:
             pattern = _begun(form, name, in_tags).replace("/", r"\/")
             begins, options = f"/{pattern}/", {**options, **_LOOSE}
-            closes = r"/\s{0,24}\}/" if form.bare and not in_tags else json.dumps(closes)
+            closes = f"/{_SPACES}\\}}/" if form.bare and not in_tags else json.dumps(closes)
         else:
             begins, closes = json.dumps((form.mark + head).removeprefix(written)), json.dumps(closes)
         lines.append(f"call{number}: {begins} arguments{number} {closes}")
@@ -165,7 +165,7 @@ def _begun(form: ToolFormat, name: str, in_tags: bool) -> str:
     return mark + _escaped(form.head(name))
 
 
-_SPACES = r"\s{0,24}"
+_SPACES = r"[ \t\n]{0,12}"
 
 
 def _object(named: str) -> str:
@@ -183,7 +183,7 @@ def _any_of(texts: Iterable[str]) -> str:
 
 def _escaped(text: str) -> str:
     """A regular expression of this text, for Python and for llguidance."""
-    return re.escape(text).replace("\\\n", "\\n")
+    return re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", text).replace("\n", "\\n")
 
 
 def can_be_tagged(schema: Any) -> bool:

@@ -40,11 +40,13 @@ class ToolUse:
     """What a chat template does with tools.
 
     place: where it reads them: "variable", its variable `tools`; "message", a system message's `tools`, as Phi-4-mini's; "words":
-    nowhere, so that words must tell of them. shows_calls: whether it shows the calls of earlier messages.
+    nowhere, so that words must tell of them. shows_calls: whether it shows the calls of earlier messages. role: "system", or "user"
+    where it knows no system message.
     """
 
     place: str
     shows_calls: bool
+    role: str
 
 
 _NAME = "cpuspec_probe"
@@ -57,7 +59,7 @@ _ANSWERED = {"role": "tool", "tool_call_id": "abcdef123", "name": "other", "cont
 def tool_use(tokenizer: Tokenizer) -> ToolUse:
     """What the tokenizer's template for tools does with one, found out by rendering it."""
     if not tokenizer.has_chat_template:
-        return ToolUse("words", True)
+        return ToolUse("words", True, "system")
 
     def shows(*messages: Mapping[str, Any], name: str = _NAME) -> bool:
         parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "a text"}}, "required": ["a"]}
@@ -75,7 +77,8 @@ def tool_use(tokenizer: Tokenizer) -> ToolUse:
     elif shows(_SYSTEM | {"tools": ""}, _USER):
         place = "message"
     said = ([_USER, _SAID], [_USER, _SAID, _ANSWERED], [_SYSTEM, _USER, _SAID, _ANSWERED])
-    return ToolUse(place, any(shows(*messages, name="other") for messages in said))
+    knows_system = "system" in (tokenizer.chat_template or "") and shows(_SYSTEM | {"content": _NAME}, _USER, name="other")
+    return ToolUse(place, any(shows(*messages, name="other") for messages in said), "system" if knows_system else "user")
 
 
 def model_format(tokenizer: Tokenizer, use: ToolUse) -> ToolFormat:

@@ -114,18 +114,18 @@ class Grammars:
         free = self._reasoning(prompt) if params.free_reasoning else None
         return AfterReasoning(found, free, self._vocabulary) if free else found
 
-    def _reasoning(self, prompt: Sequence[int]) -> "_Reasoning | None":
+    def _reasoning(self, prompt: Sequence[int]) -> "Reasoning | None":
         """The tokens around the answer's reasoning; None where the answer can have none."""
         opens, closes = map(self._tokenizer.token_id, _REASONING)
         if closes is None:
             return None
         last = next((token for token in reversed(prompt[-_LOOKED_BACK:]) if token in (opens, closes)), None)
         if last is None:
-            return None if opens is None else _Reasoning(closes, opens)
-        return None if last == closes else _Reasoning(closes)
+            return None if opens is None else Reasoning(closes, opens)
+        return None if last == closes else Reasoning(closes)
 
 
-class _Reasoning(NamedTuple):
+class Reasoning(NamedTuple):
     """The token that closes reasoning, and the one that opens it in the answer; None where the prompt has opened it."""
 
     closes: int
@@ -213,7 +213,7 @@ class Limited:
         ends: Set[int] = frozenset(),
         allowed: Sequence[int] = (),
         bad: Set[tuple[int, ...]] = frozenset(),
-        reasoning: _Reasoning | None = None,
+        reasoning: Reasoning | None = None,
     ) -> None:
         self._grammar = grammar
         self._least = least
@@ -252,7 +252,7 @@ class Limited:
 class AfterReasoning:
     """A grammar that begins after the reasoning. Reasoning may hold any token that ends no answer."""
 
-    def __init__(self, grammar: GrammarConstraint, reasoning: _Reasoning, vocabulary: "_Vocabulary") -> None:
+    def __init__(self, grammar: GrammarConstraint, reasoning: Reasoning, vocabulary: "_Vocabulary") -> None:
         self._grammar = grammar
         self._reasoning = reasoning
         self._free = np.ones(vocabulary.size, np.bool_)

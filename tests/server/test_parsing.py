@@ -270,6 +270,11 @@ ODD = [
         '```json\n{\n  "name": "f",\n  "arguments": {\n    "a": """\nprint("x")\n"""\n  }\n}\n```',
         [("call", "f"), ("arguments", '{"a": "\\nprint(\\"x\\")\\n"}')],
     ),
+    (
+        "hermes",
+        '{"name": "f", "arguments": {"a": """d = {"k": [1, "v"]}\n"""}}',
+        [("call", "f"), ("arguments", '{"a": "d = {\\"k\\": [1, \\"v\\"]}\\n"}')],
+    ),
     ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': 'x'}}</tool_call> ok", [*F, *content("ok")]),
     ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': None, }}</tool_call>", [("call", "f"), ("arguments", '{"a": null}')]),
     ("hermes", f"<tool_call>{_CUT}\n</tool_call> and <tool_call>{_X}</tool_call>", [*F, *content("and"), *F]),
@@ -309,7 +314,7 @@ ODD = [
             f"<|tool_call_start|>[f(a={value})]<|tool_call_end|>",
             content(f"<|tool_call_start|>[f(a={value})]<|tool_call_end|>"),
         )
-        for value in ("b'x'", "1j", "...", "{(1,): 2}", "{1: 2}", "open('x')", "[" * 300 + "]" * 300)
+        for value in ("b'x'", "1j", "...", "{(1,): 2}", "{1: 2}", "open('x')", "1) + f(a=2", "[" * 1100 + "]" * 1100)
     ),
     (
         "qwen3_coder",
@@ -488,7 +493,7 @@ def test_calls_that_end_an_unclosed_reasoning_are_calls_and_others_are_part_of_i
         (f"{spoken}\n{call}", [("reasoning", spoken), *found]),
         (spoken, [("reasoning", spoken)]),
         (f"I would {call}\n</think>\nNo.", [("reasoning", f"I would {call}"), ("content", "No.")]),
-        (f"I look. {call[: -len(form.ends)]}", [("reasoning", f"I look. {call[: -len(form.ends)]}")]),
+        (f"I look. {(half := call[: len(form.mark) + len(text) // 2])}", [("reasoning", f"I look. {half}")]),
         (f"So.\n</think>\n\n{call}", [("reasoning", "So."), *found]),
     ):
         for parts in ([said], list(said), [said[: len(said) // 2], said[len(said) // 2 :]]):

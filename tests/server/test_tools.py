@@ -250,7 +250,8 @@ def test_every_template_gets_tools_where_it_reads_them(
     def prompt(messages: list[dict[str, Any]], *tools: Any) -> str:
         return tokenizer.decode(chat_prompt(model, messages, tools).ids, skip_special=False)
 
-    for messages in (CONVERSATION[:1], [{"role": "system", "content": "Be short."}, *CONVERSATION[:1]]):
+    instructed = [{"role": "system", "content": "Be short."}, *CONVERSATION[:1]]
+    for messages in (CONVERSATION[:1], *([instructed] if use.role == "system" else [])):
         assert "get_time" in prompt(messages, TOOL)
         assert "get_time" not in prompt(messages)
         assert "what time is it" in prompt(messages, TOOL)

@@ -11,6 +11,7 @@ import pytest
 from cpuspec.errors import ConfigError
 from cpuspec.settings import SamplingParams
 from cpuspec.text import GrammarConstraint, Grammars
+from cpuspec.text.grammar import Limited, Reasoning
 from tests.oracles import PieceTokenizer
 
 WORDS = ["ab", "abc", "na", "name", '":', '", "', '{"', " ", "1", "12", "the", "é", "true", "size"]
@@ -165,6 +166,21 @@ def test_a_grammar_begins_behind_the_reasoning(settings: dict[str, Any], pattern
     for prompt in ([], [THINK, 10, CLOSE, 10], [THINK, *range(20)]):
         is_own = CLOSE not in prompt
         assert (THINK in answers(marked(prompt, **settings, free_reasoning=True), [])[0]) == is_own
+
+
+def test_texts_that_never_come_may_come_in_reasoning() -> None:
+    """One of a single token, and one of two."""
+    bad = {(3,), (4, 5)}
+    for opens, begun in ((None, []), (THINK, [THINK])):
+        one = Limited(None, len(MARKED), bad=bad, reasoning=Reasoning(CLOSE, opens))
+        for path, is_free in ((begun, True), ([*begun, 4], True), ([*begun, CLOSE], False), ([*begun, CLOSE, 4], False)):
+            legal = one.legal(path)
+            assert legal is not None
+            assert legal[3] == is_free
+            assert legal[5] == (is_free or path[-1] != 4)
+    legal = Limited(None, len(MARKED), bad=bad, reasoning=Reasoning(CLOSE, THINK)).legal([7])
+    assert legal is not None
+    assert not legal[3], "the answer has no reasoning"
 
 
 @every_grammar

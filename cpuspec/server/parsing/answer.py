@@ -104,7 +104,7 @@ class AnswerParser:
         self._text = ""  # what has come and is undecided
         self._at_line = True  # whether it begins a line of content
         self._space = self._mark = self._closes = ""  # of the call that is read: white space before its mark, and its marks
-        self._num_read, self._may_have_ended = 0, False  # of its text: characters that were looked at, and whether one may end it
+        self._num_read = 0  # characters of its text that were looked at
         self._num_unended = 0
         self._tails: list[str] = []  # marks that may follow a call
         self._inner: AnswerParser | None = None  # reads what may be calls at the reasoning's end
@@ -221,8 +221,8 @@ class AnswerParser:
         text, at, end = self._text, 0, len(self._text)
         opening = self._first if self._at_line else self._opening
         while opening and (found := opening.search(text, at)):
-            mark = next((pair for pair in self._form.marks if pair[0] == found[0]), None)
-            may_be_call = True if mark else self._names_a_function(text[found.end() :], final)
+            mark = next((pair for pair in self._form.marks if pair[0] and pair[0] == found[0]), None)
+            may_be_call = True if mark else self._names_a_function(text[found.end() : found.end() + 600], final)
             if may_be_call is None:
                 end = found.start()
                 break
@@ -260,7 +260,7 @@ class AnswerParser:
     @property
     def _is_bare(self) -> bool:
         """Whether the call that is read has no mark."""
-        return not any(self._mark == mark for mark, _ in self._form.marks)
+        return not any(mark and self._mark == mark for mark, _ in self._form.marks)
 
     def _in_call(self, pieces: list[Piece], final: bool) -> bool:
         """Hold a call until it closes."""
@@ -272,16 +272,15 @@ class AnswerParser:
         is_named = syntax.is_named and first.isidentifier() and " " not in text[: len(text) - len(body)]
         if not (self._is_bare or is_named or self._mark.endswith("=") or (first and first in syntax.begins)):
             return self._no_call(pieces, "")
-        # Only some characters can end a call, or tell that it has ended.
-        new, self._num_read = text[max(self._num_read - 1, 0) :], len(text)
-        if not final and len(text) <= _MOST_CHARS and not self._may_have_ended and not any(char in new for char in "}])>"):
-            return False
-        self._may_have_ended = True
-        found = self._end_of_call(text, first in tuple("{[") or syntax.is_value, is_named and syntax.is_value, final)
+        is_value = syntax.is_value or first in tuple("{[")
+        new, self._num_read = text[self._num_read :], len(text)
+        may_end = final or not (is_value or syntax.is_quoted) or any(char in new for char in "}])>")
+        found = self._end_of_call(text, is_value, is_named and syntax.is_value, final) if may_end else None
         if found is None and not final and len(text) <= _MOST_CHARS:
             return False
-        if found is None and self._closes and (at := text.find(self._closes)) >= 0:
-            found = at, at + len(self._closes)  # a quote before the mark has no end
+        if found is None:  # a quote before the mark has no end, or another mark ends the call
+            ends = [one for one in (self._closes, *(closes for _, closes in form.marks)) if one]
+            found = next(((at, at + len(one)) for one in ends if (at := text.find(one)) >= 0), None)
         end, after = found or (len(text), len(text))
         calls = self._converted((self._mark if self._mark.endswith("=") else "") + text[:end], found is not None)
         if not calls:
@@ -290,7 +289,7 @@ class AnswerParser:
         pieces += calls
         self._tails = [closes for _, closes in form.marks if closes] + ["```"] * ("```" in self._mark + body[:3])
         self._tails += [self._closes] * (self._closes != "")
-        self._text, self._state, self._may_have_ended = text[after:], "after", False
+        self._text, self._state = text[after:], "after"
         return True
 
     def _end_of_call(self, text: str, is_value: bool, has_head: bool, final: bool) -> tuple[int, int] | None:
@@ -328,7 +327,7 @@ class AnswerParser:
         """Take the mark, and the text after it, as content. What follows is searched for calls."""
         shown = self._space + self._mark + text
         pieces.append(Piece("content", shown))
-        self._text, self._state, self._may_have_ended = self._text[len(text) :], "content", False
+        self._text, self._state = self._text[len(text) :], "content"
         self._at_line = shown.endswith("\n") and bool(text)
         return True
 

@@ -51,13 +51,14 @@ def tokens(text: str, marks: Sequence[str] = (), final: bool = True) -> Iterator
     text without an end is yielded; such a text has the name "open". final: nothing follows the text; else its end stays undecided.
     """
     found = re.compile("|".join([*map(re.escape, marks), r'<\|"\|>|["\'{}\[\]()]']))
-    at = 0
+    at, brackets = 0, ""
     while one := found.search(text, at):
         what, at = one[0], one.end()
         if what in marks or what in _PAIRS or what in _PAIRS.values():
+            brackets = brackets + what if what in _PAIRS else brackets[:-1] if what in _PAIRS.values() else brackets
             yield one.start(), at, what
         elif _follows_an_opening(text, one.start()):
-            end = _text_end(text, at, what, marks, final)
+            end = _text_end(text, at, what, ",)" if brackets[-1:] == "(" else ",:}]", marks, final)
             yield one.start(), len(text) if end is None else end, "open" if end is None else what
             if end is None:
                 return
@@ -70,8 +71,14 @@ def _follows_an_opening(text: str, at: int) -> bool:
     return at == 0 or text[at - 1] in ":,[{(="
 
 
-def _text_end(text: str, at: int, quote: str, marks: Sequence[str], final: bool) -> int | None:
-    """Where a text ends, behind its closing quote; None if it does not end, or if later characters decide."""
+def _text_end(text: str, at: int, quote: str, follow: str, marks: Sequence[str], final: bool) -> int | None:
+    """Where a text ends, behind its closing quote; None if it does not end, or if later characters decide.
+
+    follow: the characters that may follow it.
+    """
+    if text.startswith(quote * 2, at) and quote != _GEMMA_QUOTE:  # Python's triple quotes
+        end = text.find(quote * 3, at + 2)
+        return end + 3 if end >= 0 else None
     is_gemmas = quote == _GEMMA_QUOTE
     for one in re.compile(re.escape(quote) if is_gemmas else rf"\\.|{quote}", re.DOTALL).finditer(text, at):
         if one[0][0] == "\\":
@@ -80,7 +87,7 @@ def _text_end(text: str, at: int, quote: str, marks: Sequence[str], final: bool)
         while start < len(text) and text[start] in SPACE:
             start += 1
         after = text[start : start + 80]
-        if after[:1] in tuple(",:)]}") or after.startswith(tuple(marks)) or (is_gemmas and re.match(r"[\w.-]+\s*:", after)):
+        if after[:1] in tuple(follow) or after.startswith(tuple(marks)) or (is_gemmas and re.match(r"[\w.-]+\s*:", after)):
             return one.end()
         if not final and (any(mark.startswith(after) for mark in marks) or not after or re.fullmatch(r"[\w.-]+\s*", after)):
             return None
@@ -282,10 +289,11 @@ def from_python(text: str, functions: Functions, is_whole: bool) -> Call:
     if text.startswith("{"):
         return from_json(text, functions, is_whole)
     name, _, _ = text.partition("(")
-    if not re.fullmatch(r"[\w.-]+", name) or not text.endswith(")"):
+    given = text[len(name) :]
+    if not re.fullmatch(r"[\w.-]+", name) or call_end(given, (), True, True) != (len(given), len(given)):
         raise ValueError("it is no call of Python")
     arguments: dict[str, Any] = {}
-    for part in _parted(text[len(name) :]):
+    for part in _parted(given):
         key, equals, value = part.partition("=")
         if part.startswith("**"):
             arguments |= read_value(part[2:])
@@ -392,6 +400,8 @@ def from_gemma(text: str, functions: Functions, is_whole: bool) -> Call:
         elif found := _OF_GEMMA.match(text, at):
             key, opening, closing, late, word = found.groups()
             at = found.end()
+            if word and _GEMMA_QUOTE in word:
+                raise ValueError("a text has no end")
             literal = word and re.fullmatch(r"-?\d+(\.\d*)?([eE][+-]?\d+)?|true|false|null|True|False|None", word.strip(SPACE))
             part = _WORDS.get(word.strip(SPACE), word) if word and literal else json.dumps((key or late or word or "").strip(SPACE))
         else:
