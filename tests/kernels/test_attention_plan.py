@@ -26,13 +26,14 @@ def _plan(at):
 @pytest.mark.parametrize("lengths", [[131_072], range(131_000, 131_512), [*range(130_000, 130_016), 5, *range(300, 330)]], ids=len)
 @pytest.mark.parametrize("window", [0, 700])
 def test_partials_keep_to_their_room(lengths, heads: int, kv_heads: int, window: int) -> None:
-    """And no span begins before what a row of its task sees."""
+    """And no span begins before what a row of its task sees, and none of a task counts as walked."""
     for threads, most in product((1, 2, 16, 64), (0, 40_000, 400_000, 1 << 40)):
         state, rows = np.zeros((), layout.STATE), len(lengths)
         places, tasks = np.zeros(rows, layout.PLACE), np.zeros(rows, layout.TASK)
         places["length"], places["storage"] = lengths, np.cumsum(np.diff(lengths, prepend=lengths[0]) != 1)
+        walked = np.full((rows, kv_heads), 7, np.int64)  # as a fork may copy them
         for name, value in {
-            "num_rows": rows, "threads": threads, "places": places.ctypes.data, "num_plans": 1,
+            "num_rows": rows, "threads": threads, "places": places.ctypes.data, "num_plans": 1, "walked": walked.ctypes.data,
         }.items():  # fmt: skip
             state[name] = value
         plan = state["plans"][0]
@@ -44,7 +45,7 @@ def test_partials_keep_to_their_room(lengths, heads: int, kv_heads: int, window:
         planned = tasks[: int(plan["num_tasks"])]
         assert [row for task in planned for row in range(task["row"], task["end_row"])] == list(range(rows))
         items = used = 0
-        for task in planned:
+        for number, task in enumerate(planned):
             of_rows = [lengths[row] for row in range(task["row"], task["end_row"])]
             chunks = task["chunks"] - task["first"]
             spans = -(-chunks // task["span"])
@@ -53,6 +54,7 @@ def test_partials_keep_to_their_room(lengths, heads: int, kv_heads: int, window:
             items += spans * kv_heads
             if spans > 1:
                 assert task["partial"] == used
+                assert not walked[number].any()
                 used += chunks * (task["end_row"] - task["row"]) * heads
         assert items == plan["num_items"]
         assert used <= most
