@@ -41,6 +41,7 @@ def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, Q
 
     done: matrices that are used instead of the model's own, looked up when they are needed. `on_inputs` is also called for the
     output matrix, which is used only for logits. Returns the logits [B * L, V], or without them the last hidden states [B * L, C].
+    Raises ConfigError for inputs that are not finite.
     """
     config = weights.checkpoint.config
     count, length = chunks.shape
@@ -70,7 +71,16 @@ def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, Q
     f32 = get_format("f32")
     values, embedding = _Values(weights, done), weights.checkpoint.tensors["embed"]
     model = Model(config, np.dtype(np.float32), f32, {}, embedding, values, {}, weights.checkpoint.tensors.get("layer_embed"))
-    return decode(config, _Watched(Forward(model, batch, cache), on_inputs, with_logits))
+
+    def on_finite(x: F32, names: tuple[str, ...], *which: Any) -> None:
+        if not np.isfinite(x).all():
+            raise ConfigError(
+                f"with this calibration text the inputs of {names[0]} are not finite: the model is damaged, or its numbers "
+                "exceed f32; quantize it without a text"
+            )
+        on_inputs(x, names, *which)
+
+    return decode(config, _Watched(Forward(model, batch, cache), on_finite, with_logits))
 
 
 def _never(*arguments: Any) -> None:

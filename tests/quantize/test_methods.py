@@ -127,6 +127,18 @@ def test_a_directory_is_split_as_transformers_splits_it(tmp_path: Path, monkeypa
     assert (tmp_path / "many" / "additional_chat_templates" / "tool.jinja").read_text() == "x"
 
 
+@pytest.mark.parametrize("methods", [(), ("gptq",), ("awq",), ("smoothquant",)])
+def test_a_model_with_inputs_that_are_not_finite_is_refused_with_a_text(tmp_path: Path, methods: tuple[str, ...]) -> None:
+    source = open_checkpoint(make_tiny_gguf(tmp_path / "source.gguf", weight_format="f16"))
+    norm = source.tensors["layers.1.attn_norm"]
+    values = norm.dequantize()
+    values[3] = np.nan
+    damaged = replace(source, tensors={**source.tensors, "layers.1.attn_norm": QuantTensor.encode(norm.format, values)})
+    with pytest.raises(ConfigError, match=r"the inputs of layers\.1\.q are not finite"):
+        quantize(damaged, tmp_path / "out.gguf", Job("q4_0", methods), threads=1, chunks=chunks_for(source))
+    assert not (tmp_path / "out.gguf").exists()
+
+
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 @pytest.mark.parametrize("size", [4, 100, 300])
 def test_gptq_refuses_inputs_that_are_not_finite(size: int, wrong: float) -> None:
