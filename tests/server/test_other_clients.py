@@ -116,4 +116,4 @@ def test_instructor_reads_an_object(running: Running, monkeypatch: pytest.Monkey
     script_answers(monkeypatch, f'<tool_call>\n{{"name": "City", "arguments": {said}}}\n</tool_call>' if mode == "TOOLS" else said)
     client = instructor.from_openai(running.openai, mode=instructor.Mode[mode])
     found = client.chat.completions.create(model="tiny", messages=ASKED, response_model=City, max_retries=0, max_tokens=60)
-    assert found == City(name="Rome", people=3)
+    assert found.model_dump() == City(name="Rome", people=3).model_dump()  # its class is one that instructor made of ours
