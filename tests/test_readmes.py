@@ -13,6 +13,8 @@ from cpuspec.cli.app import whole_command
 from cpuspec.engine.assemble import check_spec
 from cpuspec.settings import SpecConfig
 from tools.make_families_table import ROWS, with_table
+from tools.make_readme_tables import RESULTS, read_results, with_headline
+from tools.make_tiny_model import make_tiny_gguf
 
 ROOT = Path(cpuspec.__file__).parents[1]
 _PACKAGES = ("backends", "batch", "checkpoints", "evaluate", "kernels", "load", "platform", "server", "speculation", "text")
@@ -46,10 +48,9 @@ def draft_specs() -> Iterator[str]:
         for spec in re.findall(r"--draft ([^\s`]+)", text):
             if not re.search(r"[A-Z]{2}", spec) and ".py:" not in spec:
                 yield spec
-    for text, title in ((TEXTS["README.md"], "Drafts in a minute"), (TEXTS["cpuspec/speculation/README.md"], "Specs")):
-        for line in section(text, title).splitlines():
-            if line.startswith("| `"):
-                yield from re.findall(r"`([a-z][^`]*)`", line.split(" | ")[0])
+    for line in section(TEXTS["cpuspec/speculation/README.md"], "Specs").splitlines():
+        if line.startswith("| `"):
+            yield from re.findall(r"`([a-z][^`]*)`", line.split(" | ")[0])
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -91,3 +92,16 @@ def test_every_place_that_contributors_are_sent_to_exists() -> None:
     assert [
         name for name in named if "NAME" not in name and not any((root / name).exists() for root in (ROOT, ROOT / "cpuspec"))
     ] == []
+
+
+def test_the_front_page_is_short_and_has_its_figures_from_the_records() -> None:
+    front = TEXTS["README.md"]
+    assert len(front.split()) <= 900
+    assert with_headline(front, read_results(RESULTS)) == front, "run python tools/make_readme_tables.py"
+
+
+def test_the_python_of_the_front_page_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (source,) = fenced(TEXTS["README.md"], "python")
+    made = make_tiny_gguf(tmp_path / "tiny.gguf")
+    exec(source.replace("smollm2-135m-instruct", str(made)), {})
+    assert capsys.readouterr().out.strip()

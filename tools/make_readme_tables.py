@@ -1,4 +1,4 @@
-"""Make the tables in `benchmarks/README.md` from `benchmarks/results/*.json`: run it whenever a result is added or replaced.
+"""Make the tables in both READMEs from `benchmarks/results/*.json`: run it whenever a result is added or replaced.
 
     python tools/make_readme_tables.py            rewrite the text between the markers
     python tools/make_readme_tables.py --check    exit 1 if that text is not what the results say
@@ -19,6 +19,7 @@ from cpuspec.evaluate.statistics import mean_ratio
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "benchmarks" / "README.md"
+FRONT = ROOT / "README.md"
 START, END = "<!-- made by tools/make_readme_tables.py -->", "<!-- end of what is made -->"
 
 OWN = "cpuspec"
@@ -31,19 +32,19 @@ Cell = Callable[[Result], str | None]  # a file's text in a row of the table; No
 
 def main() -> int:
     """The command line described at the top of this file; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Make the tables in benchmarks/README.md from benchmarks/results.")
+    parser = argparse.ArgumentParser(description="Make the tables in README.md and benchmarks/README.md from benchmarks/results.")
     parser.add_argument("--check", action="store_true", help="only say whether the tables are what the results say")
     arguments = parser.parse_args()
-    before = README.read_text("utf-8")
-    after = with_tables(before, read_results(RESULTS))
-    if arguments.check:
-        if before != after:
-            print(
-                "benchmarks/README.md is not what benchmarks/results says: run python tools/make_readme_tables.py", file=sys.stderr
-            )
-        return before != after
-    README.write_text(after, "utf-8")
-    return 0
+    results, stale = read_results(RESULTS), []
+    for path, make in ((README, with_tables), (FRONT, with_headline)):
+        before = path.read_text("utf-8")
+        after = make(before, results)
+        stale += [path.relative_to(ROOT).as_posix()] * (before != after)
+        if not arguments.check:
+            path.write_text(after, "utf-8")
+    if stale and arguments.check:
+        print(f"not what benchmarks/results says: {', '.join(stale)}; run python tools/make_readme_tables.py", file=sys.stderr)
+    return bool(stale and arguments.check)
 
 
 def read_results(directory: Path) -> dict[str, Result]:
@@ -53,12 +54,42 @@ def read_results(directory: Path) -> dict[str, Result]:
 
 
 def with_tables(readme: str, results: Mapping[str, Result]) -> str:
-    """The text of a README with what the results say between its markers. Raises ValueError unless it has both, once."""
+    """The text of benchmarks/README.md with what the results say. Raises ValueError unless it has both markers, once."""
+    return _between(readme, _tables(results) + _sources(results))
+
+
+# Kinds of text of the front page's table, by the names that records have for them.
+_KINDS = {
+    "mt_bench:chat": "conversation (MT-bench)",
+    "humaneval": "code to complete (HumanEval)",
+    "mbpp": "tasks as raw text (MBPP)",
+}
+
+
+def with_headline(readme: str, results: Mapping[str, Result]) -> str:
+    """The text of README.md with its table: tokens per second of the newest comparison of drafts beside llama.cpp."""
+    record = next(
+        r for r in results.values() if r["benchmark"] == "chains" and set(_KINDS) <= {*r.get("peers", {}).get("sets", {})}
+    )
+    lines = [["tokens/s", "llama.cpp, plain or with its best drafts", f"{OWN}, no drafts", f"{OWN}, best drafts"], ["---"] * 4]
+    for kind, label in _KINDS.items():
+        own, peers = record["sets"][kind], record["peers"]["sets"][kind]
+        best = max(own.values(), key=lambda arm: arm["tokens_per_s"])
+        low, high = best["over_plain_interval"]
+        gain = f"{best['tokens_per_s']:.0f}, {best['over_plain']:.2f}x plain ({low:.2f} to {high:.2f})"
+        peer = max(arm["tokens_per_s"] for arm in peers.values())
+        lines.append([label, f"{peer:.0f}", f"{own['none']['tokens_per_s']:.0f}", gain])
+    machine = record["machine"]
+    place = f"{machine['cores']} cores of an {machine['processor']} ({machine['isa']})"
+    head = f"{Path(record['model']).stem} on {place}, greedy, the same answers in all arms:"
+    return _between(readme, f"{head}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
+
+
+def _between(readme: str, text: str) -> str:
     if (readme.count(START), readme.count(END)) != (1, 1):
         raise ValueError(f"README needs one line {START} and, after it, one line {END}")
     before, _, rest = readme.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{_tables(results)}{_sources(results)}\n{END}{after}"
+    return f"{before}{START}\n{text}\n{END}{rest.partition(END)[2]}"
 
 
 def _tables(results: Mapping[str, Result]) -> str:
