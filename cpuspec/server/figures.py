@@ -1,6 +1,7 @@
 """The figures of answers as OpenAI's `usage` and llama-server's `timings`; tokens with their log-probabilities."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import isnan
 from typing import Any
 
@@ -128,7 +129,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], o
     A token without a probability, as the first of a prompt, has a NaN, and gets nulls.
     """
     texts = [token_text(tokenizer, one.token_id)[0] for one in tokens]
-    offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
+    offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
     tops = [{token_text(tokenizer, token)[0]: logprob for token, logprob in one.top} for one in tokens]
     return {
         "tokens": texts,

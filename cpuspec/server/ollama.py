@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import sha256
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -21,9 +21,10 @@ from cpuspec.metrics import RequestStats
 from cpuspec.model.batch import F32
 from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute
+from cpuspec.server.bounds import Count, Ids, Ignored, Listed, Most, Name, Strings, Text
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
-from cpuspec.server.embeddings import embed
+from cpuspec.server.embeddings import MOST_INPUTS, embed
 from cpuspec.server.errors import ForbiddenError, RequestError, UnknownModelError
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
@@ -33,6 +34,7 @@ from cpuspec.server.schema import Body, ConversationBody, UnusedBody, chat_param
 from cpuspec.server.server import Server, server_of
 from cpuspec.server.structured import noted_format
 from cpuspec.server.writer import Event, Writer
+from cpuspec.settings import SamplingParams
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -42,41 +44,38 @@ _Unused: Any = ignoring("keep_alive", "truncate", "shift")
 
 
 class OllamaChatBody(ConversationBody, UnusedBody, _Unused):
-    messages: list[dict[str, Any]] = Field(default_factory=list)
+    messages: Listed = Field(default_factory=list)
 
 
 class GenerateBody(ConversationBody, UnusedBody, _Unused):
-    prompt: str = ""
-    suffix: str = ""
-    system: str = ""
-    images: list[str] = Field(default_factory=list)
-    context: list[int] = Field(default_factory=list)  # tokens of the conversation until now, as the last answer gave them
+    prompt: Text = ""
+    suffix: Text = ""
+    system: Text = ""
+    images: Annotated[Strings, Most(1 << 23, 256)] = Field(default_factory=list)  # left out
+    context: Ids = Field(default_factory=list)  # tokens of the conversation until now, as the last answer gave them
     raw: bool = False
-    template: str = ""
+    template: Text = ""
 
 
 class EmbedBody(Body):
-    model: str | None = None
-    input: str | list[str] = Field(default_factory=list)
+    model: Name | None = None
+    input: Annotated[str | Strings, Most(1 << 23, MOST_INPUTS)] = Field(default_factory=list)
     truncate: bool = True
-    dimensions: int | None = None
-    # Ignored.
-    keep_alive: Any = None
+    dimensions: Count | None = None
+    keep_alive: Ignored = None
 
 
 class EmbeddingsBody(Body):
-    model: str | None = None
-    prompt: str
-    # Ignored.
-    keep_alive: Any = None
+    model: Name | None = None
+    prompt: Text
+    keep_alive: Ignored = None
 
 
 class NameBody(Body):
-    model: str | None = None
-    name: str | None = None  # the older spelling
-    # Ignored.
-    verbose: Any = None
-    insecure: Any = None
+    model: Name | None = None
+    name: Name | None = None  # the older spelling
+    verbose: Ignored = None
+    insecure: Ignored = None
     stream: bool | None = None
 
 
@@ -94,9 +93,8 @@ async def chat(body: OllamaChatBody, request: Request) -> Response:
     head = _head(request, model)
     if not body.messages:
         return json_response({**head, "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "load"})
-    messages = [_as_openai(number, one) for number, one in enumerate(body.messages)]
-    prompt = await model.in_worker(chat_prompt, model, messages, body.tools or (), None, body.variables, grammar_of(body), body)
-    return await _answer_chat(request, model, body, prompt, head, in_message=True)
+    prompt, requested = await model.in_worker(context_of(request).client, _asked, model, body)
+    return await _answer_chat(request, model, body, prompt, requested, head, in_message=True)
 
 
 @router.post("/api/generate")
@@ -111,12 +109,22 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     tokenizer = model.llm.tokenizer
     if body.suffix or body.raw or not tokenizer.chat_template:
         return await _answer_text(request, model, body, head)
-    turn = _as_openai(0, {"role": "user", "content": body.prompt, "images": body.images})
-    messages = ([{"role": "system", "content": body.system}] if body.system else []) + [turn]
-    prompt = await model.in_worker(chat_prompt, model, messages, (), None, body.variables, grammar_of(body), body)
-    if body.context:
+    prompt, requested = await model.in_worker(context_of(request).client, _asked, model, body)
+    return await _answer_chat(request, model, body, prompt, requested, head, context=prompt.ids)
+
+
+def _asked(model: ServedModel, body: OllamaChatBody | GenerateBody) -> tuple[ChatPrompt, list[RequestedAnswer]]:
+    """The prompt of a conversation, or of a text as its only message, and the answer that is asked for."""
+    if isinstance(body, GenerateBody):
+        messages, tools = [{"role": "user", "content": body.prompt, "images": body.images}], []
+        messages = [{"role": "system", "content": body.system}, *messages] if body.system else messages
+    else:
+        messages, tools = body.messages, body.tools or []
+    turns = [_as_openai(number, one) for number, one in enumerate(messages)]
+    prompt = chat_prompt(model, turns, tools, None, body.variables, grammar_of(body), body)
+    if isinstance(body, GenerateBody) and body.context:
         prompt = replace(prompt, ids=_checked_ids(model, body.context) + prompt.ids)
-    return await _answer_chat(request, model, body, prompt, head, context=prompt.ids)
+    return prompt, prompt.requested(chat_params(model, body))
 
 
 async def _answer_chat(
@@ -124,24 +132,27 @@ async def _answer_chat(
     model: ServedModel,
     body: ConversationBody,
     prompt: ChatPrompt,
+    requested: Sequence[RequestedAnswer],
     head: Mapping[str, Any],
     in_message: bool = False,
     context: Sequence[int] = (),
 ) -> Response:
     context_of(request).notes |= prompt.notes
-    answers = await submit(request, model, prompt.requested(chat_params(model, body)))
+    answers = await submit(request, model, requested)
     chunks = ChatChunks(prompt, {}, Usages(None, [len(prompt.ids)]), 1, answers.new_id, logprobs=bool(body.logprobs))
     return await respond(request, answers, _OllamaLines(chunks, head, in_message, context), body.stream is not False)
 
 
 async def _answer_text(request: Request, model: ServedModel, body: GenerateBody, head: Mapping[str, Any]) -> Response:
-    keeps_to = noted_format(grammar_of(body), context_of(request).notes)
-    params = sampling_params(model, body, stop=body.stop, max_tokens=body.max_tokens, **keeps_to)
-    if body.suffix:
-        ids, params = await model.in_worker(model.fill_prompt, body.prompt, body.suffix), model.fill_params(params)
-    else:
+    def asked() -> tuple[list[int], SamplingParams]:
+        keeps_to = noted_format(grammar_of(body), context_of(request).notes)
+        params = sampling_params(model, body, stop=body.stop, max_tokens=body.max_tokens, **keeps_to)
+        if body.suffix:
+            return model.fill_prompt(body.prompt, body.suffix), model.fill_params(params)
         model.check_text(len(body.prompt))
-        ids = await model.in_worker(model.llm.tokenizer.encode_prompt, body.prompt)
+        return model.llm.tokenizer.encode_prompt(body.prompt), params
+
+    ids, params = await model.in_worker(context_of(request).client, asked)
     chunks = TextChunks(model.llm.tokenizer, {}, Usages(None, [len(ids)]), [""], 1)
     answers = await submit(request, model, [RequestedAnswer(ids, params)])
     return await respond(request, answers, _OllamaLines(chunks, head), body.stream is not False)

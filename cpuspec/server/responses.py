@@ -6,21 +6,23 @@ Sources: OpenAI's API reference for bodies, and for the order of stream events; 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.metrics import RequestStats
 from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute
+from cpuspec.server.bounds import Content, Count, Listed, Name, Object, Refused, Schema, Text, size_of
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.errors import ContextExceededError, RequestError
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import event, json_response
-from cpuspec.server.schema import Ending, SamplingFields, UnusedBody, ignoring, refuse, sampling_params
+from cpuspec.server.schema import Choice, Ending, SamplingFields, Stops, UnusedBody, ignoring, refuse, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
 from cpuspec.server.writer import Writer
@@ -42,24 +44,24 @@ _Ignored: Any = ignoring(
 
 
 class ResponsesBody(_Ignored, UnusedBody, SamplingFields):
-    input: str | list[dict[str, Any]]
-    model: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    previous_response_id: str | None = None
-    reasoning: dict[str, Any] | None = None
-    stop: str | list[str] | None = None
+    input: Content
+    model: Name | None = None
+    chat_template_kwargs: Object | None = None
+    instructions: Text | None = None
+    max_output_tokens: Count | None = None
+    previous_response_id: Name | None = None
+    reasoning: Object | None = None
+    stop: Stops | None = None
     stream: bool | None = None
     store: bool | None = None
-    text: dict[str, Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    text: Schema | None = None
+    tool_choice: Choice | None = None
+    tools: Listed | None = None
     # Refused where they ask for something.
     background: bool | None = None
-    conversation: Any = None
-    prompt: Any = None
-    top_logprobs: int | None = None
+    conversation: Refused = None
+    prompt: Refused = None
+    top_logprobs: Count | None = None
 
 
 _REFUSED = {
@@ -76,15 +78,13 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     context = context_of(request)
     model = await model_of(request, body.model, body.lora_scales)
     refuse(body, _REFUSED)
-    params = sampling_params(model, body, max_tokens=body.max_output_tokens, stop=body.stop)
-    tools, owners = _functions(body.tools or ())
     server, stores = server_of(request), body.store is not False
     owner = server.owner(context.client)
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if body.previous_response_id is not None:
         items = [*server.responses.conversation(owner, body.previous_response_id), *items]
     head = {
-        "id": f"resp_{context.id}",
+        "id": f"resp_{uuid4().hex if context.rng is None else f'{context.rng.getrandbits(128):032x}'}",
         "object": "response",
         "created_at": context.created,
         "status": "in_progress",
@@ -98,30 +98,40 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
         "store": stores,
-        "temperature": params.temperature,
+        "temperature": None,
         "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "top_p": params.top_p,
+        "top_p": None,
         "truncation": "disabled",
         "usage": None,
         "user": None,
         "metadata": {},
     }
-    numbered = _Numbered()
+    numbered, num_bytes = _Numbered(), 0
+
+    def asked() -> tuple[ChatPrompt, list[RequestedAnswer], dict[str, dict[str, Any]]]:
+        nonlocal num_bytes
+        tools, owners = _functions(body.tools or ())
+        params = sampling_params(model, body, max_tokens=body.max_output_tokens, stop=body.stop)
+        head.update(temperature=params.temperature, top_p=params.top_p)
+        prompt = _prompt(model, body, items, tools)
+        num_bytes = size_of([head, items]) if stores else 0
+        return prompt, prompt.requested(params), owners
 
     def keep(response: dict[str, Any]) -> None:
         if stores:
-            server.responses.store(owner, response, items)
+            server.responses.store(owner, response, items, num_bytes + size_of(response["output"]))
 
     try:
-        prompt = await model.in_worker(_prompt, model, body, items, tools)
+        prompt, requested, owners = await model.in_worker(context.client, asked)
         context.notes |= prompt.notes
-        answers = await submit(request, model, prompt.requested(params))
+        answers = await submit(request, model, requested)
     except ContextExceededError as error:
         if not body.stream:
             raise
         # Codex shortens its conversation after such an event, and ignores the status.
+        head |= {"instructions": None, "tools": []}  # they may be what is too long
         events = [event(numbered({"type": "response.created", "response": head})), event(numbered(_failed(head, error)))]
         return Response("".join(events), media_type="text/event-stream")
     # In a stream that another server may repeat, signs of life have no numbers: they would come at other times.
@@ -243,13 +253,12 @@ def _tool(tool: Mapping[str, Any], name: Any) -> dict[str, Any]:
     }
 
 
-def _usage(prompt: ChatPrompt, stats: RequestStats, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    reasoning = "".join(part["text"] for item in items if item["type"] == "reasoning" for part in item["content"])
+def _usage(stats: RequestStats, num_reasoning: int) -> dict[str, Any]:
     return {
         "input_tokens": stats.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": stats.num_cached_tokens},
         "output_tokens": stats.num_new_tokens,
-        "output_tokens_details": {"reasoning_tokens": len(prompt.model.llm.tokenizer.encode(reasoning, add_special=False))},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": stats.num_prompt_tokens + stats.num_new_tokens,
     }
 
@@ -270,6 +279,9 @@ def _failed(head: Mapping[str, Any], error: RequestError) -> dict[str, Any]:
     """The event of a response that ends with an error."""
     shown = {"code": error.code or error.kind, "message": str(error)}
     return {"type": "response.failed", "response": {**head, "status": "failed", "error": shown}}
+
+
+_THOUGHT, _SAID = ("reasoning",), ("content", "call", "arguments")  # kinds of pieces
 
 
 class _ResponseWriter(Writer):
@@ -294,7 +306,8 @@ class _ResponseWriter(Writer):
         self._done: list[dict[str, Any]] = []  # items that are complete
         self._open: tuple[str, int] | None = None  # kind of its pieces, and call
         self._item: dict[str, Any] = {}
-        self._text = ""
+        self._texts: list[str] = []  # of the open item
+        self._num_reasoning = 0.0  # tokens; one that ends the reasoning and begins the answer is divided
         self._last: Output | None = None
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -305,8 +318,11 @@ class _ResponseWriter(Writer):
 
     def show(self, index: int, output: Output) -> Iterator[dict[str, Any]]:
         """The events of an output."""
-        self._last = output
-        yield from self._show(self._parser.push(output.text))
+        self._last, pieces = output, self._parser.push(output.text)
+        thought, said = (sum(len(one.text) for one in pieces if one.kind in kinds) for kinds in (_THOUGHT, _SAID))
+        reasons = self._open is not None and self._open[0] in _THOUGHT
+        self._num_reasoning += len(output.token_ids) * (thought / (thought + said) if thought + said else reasons)
+        yield from self._show(pieces)
         if output.finish_reason is not None:
             yield from self._show(self._parser.finish())
 
@@ -321,7 +337,7 @@ class _ResponseWriter(Writer):
             "status": status,
             "incomplete_details": None if complete else {"reason": "max_output_tokens"},
             "output": list(self._done),
-            "usage": _usage(self._prompt, stats[0], self._done),
+            "usage": _usage(stats[0], round(self._num_reasoning)),
         }
         self._keep(response)
         yield self._numbered({"type": f"response.{status}", "response": response})
@@ -344,7 +360,7 @@ class _ResponseWriter(Writer):
             kind = "arguments" if piece.kind == "call" else piece.kind
             events = [] if self._open == (kind, piece.call) else [*self._close("completed"), *self._begin_item(kind, piece)]
             if piece.kind != "call":
-                self._text += piece.text
+                self._texts.append(piece.text)
                 events.append({**self._where(f"{self._name()}.delta"), "delta": piece.text} | self._no_logprobs())
             yield from map(self._numbered, events)
 
@@ -352,7 +368,7 @@ class _ResponseWriter(Writer):
         """The events that end the open item."""
         if self._open is None:
             return []
-        text, events = self._text, []
+        text, events = "".join(self._texts), []
         if self._open[0] == "arguments":
             self._item["arguments"] = text
             events.append({**self._where(f"{self._name()}.done"), "arguments": text, "name": self._item["name"]})
@@ -367,7 +383,7 @@ class _ResponseWriter(Writer):
         return events
 
     def _begin_item(self, kind: str, piece: Piece) -> list[dict[str, Any]]:
-        self._open, self._text = (kind, piece.call), ""
+        self._open, self._texts = (kind, piece.call), []
         if kind == "arguments":
             own = {
                 "type": "function_call",
