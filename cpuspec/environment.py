@@ -4,6 +4,7 @@ CPUSPEC_CACHE      directory for models and everything else that can be fetched 
 CPUSPEC_PACKED_GB  gigabytes of it that packed weights may take, by default 20; 0 keeps none
 CPUSPEC_OFFLINE    set to anything but 0, no or false: nothing is downloaded
 CPUSPEC_API_KEY    key that requests to `cpuspec serve` must have
+FORWARDED_ALLOW_IPS   addresses of proxies that `cpuspec serve` believes when they name a client (X-Forwarded-For); by default none
 HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_CACHE, HF_HOME and the other variables of the model hub, its cache and its token mean what they
 mean to huggingface_hub, and OLLAMA_MODELS what it means to Ollama.
 """
@@ -44,6 +45,11 @@ def cache_dir() -> Path:
         return SYSTEM.cache_home(os.environ)
     except RuntimeError:
         return Path(os.devnull).absolute() / "no home directory" / "cpuspec"
+
+
+def trusts_proxies() -> bool:
+    """Whether FORWARDED_ALLOW_IPS names proxies; uvicorn reads it."""
+    return bool(os.environ.get("FORWARDED_ALLOW_IPS"))
 
 
 def packed_limit_bytes() -> int:

@@ -1,5 +1,9 @@
 """What can go wrong, by whose fault. A message says what, got, wanted, remedy; words of others in it are made printable."""
 
+import logging
+
+_LOG = logging.getLogger(__name__)
+
 
 class CpuspecError(Exception):
     """Base of every error that cpuspec raises on purpose."""
@@ -44,3 +48,16 @@ def printable(text: str) -> str:
 def in_one_line(text: str, most: int = 200) -> str:
     """The text of a stranger in a message: the first `most` characters, printable, with single spaces for all white space."""
     return printable(" ".join(text[:most].split()))
+
+
+def fault_of_one(error: BaseException) -> CpuspecError:
+    """The error that ends one request, and no other, for what its part of the work raised. An interrupt is raised again.
+
+    A panic of a Rust library is no Exception.
+    """
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    if isinstance(error, CpuspecError):
+        return error
+    _LOG.error("a request fails, and the others go on", exc_info=error)
+    return BackendError(f"this request failed: {type(error).__name__}: {in_one_line(str(error))}")

@@ -205,7 +205,7 @@ Reads = Sequence[tuple[int, int]]  # of each model its forwards, and the bytes o
 
 
 class RequestMeter:
-    """Collects the counts and times of a request for `RequestStats` while it runs. Its clock starts when it is made."""
+    """Collects the counts and times of a request for `RequestStats` while it runs."""
 
     def __init__(self, num_prompt_tokens: int, kv_bytes: Sequence[int], state_bytes: Sequence[int] | int = 0) -> None:
         """kv_bytes: of one token's keys and values, of the target, then of each draft model. state_bytes: of recurrent states."""
@@ -215,6 +215,10 @@ class RequestMeter:
         self._first_reads: Reads = ()  # before the first step
         self.has_begun = False
         self._steps: list[tuple[float, int, Reads, _Cycles, int]] = []  # when each ended, and the arguments of `record_step`
+        self.arrive()
+
+    def arrive(self) -> None:
+        """Start the clock, as making the meter does."""
         self._arrival_s = perf_counter()
 
     def begin(self, reads: Reads) -> None:

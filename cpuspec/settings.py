@@ -19,10 +19,15 @@ _T = TypeVar("_T")
 
 
 class _Kind(NamedTuple):
-    """A kind of setting: the function that checks and normalises a value (ValueError), and what it takes, for errors."""
+    """A kind of setting: the function that checks and normalises a value (ValueError), and what it takes, for errors.
+
+    low, high: the bounds of a number.
+    """
 
     read: Callable[[object], object]
     wanted: str
+    low: float | None = None
+    high: float | None = None
 
 
 def _setting(
@@ -113,6 +118,8 @@ def _texts(value: object) -> tuple[str, ...]:
 def _ids(value: object) -> tuple[int, ...]:
     if isinstance(value, str | bytes | Mapping):
         raise ValueError("not token ids")
+    if isinstance(value, tuple) and all(type(one) is int for one in value):
+        return value
     return () if value is None else tuple(whole(one) for one in value)  # type: ignore[attr-defined]
 
 
@@ -153,27 +160,37 @@ def _choice(choices: tuple[str, ...]) -> _Kind:
 
 
 def _whole(low: int, high: int) -> _Kind:
-    return _Kind(partial(whole, low=low, high=high), f"an integer from {low} to {high}")
+    return _Kind(partial(whole, low=low, high=high), f"an integer from {low} to {high}", low, high)
+
+
+def _number(low: float, high: float) -> _Kind:
+    return _Kind(partial(number, low=low, high=high), f"a number from {low:g} to {high:g}", low, high)
 
 
 def _optional(kind: _Kind) -> _Kind:
-    return _Kind(_or_none(kind.read), f"None or {kind.wanted}")
+    return kind._replace(read=_or_none(kind.read), wanted=f"None or {kind.wanted}")
 
 
-_NOT_NEGATIVE = _Kind(partial(number, low=0), "a number >= 0")
-_OFF_BELOW_0 = _Kind(_or_none(lambda value: None if number(value) < 0 else number(value)), "a number, or None for never")
-_SHARE, _SHARE_OR_0 = (
-    _Kind(partial(number, above=0, high=1), "a number in (0, 1]"),
-    _Kind(partial(number, low=0, high=1), "a number in [0, 1]"),
+_MOST, _MOST_SEED = (1 << 63) - 1, (1 << 128) - 1  # of an integer
+_NOT_NEGATIVE = _number(0, 1e300)
+_SHARE = _Kind(partial(number, above=0, high=1), "a number in (0, 1]", math.ulp(0.0), 1)
+_SHARE_OR_0 = _number(0, 1)
+_OFF_BELOW_0 = _Kind(
+    _or_none(lambda value: None if number(value) < 0 else _NOT_NEGATIVE.read(value)), "a number, or None for never", -1e300, 1e300
 )
 # Bounds that leave every sum and quotient of logits finite.
-_SHIFT = _Kind(partial(number, low=-1e6, high=1e6), "a number from -1e6 to 1e6")
-_PENALTY = _Kind(partial(number, low=1e-3, high=1e3), "a number from 0.001 to 1000")
+_SHIFT, _PENALTY = _number(-1e6, 1e6), _number(1e-3, 1e3)
 _FACTOR = _Kind(partial(number, above=0), "a number > 0")
-_COUNT, _POSITIVE_COUNT = (_Kind(partial(whole, low=low), f"an integer >= {low}") for low in (0, 1))
+_COUNT, _POSITIVE_COUNT = _whole(0, _MOST), _whole(1, _MOST)
 # vLLM and llama.cpp write -1 for "off" and "none".
-_TOP_K = _Kind(lambda value: 0 if _is_minus_one(value) else whole(value, low=0), "an integer >= 0, or -1 for off")
-_SEED = _Kind(lambda value: None if value is None or _is_minus_one(value) else whole(value, low=0), "None or an integer >= 0")
+_TOP_K = _Kind(lambda value: 0 if _is_minus_one(value) else _COUNT.read(value), f"{_COUNT.wanted}, or -1 for off", 0, _MOST)
+# Random numbers are made of 64 bits of a seed.
+_SEED = _Kind(
+    lambda value: None if value is None or _is_minus_one(value) else whole(value, 0, _MOST_SEED) % (1 << 64),
+    f"None or an integer from 0 to {_MOST_SEED}",
+    0,
+    _MOST_SEED,
+)
 _BOOLEAN, _TEXT = _Kind(_flag, "True or False"), _Kind(_text, "a text")
 _TEXTS, _IDS = _Kind(_texts, "a text or several, none of them empty, or None"), _Kind(_ids, "token ids, or None")
 _SCHEMA = _Kind(_or_none(_schema), "a JSON schema, as a dict or as JSON text, or None")
@@ -537,7 +554,11 @@ class ServerConfig:
         option="cors",
     )
     max_waiting: int = _setting(
-        64, _whole(0, 1 << 16), "Answers that may wait for their turn; a request beyond is refused with status 429.", "N"
+        64,
+        _whole(0, 1 << 16),
+        "Answers of a client that may wait for their turn; a request beyond is refused with status 429. All clients together may "
+        "have four times as many.",
+        "N",
     )
     max_connections: int = _setting(512, _whole(1, 1 << 16), "Connections at once; one beyond gets status 503.", "N")
     max_body_bytes: int = _setting(8 << 20, _whole(1, 1 << 32), "Bytes of a request's body; beyond is status 413.", "N")
@@ -674,7 +695,7 @@ class LevelSpec:
 
 
 _NEXT_LEVEL = re.compile(rf",(?!(?:{'|'.join(_OF_BACKEND)})=)")  # other commas separate the settings of a level's backend
-_LEVEL = re.compile(r"(?P<drafter>.+?)(@(?P<tokens>[0-9]{1,9})?(:(?P<confidence>[0-9]*\.?[0-9]+))?)?")
+_LEVEL = re.compile(r"(?P<drafter>.+?)(@(?P<tokens>[0-9]{1,9})?(:(?P<confidence>[0-9]+(\.[0-9]+)?|\.[0-9]+))?)?")
 _GRAMMAR = "wanted none, or levels drafter[:argument][@tokens[:confidence]], cheapest first, separated by commas, or joined by +"
 
 

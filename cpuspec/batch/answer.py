@@ -10,7 +10,7 @@ from uuid import uuid4
 from cpuspec.batch.lines import CHAT, Line, answer_line, error_line
 from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM, answer_params
-from cpuspec.errors import ConfigError, CpuspecError, in_one_line
+from cpuspec.errors import ConfigError, CpuspecError, fault_of_one, in_one_line
 from cpuspec.metrics import epoch_s
 from cpuspec.server.chat import chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
@@ -128,7 +128,13 @@ class _Job:
         return {"id": f"{prefix}-{self._line.number}", "object": kind, "created": epoch_s(), "model": self._llm.name}
 
     def _receive(self, index: int, output: Output) -> None:
-        self._chunks += self._writer.show(index, output)
+        try:
+            self._chunks += self._writer.show(index, output)
+        except BaseException as error:  # it would end the answers of all lines
+            self._error = fault_of_one(error)
+            self.abort()
+            self._requests, self._lasts = [], {}
+            return
         if output.finish_reason is not None:
             self._lasts[index] = output
 

@@ -56,8 +56,8 @@ def serve(
 
     models = models or [DEFAULT_RECIPE]
     keys = read_keys(api_key_file)
-    check_directory(serving.slot_save_path)
-    check_directory(serving.lora_dir)
+    check_directory("--slot-save-path", serving.slot_save_path)
+    check_directory("--lora-dir", serving.lora_dir)
     directory = prefix_directory(running.settings.prefix_cache_dir)
     settings = replace(running.settings, prefix_cache_dir=directory, plain_on_draft_error=True)
     if len(models) > 1:
@@ -114,10 +114,10 @@ def prefix_directory(given: str | None) -> str | None:
     return str(own) if usable else None
 
 
-def check_directory(path: str | None) -> None:
-    """Raise BadParameter for a --slot-save-path that is no directory."""
+def check_directory(option: str, path: str | None) -> None:
+    """Raise BadParameter for an option's path that is no directory."""
     if path is not None and not Path(path).is_dir():
-        raise typer.BadParameter(f"--slot-save-path {path} is no directory; make it first")
+        raise typer.BadParameter(f"{option} {path} is no directory; make it first")
 
 
 def run_server(models: "Mapping[str, tuple[Callable[[], LLM], int]]", config: ServerConfig, keys: Sequence[str]) -> None:

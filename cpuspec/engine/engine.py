@@ -13,7 +13,7 @@ from cpuspec.backends import stop_forward
 from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.engine.text import StopText
-from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.errors import ConfigError, CpuspecError, fault_of_one
 from cpuspec.metrics import LevelCounters, Reads, RequestMeter, RequestStats, now_s
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
@@ -238,9 +238,9 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one round for every request whose prompt has been read, and read parts of other prompts; returns outputs of requests.
 
-        A step that only reads prompts returns none, unless a request shows its progress. An exception, an interrupt included,
-        aborts every request, because a half-done step cannot be continued. The engine stays usable, and the next step returns the
-        last outputs of those requests.
+        A step that only reads prompts returns none, unless a request shows its progress. What fails for one request ends that
+        one. An exception of what all share, as a forward, and an interrupt abort every request, because a half-done step cannot be
+        continued. The engine stays usable, and the next step returns the last outputs of those requests.
         """
         try:
             if not self._ready:
@@ -283,7 +283,10 @@ class Engine:
         self._may_stop = not self._finishes_prompts if not seqs else self._may_stop
         reads = self.reads()
         for request, done in zip(requests, rounds, strict=True):
-            self._ready.append(self._commit(request, done, reads))
+            try:
+                self._ready.append(self._commit(request, done, reads))
+            except BaseException as error:
+                self._fail(request, error)
         for request, seq in [(self._requests[chunk.seq.id], chunk.seq) for chunk in chunks]:
             if request.shows_progress:
                 num_read = len(seq.tokens) - 1 - context.num_unfed(seq)
@@ -301,20 +304,27 @@ class Engine:
             taken += self._bytes_ahead(seq, _TO_BEGIN)
             if self._max_bytes is not None and taken > self._max_bytes and self._scheduler.running:
                 break
-            if context.awaits_prefix(seq) or context.poll_prefix(seq) or (context.num_sequences and context.moves_prefix(seq)):
-                continue
-            self._scheduler.admit(seq)
-            meter = self._requests[seq.id].meter
-            num_cached = context.acquire(seq)
-            self._proposer.begin(seq, num_cached - context.num_hidden_kept(seq))
-            if not meter.has_begun:
-                meter.num_cached_tokens = num_cached
-                meter.begin(self.reads())
+            try:
+                self._begin(seq)
+            except BaseException as error:
+                self._fail(self._requests[seq.id], error)
         if self._max_bytes is not None:
             part = max(self._max_bytes - self._taken(_TO_STAY), 0) * _KEPT_PARTS // max(self._max_bytes, 1)
             if part != self._kept_part:
                 self._keep_within(part / _KEPT_PARTS * self._max_bytes)
                 self._kept_part = part
+
+    def _begin(self, seq: Sequence) -> None:
+        """Give a waiting sequence a slot, unless its prefix comes first."""
+        context, meter = self._context, self._requests[seq.id].meter
+        if context.awaits_prefix(seq) or context.poll_prefix(seq) or (context.num_sequences and context.moves_prefix(seq)):
+            return
+        self._scheduler.admit(seq)
+        num_cached = context.acquire(seq)
+        self._proposer.begin(seq, num_cached - context.num_hidden_kept(seq))
+        if not meter.has_begun:
+            meter.num_cached_tokens = num_cached
+            meter.begin(self.reads())
 
     def _bytes_ahead(self, seq: Sequence, ahead: int) -> int:
         """Bytes of a sequence with `ahead` further tokens, or with as many as it may have."""
@@ -333,10 +343,7 @@ class Engine:
         while len(self._scheduler.running) > 1 and self._taken(_TO_STAY) > max_bytes:
             seq = self._scheduler.running[-1]
             self._scheduler.preempt(seq)
-            try:
-                self._proposer.end(seq)
-            finally:
-                self._context.release(seq)
+            self._release(seq)
 
     def _keep_within(self, num_bytes: float) -> None:
         """Limit the prefixes of finished sequences to `num_bytes` in all, or to their settings if these are less."""
@@ -413,13 +420,24 @@ class Engine:
         """Forget a request and free its slot; returns its last output, completed."""
         request.seq.finish_reason = reason
         self._scheduler.remove(request.seq)
-        try:
-            self._proposer.end(request.seq)
-        finally:  # a user's drafter may raise there
-            self._context.release(request.seq)
-            if self._requests.pop(request.seq.id, None):
-                for source, counters in request.meter.levels.items():
-                    self.levels[source] += counters
+        self._release(request.seq)
+        if self._requests.pop(request.seq.id, None):
+            for source, counters in request.meter.levels.items():
+                self.levels[source] += counters
         output.finish_reason, output.error, output.stats = reason, error, request.meter.stats()
         output.num_cached_tokens = request.meter.num_cached_tokens
         return output
+
+    def _release(self, seq: Sequence) -> None:
+        """End a sequence's drafts and free its slot, whatever its drafter raises."""
+        try:
+            self._proposer.end(seq)
+        except BaseException as error:
+            fault_of_one(error)
+        finally:
+            self._context.release(seq)
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        """End one request with what its part of a step raised, and no other. An interrupt is raised again."""
+        fault = fault_of_one(error)
+        self._ready.append(self._finish(request, Output(request.seq.id, "", [], []), "error", fault))

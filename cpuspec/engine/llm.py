@@ -23,7 +23,7 @@ from cpuspec.config import ModelConfig
 from cpuspec.engine.account import round_parts
 from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec, within_memory
 from cpuspec.engine.embedding import EmbeddingJob
-from cpuspec.engine.engine import Engine, Output, RequestedAnswer, divide_memory
+from cpuspec.engine.engine import Engine, Output, Request, RequestedAnswer, divide_memory
 from cpuspec.engine.lora import LoadedAdapters, Lora, check_adapts
 from cpuspec.engine.ranking import RankingJob, ranking_weight
 from cpuspec.engine.scoring import ScoringJob
@@ -463,15 +463,24 @@ class LLM:
         """Run one forward of the job, a short one where answers wait. The thread that calls `step` calls this, between steps."""
         job.step(self.context.prompt_rows if self.engine.has_work else None)
 
-    def submit(self, wanted: RequestedAnswer, receiver: Receiver) -> int:
+    def prepare(self, wanted: RequestedAnswer) -> Request:
+        """Check an answer's prompt and params, and make all that it needs to run. Any thread may call this at any time.
+
+        A long prompt, and a grammar that was not used lately, may take seconds. Raises as `check` does.
+        """
+        self.check(wanted.prompt, wanted.params)
+        return self.engine.prepare(self._adapted(wanted))
+
+    def _adapted(self, wanted: RequestedAnswer) -> RequestedAnswer:
+        return replace(wanted, adapters=self.adapters.default) if wanted.adapters is None else wanted
+
+    def submit(self, wanted: RequestedAnswer | Request, receiver: Receiver) -> int:
         """Queue an answer for a program with an event loop, whose own thread calls `step`; returns the request's id.
 
-        `check` must have passed the prompt and the params. receiver: called with each output by the thread that runs the step. It
-        must neither wait nor raise. Raises ConfigError for a closed LLM.
+        `check` or `prepare` must have passed the prompt and the params. receiver: called with each output by the thread that runs
+        the step. It must neither wait nor raise. Raises ConfigError for a closed LLM.
         """
-        if wanted.adapters is None:
-            wanted = replace(wanted, adapters=self.adapters.default)
-        return self._shared.submit(wanted, receiver)
+        return self._shared.submit(wanted if isinstance(wanted, Request) else self._adapted(wanted), receiver)
 
     def abort(self, request_id: int) -> None:
         """Abort a request of `submit`, before the next step. Its receiver is not called any more."""
@@ -608,6 +617,8 @@ class LLM:
         try:
             if not self._shared.closed:
                 self._shared.close()
+                if self._planner:  # no step waits for a disk
+                    self._planner.costs.keep()
                 for _, context in self._contexts:
                     context.prefixes.spill()
                 if self._prefix_queue:

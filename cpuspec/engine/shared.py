@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 
-from cpuspec.engine.engine import Engine, Output, RequestedAnswer
+from cpuspec.engine.engine import Engine, Output, Request, RequestedAnswer
 from cpuspec.errors import BackendError, ConfigError, CpuspecError
 from cpuspec.metrics import RequestStats
 
@@ -45,13 +45,14 @@ class SharedEngine:
         self._waiting: dict[object, _Inbox] = {}  # the inboxes of the threads that wait
         self._exclusive: dict[_Inbox, None] = {}  # of these, those of `exclusive`, which come before those that want an output
 
-    def submit(self, wanted: RequestedAnswer, receiver: Receiver | None = None) -> int:
-        """Queue an answer; returns the request's id. Raises ConfigError if the engine is closed.
+    def submit(self, wanted: RequestedAnswer | Request, receiver: Receiver | None = None) -> int:
+        """Queue an answer, which `Engine.prepare` may have prepared; returns the request's id. Raises ConfigError if it is closed.
 
         receiver: what the thread that runs a step calls with each output; None for an inbox that `outputs` reads.
         """
         self.check_open()
-        request = self._engine.prepare(wanted)
+        request = wanted if isinstance(wanted, Request) else self._engine.prepare(wanted)
+        request.meter.arrive()
         if receiver is None:
             inbox: _Inbox = SimpleQueue()
             self._inboxes[request.seq.id] = inbox

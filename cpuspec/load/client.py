@@ -23,7 +23,7 @@ class Client:
     """Sends requests to one server."""
 
     def __init__(self, address: LocalAddress, api_key: str = "") -> None:
-        self._address = address
+        self.address = address
         self._headers = {"host": f"{address.host}:{address.port}", "connection": "close", "user-agent": "cpuspec"}
         self._headers["content-type"] = "application/json"
         if api_key:
@@ -56,7 +56,7 @@ class Client:
     @asynccontextmanager
     async def _reply(self, method: str, path: str, body: Any) -> AsyncIterator[httpx.Response]:
         """A reply of status 200 whose body is still to be read. Raises ServerError, also for what fails while it is read."""
-        address, content = self._address, None if body is None else json.dumps(body)
+        address, content = self.address, body if body is None or isinstance(body, bytes) else json.dumps(body)
         try:
             # Loopback addresses have no certificates: `verify` would read the system's for nothing.
             async with httpx.AsyncClient(headers=self._headers, trust_env=False, verify=False, timeout=None) as client:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from cpuspec.engine.engine import RequestedAnswer
 from cpuspec.engine.llm import Job
 from cpuspec.errors import CpuspecError
+from cpuspec.metrics import RequestStats
 from cpuspec.server.errors import FAILED, ClientGoneError, EngineFailedError, as_request_error
 from cpuspec.server.figures import log_figures
 from cpuspec.server.gate import context_of
@@ -22,6 +24,7 @@ from cpuspec.server.replies import STAMP, error_body, event, is_of_ollama, json_
 from cpuspec.server.writer import Event, Writer
 
 KEEP_ALIVE_S = 10.0  # silence, as while a long prompt is read, before a stream sends a sign of life
+_MANY = 64  # events of a whole answer that a thread puts together
 _LAST_S = 10.0  # added to the time that a request may take, for its last event
 _LOG = logging.getLogger("cpuspec.server")
 _T = TypeVar("_T")
@@ -42,12 +45,17 @@ async def respond(request: Request, answers: Answers, writer: Writer, streams: b
 
     async def whole() -> Response:
         events = [one async for one in _events(request, answers, writer)]
-        return json_response(writer.whole(events, answers.stats))
+        make = partial(_whole, writer, events, answers.stats)
+        return await answers.model.in_worker(context_of(request).client, make) if writer.is_long or len(events) > _MANY else make()
 
     try:
         return await unless_gone(request, whole())
     finally:
         answers.close()
+
+
+def _whole(writer: Writer, events: Sequence[Event], stats: Sequence[RequestStats]) -> Response:
+    return json_response(writer.whole(events, stats))
 
 
 async def _events(request: Request, answers: Answers, writer: Writer) -> AsyncGenerator[Event]:
@@ -70,7 +78,10 @@ async def _stream(request: Request, answers: Answers, writer: Writer) -> AsyncGe
     path = request.url.path
     try:
         async for one in _events(request, answers, writer):
-            yield event(one, path)
+            if writer.is_long:
+                yield await answers.model.in_worker(context_of(request).client, event, one, path, is_long=True)
+            else:
+                yield event(one, path)
         if writer.closing:
             yield writer.closing
     except (GeneratorExit, asyncio.CancelledError):
@@ -148,7 +159,7 @@ class _LivelySender:
 
 async def run_job(request: Request, model: ServedModel, job: Job) -> None:
     """Run a job between the engine's steps. Raises ClientGoneError if the client leaves before its end, and as the model's does."""
-    await unless_gone(request, model.run_job(job))
+    await unless_gone(request, model.run_job(context_of(request).client, job))
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:

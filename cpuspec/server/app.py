@@ -2,10 +2,12 @@
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,20 +24,22 @@ from starlette.responses import Response
 
 from cpuspec import __version__
 from cpuspec.engine.llm import LLM
+from cpuspec.environment import trusts_proxies
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.platform import SYSTEM
 from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, page, ranking, responses
 from cpuspec.server.connections import close_silent
 from cpuspec.server.errors import FAILED, EngineFailedError, RequestError, UnavailableError, as_request_error
-from cpuspec.server.fields import REFUSED
 from cpuspec.server.gate import NOTE, NOTES, Gate, context_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
 from cpuspec.server.replies import error_response
 from cpuspec.server.runner import in_own_thread
+from cpuspec.server.schema import wrong_field
 from cpuspec.server.server import Server, socket_path
 from cpuspec.settings import ServerConfig
 
+_SWITCH_S = 0.001  # after which a thread lets another one have the interpreter: the engine waits for it several times a step
 _LOG = logging.getLogger("cpuspec.server")
 
 
@@ -80,6 +84,8 @@ def _shown(request: Request, error: Exception) -> RequestError:
         case RequestValidationError():
             return _bad_body(request, error)
         case HTTPException():
+            if isinstance(error.detail, RequestError):
+                return error.detail
             shown = RequestError(str(error.detail))
             shown.status = error.status_code
             shown.kind = {404: "not_found_error", 413: "request_too_large"}.get(error.status_code, shown.kind)
@@ -90,20 +96,12 @@ def _shown(request: Request, error: Exception) -> RequestError:
 def _bad_body(request: Request, error: RequestValidationError) -> RequestError:
     """The first fault of a body that is not what its endpoint declares."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"][1:]]
-    name = place[0] if place else None
-    if first["type"] == "extra_forbidden":
-        theirs = request.url.path.startswith("/v1/messages")
-        said = "{}: Extra inputs are not permitted" if theirs else "Unrecognized request argument supplied: {}"
-        full = ".".join(place)
-        message = said.format(full) + (f"; send {REFUSED[full]} instead" if full in REFUSED else "")
-    elif first["type"] == "json_invalid":
-        message, name = "the body is no JSON; wanted one JSON object", None
-    elif not place and request.headers.get("content-type", "").partition(";")[0] != "application/json":
-        message = "the body was not read as JSON: send the header Content-Type: application/json"
-    else:
-        message = f"{'.'.join(place) or 'the body'}: {first['msg']}"
-    return RequestError(message[:500], name)
+    place = first["loc"][1:]
+    if first["type"] == "json_invalid":
+        return RequestError("the body is no JSON; wanted one JSON object")
+    if not place and request.headers.get("content-type", "").partition(";")[0] != "application/json":
+        return RequestError("the body was not read as JSON: send the header Content-Type: application/json")
+    return wrong_field(first, request.url.path, place)
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -147,7 +145,7 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
     load: loads the model in a thread. Requests get status 503 until it returns; an error that it raises ends the server.
     ready: called when the server begins to answer requests.
     """
-    config = server.config
+    config, switch_s = server.config, sys.getswitchinterval()
     web = uvicorn.Server(
         uvicorn.Config(
             make_app(server),
@@ -158,6 +156,7 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
             limit_concurrency=config.max_connections,
             timeout_graceful_shutdown=1,
             server_header=False,
+            proxy_headers=trusts_proxies(),
         )
     )
     loop = asyncio.get_running_loop()
@@ -187,6 +186,10 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
         await asyncio.wait((loaded, ending, serving), return_when=asyncio.FIRST_COMPLETED)
         if loaded.done():
             server.start(ServedModel(server.name, loaded.result(), config))
+            # A collection stops all threads while it looks at objects. Those of libraries and of the model stay for good.
+            gc.collect()
+            gc.freeze()
+            sys.setswitchinterval(_SWITCH_S)
             log_event("ready", {"model": server.name})
             ready()
             await asyncio.wait((ending, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -202,6 +205,9 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
         await serving
         if path := socket_path(config):
             Path(path).unlink(missing_ok=True)
+        server.readers.close()
+        gc.unfreeze()
+        sys.setswitchinterval(switch_s)
         for model in server.models.values():
             await asyncio.to_thread(model.close)
 

@@ -13,6 +13,7 @@ from cpuspec.engine.changing_lines import without_changing_lines
 from cpuspec.engine.engine import RequestedAnswer
 from cpuspec.engine.llm import answer_params
 from cpuspec.errors import TokenizerError
+from cpuspec.server.bounds import size_of
 from cpuspec.server.content import content_text, reasoning_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import loosened
@@ -100,7 +101,7 @@ def chat_prompt(
     listed = [_message(number, message, left_out) for number, message in enumerate(messages)]
     ending, given = ending or Ending(), dict(variables or {})
     continues, adds_prompt = ending.continues(listed), ending.add_generation_prompt is not False
-    model.check_text(_num_chars([listed, tools, given]))
+    model.check_text(size_of([listed, tools, given]))
     tokenizer, use = model.llm.tokenizer, model.tool_use
     if use.place == "words":
         listed = _without_tools(listed, tools, use.role)
@@ -211,20 +212,6 @@ def _open_reasoning(message: Mapping[str, Any], marks: tuple[str, str]) -> str |
         return message.get("reasoning_content")
     head, opening, thought = content.partition(marks[0])
     return thought if opening and not head.strip() and marks[1] not in thought else None
-
-
-def _num_chars(value: Any) -> int:
-    """The number of characters of all texts in a JSON value. It is not recursive: the value may be deeply nested."""
-    total, left = 0, [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            total += len(one)
-        elif isinstance(one, Mapping):
-            left += [*one, *one.values()]
-        elif isinstance(one, list | tuple):
-            left += one
-    return total
 
 
 def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[Sequence[Mapping[str, Any]], Any]:

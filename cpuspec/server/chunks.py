@@ -67,7 +67,7 @@ class ChatChunks(Writer):
         meters: Sequence[AnswerMeter] = (),
         scored: Sequence[TokenLogprobs] = (),
     ) -> None:
-        self._scored = scored
+        self._scored, self.is_long = scored, bool(scored)
         self._prompt, self._head, self._usages, self._new_id = prompt, head, usages, new_id
         self._has_logprobs, self._by_token, self._meters = logprobs, by_token, meters
         self._parsers = [prompt.parser() for _ in range(num_answers)]
@@ -117,15 +117,15 @@ class ChatChunks(Writer):
             }
             for index in range(len(self._parsers))
         ]
+        deltas: list[list[Mapping[str, Any]]] = [[] for _ in choices]
         for part in (part for chunk in events for part in chunk["choices"]):
             choice = choices[part["index"]]
-            _add_delta(choice["message"], part["delta"])
+            deltas[part["index"]].append(part["delta"])
             if part["logprobs"]:
                 choice["logprobs"]["content"] += part["logprobs"]["content"]
             choice["finish_reason"] = part["finish_reason"]
-        for choice in choices:
-            if "tool_calls" in choice["message"]:
-                choice["message"]["content"] = choice["message"]["content"] or None
+        for choice, said in zip(choices, deltas, strict=True):
+            choice["message"] |= _joined(said)
         found = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(stats)}
         if self._scored:
             found["prompt_logprobs"] = prompt_logprobs(self._prompt.model.llm.tokenizer, self._scored)
@@ -148,23 +148,31 @@ class ChatChunks(Writer):
         return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
 
 
-def _add_delta(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
-    for name in ("content", "reasoning_content"):
-        if delta.get(name):
-            message[name] = message.get(name, "") + delta[name]
-    for call in delta.get("tool_calls", ()):
-        if "id" in call:
-            own = {"id": call["id"], "type": "function", "function": dict(call["function"])}
-            message.setdefault("tool_calls", []).append(own)
-        else:
-            message["tool_calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
+def _joined(deltas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The parts of a message that these deltas add up to."""
+    texts: dict[str, list[str]] = {"content": []}
+    calls: list[tuple[dict[str, Any], list[str]]] = []
+    for delta in deltas:
+        for name in ("content", "reasoning_content"):
+            if delta.get(name):
+                texts.setdefault(name, []).append(delta[name])
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls.append(({"id": call["id"], "type": "function", "function": dict(call["function"])}, []))
+            calls[-1][1].append(call["function"]["arguments"])
+    found: dict[str, Any] = {name: "".join(parts) for name, parts in texts.items()}
+    if calls:
+        found["content"] = found["content"] or None
+        found["tool_calls"] = [{**call, "function": {**call["function"], "arguments": "".join(parts)}} for call, parts in calls]
+    return found
 
 
 class TextChunks(Writer):
     """Writes plain completions.
 
-    head: id, object, created and model. echoes: the prompts' texts, empty where none is wanted. scores: of the tokens of each
-    prompt, where they are echoed with their log-probabilities. scored: the same for `prompt_logprobs` of a whole completion.
+    head: id, object, created and model. echoes: the prompts' texts, empty where none is wanted. scores: for each prompt that is
+    echoed with its log-probabilities what `completion_logprobs` makes of them. scored: the tokens of each prompt, for
+    `prompt_logprobs` of a whole completion.
     """
 
     closing = "data: [DONE]\n\n"
@@ -178,10 +186,10 @@ class TextChunks(Writer):
         num_answers: int,
         *,
         logprobs: bool = False,
-        scores: Sequence[Sequence[TokenLogprobs]] = (),
+        scores: Sequence[dict[str, Any]] = (),
         scored: Sequence[Sequence[TokenLogprobs]] = (),
     ) -> None:
-        self._scored = scored
+        self._scored, self.is_long = scored, bool(scores or scored)
         self._tokenizer, self._head, self._usages, self._echoes, self._scores = tokenizer, head, usages, echoes, scores
         self._has_logprobs = logprobs
         self._num_chars = [0] * num_answers  # of the tokens that have come, for the offsets of logprobs
@@ -192,7 +200,8 @@ class TextChunks(Writer):
         for index in range(len(self._num_chars)):
             prompt, logprobs = index // per_prompt, None
             if self._scores:
-                logprobs = self._logprobs(index, self._scores[prompt])
+                logprobs = self._scores[prompt]
+                self._num_chars[index] = sum(map(len, logprobs["tokens"]))
             if self._echoes[prompt]:
                 yield self._chunk(index, self._echoes[prompt], logprobs)
 
@@ -213,18 +222,21 @@ class TextChunks(Writer):
 
     def whole(self, events: Sequence[Event], stats: Sequence[RequestStats]) -> dict[str, Any]:
         """The completion."""
-        none = completion_logprobs(self._tokenizer, [], 0)
         choices: list[dict[str, Any]] = [
-            {"index": index, "text": "", "logprobs": dict(none) if self._has_logprobs else None, "finish_reason": None}
+            {"index": index, "text": [], "logprobs": {} if self._has_logprobs else None, "finish_reason": None}
             for index in range(len(self._num_chars))
         ]
         for part in (part for chunk in events for part in chunk["choices"]):
             choice = choices[part["index"]]
-            choice["text"] += part["text"]
+            choice["text"].append(part["text"])
             choice["finish_reason"] = part["finish_reason"]
             for name, values in (part["logprobs"] or {}).items():
                 if values is not None:
-                    choice["logprobs"][name] = (choice["logprobs"][name] or []) + values
+                    choice["logprobs"].setdefault(name, []).extend(values)
+        for choice in choices:
+            choice["text"] = "".join(choice["text"])
+            if self._has_logprobs:
+                choice["logprobs"] = completion_logprobs(self._tokenizer, [], 0) | choice["logprobs"]
         for choice in choices if self._scored else ():
             of_prompt = self._scored[choice["index"] * len(self._scored) // len(choices)]
             choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, of_prompt)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -11,9 +12,11 @@ from cpuspec.engine.llm import answer_params
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.server.answering import respond, run_job, submit
 from cpuspec.server.bodies import BodyRoute
-from cpuspec.server.chat import chat_prompt
+from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
+from cpuspec.server.embeddings import count_tokens
 from cpuspec.server.errors import RequestError
+from cpuspec.server.figures import completion_logprobs
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.replies import event, json_response
@@ -32,6 +35,7 @@ from cpuspec.settings import SamplingParams
 router = APIRouter(route_class=BodyRoute)
 
 _OPENAI_TOKENS = 16  # of a plain completion that names no number
+_MOST_SCORES = 1 << 20  # log-probabilities of prompts in one response
 
 
 @router.post("/v1/chat/completions")
@@ -39,19 +43,12 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     model = await model_of(request, body.model, body.lora_scales)
-    params = chat_params(model, body, body.n)
-    keeps_to = grammar_of(body)
-    prompt = await model.in_worker(
-        chat_prompt, model, body.messages, body.tools or (), body.tool_choice, body.variables, keeps_to, body
-    )
+    prompt, requested = await model.in_worker(context.client, _chat, model, body)
     context.notes |= prompt.notes
-    check_number(model, params.n)
-    predicted = await model.in_worker(predicted_ids, model, body.prediction)
     num_scored = prompt_logprobs_of(body)
-    requested = prompt.requested(params, bool(body.stream and body.return_progress), predicted)
     scored: list[TokenLogprobs] = []
     if num_scored is not None:
-        (scored,) = await _scores(request, model, [prompt.ids], num_scored, params.cache_salt, is_answered=True)
+        (scored,) = await _scores(request, model, [prompt.ids], num_scored, 1, requested[0].params.cache_salt, True)
     answers = await submit(request, model, requested)
     writer = ChatChunks(
         prompt,
@@ -67,6 +64,15 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     return await respond(request, answers, writer, body.stream)
 
 
+def _chat(model: ServedModel, body: ChatBody) -> tuple[ChatPrompt, list[RequestedAnswer]]:
+    """A conversation's prompt, and the answers that are asked for. Raises RequestError, ConfigError or TokenizerError."""
+    params, keeps_to = chat_params(model, body, body.n), grammar_of(body)
+    prompt = chat_prompt(model, body.messages, body.tools or (), body.tool_choice, body.variables, keeps_to, body)
+    check_number(model, params.n)
+    predicted = predicted_ids(model, body.prediction)
+    return prompt, prompt.requested(params, bool(body.stream and body.return_progress), predicted)
+
+
 def check_number(model: ServedModel, number: int) -> None:
     """Raise RequestError for more answers than could ever be taken in."""
     most = model.admission.max_running + model.admission.max_waiting
@@ -79,17 +85,17 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue one prompt or several, or fill the gap before a suffix. With `max_tokens` 0 only echo and score the prompts."""
     context = context_of(request)
     model = await model_of(request, body.model, body.lora_scales)
-    params = _params(model, body, context.notes)
-    if body.suffix:
-        prompts, params = [await model.in_worker(model.fill_prompt, str(body.prompt), body.suffix)], model.fill_params(params)
-    else:
-        prompts = await model.in_worker(_prompts, model, body)
-    requested = [RequestedAnswer(prompt, one) for prompt in prompts for one in answer_params(params)]
-    of_echo, of_prompt = params.logprobs if body.echo else None, prompt_logprobs_of(body)
-    scores: list[list[TokenLogprobs]] = []
+    prompts, echoes, params = await model.in_worker(context.client, _asked, model, body, context.notes)
+    requested = [RequestedAnswer(prompt, one) for prompt in prompts for one in params]
+    of_echo, of_prompt = params[0].logprobs if body.echo else None, prompt_logprobs_of(body)
+    echoed: list[dict[str, Any]] = []
+    scored: list[list[TokenLogprobs]] = []
     if of_echo is not None or of_prompt is not None:
         most, is_answered = max(of_echo or 0, of_prompt or 0), body.max_tokens != 0
-        scores = await _scores(request, model, prompts, most, params.cache_salt, is_answered)
+        found = await _scores(request, model, prompts, most, len(params), params[0].cache_salt, is_answered)
+        if of_echo is not None:
+            echoed = await model.in_worker(context.client, _echoed, model, found, of_echo)
+        scored = [] if of_prompt is None else await model.in_worker(context.client, _cut, found, of_prompt)
     writer = TextChunks(
         model.llm.tokenizer,
         {
@@ -99,48 +105,69 @@ async def completions(body: CompletionBody, request: Request) -> Response:
             "model": shown_name(request, model),
         },
         Usages(body.stream_options, [len(one.prompt) for one in requested]),
-        [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts),
+        echoes,
         len(requested),
         logprobs=body.logprobs is not None,
-        scores=_cut(scores, of_echo),
-        scored=_cut(scores, of_prompt),
+        scores=echoed,
+        scored=scored,
     )
     if body.max_tokens == 0:
-        return _without_answers(writer, len(requested), sum(map(len, prompts)), request.url.path, bool(body.stream))
+        path = request.url.path
+        return await model.in_worker(
+            context.client, _without_answers, writer, len(requested), sum(map(len, prompts)), path, bool(body.stream)
+        )
     return await respond(request, await submit(request, model, requested), writer, body.stream)
 
 
-def _params(model: ServedModel, body: CompletionBody, notes: dict[str, str]) -> SamplingParams:
-    """The params of a body. notes: gets how the request was changed. Raises RequestError or ConfigError."""
+def _asked(
+    model: ServedModel, body: CompletionBody, notes: dict[str, str]
+) -> tuple[list[list[int]], list[str], list[SamplingParams]]:
+    """The prompts, for each the text that is echoed, and the params of the answers to each.
+
+    notes: gets how the request was changed. Raises RequestError or ConfigError.
+    """
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of is not supported; leave it out, and choose among n answers", "best_of")
     if body.suffix and not (isinstance(body.prompt, str) and not body.echo):
         raise RequestError("suffix goes with one prompt, a text, and without echo", "suffix")
     limit = _OPENAI_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     params = completion_params(model, body, noted_format(grammar_of(body), notes), limit)
-    check_number(model, params.n * len(_each_prompt(body.prompt)))
-    return params
+    given = _each_prompt(body.prompt)
+    check_number(model, params.n * len(given))
+    if body.suffix:
+        prompts, params = [model.fill_prompt(str(body.prompt), body.suffix)], model.fill_params(params)
+    else:
+        prompts = _prompts(model, body)
+    return prompts, [_echo(model, one) for one in given] if body.echo else [""] * len(prompts), answer_params(params)
 
 
 async def _scores(
-    request: Request, model: ServedModel, prompts: list[list[int]], num_top: int, cache_salt: str, is_answered: bool
+    request: Request, model: ServedModel, prompts: list[list[int]], num_top: int, num_shown: int, cache_salt: str, is_answered: bool
 ) -> list[list[TokenLogprobs]]:
     """For each prompt the scores of its tokens with `num_top` likely ones; nothing stands before the first one.
 
-    is_answered: whether answers follow, which then find what was computed here.
+    num_shown: how often the response has each. is_answered: whether answers follow, which then find what was computed here.
+    Raises RequestError for more than are given.
     """
-    for prompt in prompts:
-        model.check_prompt(prompt)
+    count_tokens(request, model, prompts)
+    num_scores = num_shown * (1 + num_top) * sum(map(len, prompts))
+    if num_scores > _MOST_SCORES:
+        raise RequestError(f"the prompts have {num_scores} log-probabilities, and at most {_MOST_SCORES} are given", "logprobs")
     context = context_of(request)
     salt = model.salt(context.client, cache_salt) if is_answered else None
-    job = model.llm.scoring_job(prompts, num_top, context.adapters, salt)
+    job = await model.in_worker(context.client, model.llm.scoring_job, prompts, num_top, context.adapters, salt)
     await run_job(request, model, job)
     return [[TokenLogprobs(ids[0], math.nan, ()), *found] for ids, found in zip(prompts, job.scores(), strict=True)]
 
 
-def _cut(scores: list[list[TokenLogprobs]], num_top: int | None) -> list[list[TokenLogprobs]]:
-    """The scores with `num_top` likely tokens each; none where that is None."""
-    return [] if num_top is None else [[replace(token, top=token.top[:num_top]) for token in one] for one in scores]
+def _cut(scores: list[list[TokenLogprobs]], num_top: int) -> list[list[TokenLogprobs]]:
+    """The scores with `num_top` likely tokens each."""
+    return [[replace(token, top=token.top[:num_top]) for token in one] for one in scores]
+
+
+def _echoed(model: ServedModel, scores: list[list[TokenLogprobs]], num_top: int) -> list[dict[str, Any]]:
+    """The scores of each prompt as OpenAI's completions show them."""
+    return [completion_logprobs(model.llm.tokenizer, one, 0) for one in _cut(scores, num_top)]
 
 
 def _without_answers(writer: TextChunks, num_answers: int, num_prompt_tokens: int, path: str, streams: bool) -> Response:
@@ -148,7 +175,7 @@ def _without_answers(writer: TextChunks, num_answers: int, num_prompt_tokens: in
     ends = [Output(0, "", [], [], finish_reason="length")] * num_answers
     events = [*writer.begin(), *(one for index, end in enumerate(ends) for one in writer.show(index, end))]
     if streams:
-        texts = [event(one, path) for one in events]
+        texts = [event(one, path, is_long=True) for one in events]
         return Response("".join([*texts, writer.closing]), media_type="text/event-stream")
     usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": 0, "total_tokens": num_prompt_tokens}
     return json_response(writer.whole(events, []) | {"usage": usage})

@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -11,26 +11,27 @@ from starlette.responses import Response
 from cpuspec.model.batch import F32
 from cpuspec.server.answering import run_job
 from cpuspec.server.bodies import BodyRoute
+from cpuspec.server.bounds import Count, Ignored, Most, Name, Prompts
 from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.replies import json_response
-from cpuspec.server.schema import Body, Unused
+from cpuspec.server.schema import Body
 
 router = APIRouter(route_class=BodyRoute)
 
-_MOST_INPUTS, _MOST_TOKENS = 2048, 300_000  # of one request, as OpenAI has it
+MOST_INPUTS, MOST_TOKENS = 2048, 300_000  # of one request, as OpenAI has it
 
 
-Inputs = str | list[int] | list[str] | list[list[int]]  # texts or token ids
+Inputs = Annotated[Prompts, Most(1 << 23, MOST_TOKENS)]  # texts or token ids
 
 
 class EmbeddingsBody(Body):
     input: Inputs
-    model: str | None = None
+    model: Name | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
-    user: Unused = None
+    dimensions: Count | None = None
+    user: Ignored = None
 
 
 @router.post("/v1/embeddings")
@@ -68,13 +69,14 @@ async def embed(
             f"{model.name} was trained to write, and makes no embeddings; serve a model that does, such as Qwen3-Embedding, "
             "or start the server with --pooling"
         )
-    prompts = await model.in_worker(_prompts, model, given)
+    client = context_of(request).client
+    prompts = await model.in_worker(client, _prompts, model, given)
     if cuts:
         prompts = [prompt[: model.max_prompt_tokens] for prompt in prompts]
     num_tokens = count_tokens(request, model, prompts)
-    job = model.llm.embedding_job(prompts, pooling, dimensions, context_of(request).adapters)
+    job = await model.in_worker(client, model.llm.embedding_job, prompts, pooling, dimensions, context_of(request).adapters)
     await run_job(request, model, job)
-    return json_response(reply(job.embeddings(), num_tokens))
+    return await model.in_worker(client, lambda: json_response(reply(job.embeddings(), num_tokens)))
 
 
 def count_tokens(request: Request, model: ServedModel, prompts: Sequence[Sequence[int]]) -> int:
@@ -82,8 +84,8 @@ def count_tokens(request: Request, model: ServedModel, prompts: Sequence[Sequenc
     for prompt in prompts:
         model.check_prompt(prompt)
     num_tokens = sum(map(len, prompts))
-    if num_tokens > _MOST_TOKENS:
-        raise RequestError(f"the inputs have {num_tokens} tokens together, and at most {_MOST_TOKENS} are taken", "input")
+    if num_tokens > MOST_TOKENS:
+        raise RequestError(f"the inputs have {num_tokens} tokens together, and at most {MOST_TOKENS} are taken", "input")
     context_of(request).figures |= {"prompt_tokens": num_tokens}
     return num_tokens
 
@@ -97,8 +99,8 @@ def _prompts(model: ServedModel, given: Inputs) -> list[list[int]]:
 
 def check_inputs(model: ServedModel, texts: Sequence[str | list[int]]) -> None:
     """Raise RequestError for more texts than are taken, an empty one, or one that cannot fit."""
-    if not 1 <= len(texts) <= _MOST_INPUTS:
-        raise RequestError(f"input has {len(texts)} texts, and 1 to {_MOST_INPUTS} are taken", "input")
+    if not 1 <= len(texts) <= MOST_INPUTS:
+        raise RequestError(f"input has {len(texts)} texts, and 1 to {MOST_INPUTS} are taken", "input")
     if not all(texts):
         raise RequestError("input has an empty text; leave it out", "input")
     model.check_text(max(len(text) for text in texts))

@@ -1,6 +1,12 @@
 """Errors of requests: a mistake of the client, or something that the server cannot do now. Each has a status and a kind."""
 
-from cpuspec.errors import BackendError, CpuspecError
+from collections.abc import Callable
+from typing import TypeVar
+
+from cpuspec.errors import BackendError, CpuspecError, in_one_line
+
+_T = TypeVar("_T")
+_LONGEST_ERROR = 300
 
 
 class RequestError(CpuspecError):
@@ -129,3 +135,16 @@ def as_request_error(error: CpuspecError) -> RequestError:
     if isinstance(error, RequestError):
         return error
     return EngineFailedError(str(error)) if isinstance(error, BackendError) else RequestError(str(error))
+
+
+def contained(function: Callable[[], _T]) -> _T:
+    """Call the function. Raises EngineFailedError for a BaseException that is no Exception, such as a panic of a Rust library.
+
+    No handler of errors would catch such an exception, and it might end the thread or the event loop.
+    """
+    try:
+        return function()
+    except Exception:
+        raise
+    except BaseException as error:
+        raise EngineFailedError(f"a library failed: {type(error).__name__}: {in_one_line(str(error))[:_LONGEST_ERROR]}") from error

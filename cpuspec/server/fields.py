@@ -116,6 +116,11 @@ def _at_least(number: float, otherwise: Any) -> Callable[[Any], Any]:
     return lambda value: otherwise if _is_number(value) and float(value) < number else value
 
 
+def _limit(value: Any) -> Any:
+    """A number below zero, or one beyond all contexts, is no limit."""
+    return UNLIMITED if _is_number(value) and not 0 <= float(value) <= UNLIMITED else value
+
+
 def _seed(value: Any) -> Any:
     """-1 is no seed; other numbers below zero, which OpenAI's API takes, are seeds of their own."""
     if not _is_number(value) or float(value) >= 0:
@@ -126,7 +131,7 @@ def _seed(value: Any) -> Any:
 
 # Values as some clients write them, by a body's own name for the field.
 _VALUES: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(SAME_NAMES[0], _at_least(0, UNLIMITED)),
+    **dict.fromkeys(SAME_NAMES[0], _limit),
     "min_tokens": _at_least(0, 0),
     "seed": _seed,
     "top_k": _at_least(0, 0),

@@ -1,6 +1,7 @@
 """The figures of answers as OpenAI's `usage` and llama-server's `timings`; tokens with their log-probabilities."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import isnan
 from typing import Any
 
@@ -134,7 +135,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], o
         return text if text.encode() == bytes(data) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     texts = [token_text(tokenizer, one.token_id)[0] for one in tokens]
-    offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
+    offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
     tops = [{name(token): logprob for token, logprob in one.top} for one in tokens]
     return {
         "tokens": [name(one.token_id) for one in tokens],

@@ -20,7 +20,7 @@ from cpuspec.server import page
 from cpuspec.server.errors import BodyTooLargeError, ForbiddenError, RequestError, UnauthorizedError, UnknownModelError
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
-from cpuspec.server.replies import error_response
+from cpuspec.server.replies import STAMP, error_response
 from cpuspec.server.server import Server, server_of, socket_path
 
 BODY_S = 60.0  # the longest time in which a body may arrive
@@ -31,6 +31,8 @@ OPEN_PATHS = ("/livez", "/health", "/ready", *page.FILES)
 NONCE = "cpuspec.nonce"
 # Response headers that say how a request was changed are NOTE with one of the names NOTES.
 NOTE, NOTES = "x-cpuspec-", ("ignored-fields", "left-out", "loosened")
+_PIECE = 1 << 18  # bytes of a body that are sent at once
+_READING = ("GET", "HEAD", "OPTIONS")
 _OF_V1 = (
     "/chat/completions",
     "/completions",
@@ -131,7 +133,12 @@ class Gate:
                 sent["x-request-id"] = context.id
                 for name, note in context.notes.items():
                     sent[NOTE + name] = note.encode("ascii", "replace").decode()
-            await send(message)
+            body = b"" if STAMP in message else message.get("body", b"")
+            for at in range(0, len(body) - _PIECE, _PIECE):  # a socket takes a large body as a whole, while the loop waits
+                await send({"type": "http.response.body", "body": body[at : at + _PIECE], "more_body": True})
+                await asyncio.sleep(0)
+            at = max(len(body) - 1, 0) // _PIECE * _PIECE
+            await send({**message, "body": body[at:]} if at else message)
 
         try:
             try:
@@ -141,6 +148,10 @@ class Gate:
                 return
             if _may_be_json(scope, headers):
                 MutableHeaders(scope=scope)["content-type"] = "application/json"
+            elif scope["method"] not in _READING and headers.get("content-type", "").partition(";")[0] != "application/json":
+                refusal = RequestError("a page of another origin must send the header Content-Type: application/json")
+                await error_response(scope["path"], refusal, context.id)(scope, receive, send_on)
+                return
             try:
                 await self._app(scope, _Limited(receive, self._server.config.max_body_bytes), send_on)
             except (Exception, asyncio.CancelledError):

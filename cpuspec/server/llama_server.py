@@ -4,7 +4,7 @@ Source: llama.cpp's server README.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -14,11 +14,12 @@ from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.metrics import RequestStats, now_s
 from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute
+from cpuspec.server.bounds import Count, Integers, Most, Name, Range, Schema, Text
 from cpuspec.server.fields import UNLIMITED
 from cpuspec.server.figures import chat_logprobs, timings
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
-from cpuspec.server.schema import Body, SamplingFields, sampling_params
+from cpuspec.server.schema import Body, Grammar, SamplingFields, Stops, sampling_params
 from cpuspec.server.structured import noted_format
 from cpuspec.server.writer import Writer
 from cpuspec.settings import SamplingParams
@@ -28,33 +29,33 @@ router = APIRouter(route_class=BodyRoute)
 
 
 class OtherFile(Body):
-    text: str
-    filename: str = "file"
+    text: Text
+    filename: Name = "file"
 
 
 class _TextBody(SamplingFields):
     """Fields of both endpoints."""
 
-    model: str | None = None
-    stop: str | list[str] | None = None
-    grammar: str = ""
-    json_schema: dict[str, Any] | None = None
+    model: Name | None = None
+    stop: Stops | None = None
+    grammar: Grammar = ""
+    json_schema: Schema | None = None
     stream: bool = False
-    t_max_predict_ms: float = 0  # 0: no limit
+    t_max_predict_ms: Annotated[float, Range(-1e12, 1e12)] = 0  # 0: no limit
 
 
 class InfillBody(_TextBody):
-    input_prefix: str
-    input_suffix: str
-    input_extra: list[OtherFile] = Field(default_factory=list)
-    prompt: str = ""  # text that has been written at the cursor
-    n_predict: int = 128
+    input_prefix: Text
+    input_suffix: Text
+    input_extra: Annotated[list[OtherFile], Most(1 << 23, 1 << 12)] = Field(default_factory=list)
+    prompt: Text = ""  # text that has been written at the cursor
+    n_predict: Count = 128
 
 
 class CompletionBody(_TextBody):
-    prompt: str | list[int]
-    n_predict: int = UNLIMITED
-    n_probs: int = 0  # of likely tokens for each token
+    prompt: Annotated[str | Integers, Most(1 << 23)]
+    n_predict: Count = UNLIMITED
+    n_probs: Annotated[int, Range(0, 100)] = 0  # of likely tokens for each token
     return_tokens: bool = False
 
 
@@ -62,9 +63,10 @@ class CompletionBody(_TextBody):
 async def infill(body: InfillBody, request: Request) -> Response:
     """Fill the gap. n_predict 0 reads the prompt only, so that the next request finds it in the cache."""
     model = await model_of(request, body.model, body.lora_scales)
-    params = model.fill_params(_params(request, model, body))
+    client = context_of(request).client
+    params = model.fill_params(await model.in_worker(client, _params, request, model, body))
     others = [(one.filename, one.text) for one in body.input_extra]
-    prompt = await model.in_worker(model.fill_prompt, body.input_prefix + body.prompt, body.input_suffix, others)
+    prompt = await model.in_worker(client, model.fill_prompt, body.input_prefix + body.prompt, body.input_suffix, others)
     return await _answer(request, model, body, prompt, params)
 
 
@@ -72,10 +74,11 @@ async def infill(body: InfillBody, request: Request) -> Response:
 async def completion(body: CompletionBody, request: Request) -> Response:
     """Continue one prompt, a text or token ids. n_predict 0 reads the prompt only."""
     model = await model_of(request, body.model, body.lora_scales)
-    params, prompt = _params(request, model, body, body.n_probs or None), body.prompt
+    client, prompt = context_of(request).client, body.prompt
+    params = await model.in_worker(client, _params, request, model, body, body.n_probs or None)
     if isinstance(prompt, str):
         model.check_text(len(prompt))
-        prompt = await model.in_worker(model.llm.tokenizer.encode_prompt, prompt)
+        prompt = await model.in_worker(client, model.llm.tokenizer.encode_prompt, prompt)
     return await _answer(request, model, body, prompt, params)
 
 

@@ -5,16 +5,17 @@ Sources: Anthropic's Messages API reference (bodies, order of stream events), an
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cpuspec.engine.changing_lines import without_lines
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.metrics import RequestStats
 from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute, ignore
+from cpuspec.server.bounds import Content, Count, Ignored, Listed, Most, Name, Object, Refused, Schema, Strings
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
@@ -22,7 +23,7 @@ from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import event, json_response
-from cpuspec.server.schema import Body, SamplingFields, Unused, ignoring, refuse, sampling_params
+from cpuspec.server.schema import Body, SamplingFields, ignoring, refuse, sampling_params
 from cpuspec.server.structured import answer_format
 from cpuspec.server.writer import Writer
 
@@ -38,36 +39,36 @@ _IgnoredInAnswers: Any = ignoring(
 
 
 class Thinking(Body):
-    type: str | None = None
-    budget_tokens: Unused = None
-    display: Unused = None
+    type: Name | None = None
+    budget_tokens: Ignored = None
+    display: Ignored = None
 
 
 class OutputConfig(Body):
-    format: dict[str, Any] | None = None
-    effort: str | None = None
-    task_budget: Unused = None
+    format: Schema | None = None
+    effort: Name | None = None
+    task_budget: Ignored = None
 
 
 class CountBody(_Ignored):
-    model: str | None = None
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
+    model: Name | None = None
+    messages: Listed
+    system: Content | None = None
+    tools: Listed | None = None
+    tool_choice: Object | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    output_format: dict[str, Any] | None = None  # output_config.format, as the beta called it
+    chat_template_kwargs: Object | None = None
+    output_format: Schema | None = None  # output_config.format, as the beta called it
     # Refused where they ask for something.
-    compaction: Any = None
-    thread: Any = None
+    compaction: Refused = None
+    thread: Refused = None
 
 
 class MessagesBody(CountBody, SamplingFields, _IgnoredInAnswers):
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[Strings, Most(4096, 32)] | None = None
 
 
 @router.post("/v1/messages")
@@ -75,10 +76,8 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     model = await model_of(request, body.model, body.lora_scales)
-    stops = tuple(text for text in body.stop_sequences or () if text)
-    params = sampling_params(model, body, max_tokens=body.max_tokens, stop=stops)
     ignore(request, (f"tools.{kind}" for kind in _foreign_kinds(body)))
-    prompt = await model.in_worker(_prompt, model, body)
+    prompt, requested = await model.in_worker(context.client, _asked, model, body)
     context.notes |= prompt.notes
     head: dict[str, Any] = {
         "id": f"msg_{context.id}",
@@ -89,15 +88,22 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         "stop_reason": None,
         "stop_sequence": None,
     }
-    answers = await submit(request, model, prompt.requested(params))
+    answers = await submit(request, model, requested)
     return await respond(request, answers, _MessageWriter(prompt, head, answers.new_id), body.stream)
+
+
+def _asked(model: ServedModel, body: MessagesBody) -> tuple[ChatPrompt, list[RequestedAnswer]]:
+    stops = tuple(text for text in body.stop_sequences or () if text)
+    params = sampling_params(model, body, max_tokens=body.max_tokens, stop=stops)
+    prompt = _prompt(model, body)
+    return prompt, prompt.requested(params)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountBody, request: Request) -> Response:
     """How many tokens the prompt of such a conversation has."""
     model = await model_of(request, body.model)
-    prompt = await model.in_worker(_prompt, model, body)
+    prompt = await model.in_worker(context_of(request).client, _prompt, model, body)
     return json_response({"input_tokens": len(prompt.ids)})
 
 

@@ -6,25 +6,33 @@ It knows prompts as token ids and answers as outputs; the protocols are written 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from random import Random
 from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
 from zlib import crc32
 
-from cpuspec.engine.engine import Output, RequestedAnswer
+from cpuspec.engine.engine import Output, Request, RequestedAnswer
 from cpuspec.engine.llm import LLM, Job
 from cpuspec.errors import CpuspecError
 from cpuspec.metrics import RequestStats, now_s
-from cpuspec.server.admission import Admission
-from cpuspec.server.errors import BusyError, ContextExceededError, EngineFailedError, RequestError, TimeUpError, as_request_error
+from cpuspec.server.admission import Admission, Workers
+from cpuspec.server.errors import (
+    BusyError,
+    ContextExceededError,
+    EngineFailedError,
+    RequestError,
+    TimeUpError,
+    as_request_error,
+    contained,
+)
 from cpuspec.server.fill import fill_tokens
 from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import ToolFormat, shown_tokens
-from cpuspec.server.runner import Runner, contained
+from cpuspec.server.runner import Runner
 from cpuspec.server.turns import ToolUse, model_format, tool_use
 from cpuspec.settings import SamplingParams, ServerConfig
 
@@ -34,7 +42,8 @@ _T = TypeVar("_T")
 # The most characters of a text for each token that fits; languages and programs have 2 to 6.
 _CHARS_PER_TOKEN, _CHARS_AT_LEAST = 16, 4096
 _STEP_S = 1.0  # the longest time that /metrics waits for a step to end
-_MOST_STOPS, _STOP_CHARS, _MOST_BIASES = 32, 4096, 1024
+_MOST_BIASES = 1024
+_MOST_MERGED = 256  # tokens of outputs that are shown as one
 
 
 @dataclass
@@ -71,12 +80,9 @@ class ServedModel:
         self.metrics = Metrics(name, self._state, lambda: llm.levels, llm.reads, lambda: llm.num_draft_failures)
         self.on_death: Callable[[], object] = lambda: None  # called when its engine has died for good
         self.runner = Runner(llm, asyncio.get_running_loop(), self._engine_failed)
-        # Few threads: a flood of prompts must not starve the event loop and the engine, which share the interpreter with them.
-        self._workers = ThreadPoolExecutor(2, "cpuspec-tokenizer")
-        self._compiler = ThreadPoolExecutor(1, "cpuspec-grammar")  # separate, because a grammar may take seconds to be refused
-        self._compiling = Admission(1, self.admission.max_running + self.admission.max_waiting, "grammars")
-        self._runs_job = asyncio.Lock()  # one job is computed at a time, beside the engine's steps
-        self.num_jobs = 0  # requests for embeddings or scores that run or wait
+        self._workers = Workers(2, "cpuspec-tokenizer")
+        self._compiler = Workers(1, "cpuspec-grammar")  # separate, because a grammar may take seconds to be refused
+        self.jobs = Admission(1, config.max_waiting, "requests for embeddings or scores")  # beside the engine's steps
         tokenizer = llm.tokenizer
         self.shown = shown_tokens(tokenizer)
         self.fill = fill_tokens(tokenizer)
@@ -119,64 +125,54 @@ class ServedModel:
         levels = await asyncio.to_thread(self.llm.memory)
         return sum(level.weight_bytes - level.shared_bytes + level.kv_bytes for level in levels)
 
-    async def in_worker(self, function: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) -> _T:
-        """Call the function in a worker thread, and return what it returns. Tokenization and templates may take a while."""
-        work = partial(contained, partial(function, *args, **options))
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+    async def in_worker(self, client: str, function: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) -> _T:
+        """Call the function in a worker thread, and return what it returns: what a request holds may take a while to read.
+
+        client: whose turn it takes. Raises BusyError.
+        """
+        return await self._workers.run(client, partial(function, *args, **options))
 
     async def answers(self, client: str, request_id: str, requested: Sequence[RequestedAnswer], rng: Random | None) -> "Answers":
-        """Queue the answers to one request, all or none. A grammar is compiled in a thread. rng: see `Answers`.
+        """Queue the answers to one request, all or none. They are prepared in a thread. rng: see `Answers`.
 
         client: whose turn in the queue the answers take. Clients with different keys share no prefixes.
         Raises RequestError or ConfigError for what the model cannot run, BusyError where the queue is full.
         """
-        each = {id(one.prompt): one for one in requested}.values()  # the answers to one prompt need one check
-        for one in each:
-            self.check_prompt(one.prompt)
-        self.admission.check(len(requested))
-        for one in each:
-            check = partial(self.llm.check, one.prompt, one.params)
-            if one.params.has_grammar:
-                await self._compile(client, one.params, check)
-            else:
-                check()
-        if self.has_keys:
-            salts = [self.salt(client, one.params.cache_salt) for one in requested]
-            requested = [
-                replace(one, params=replace(one.params, cache_salt=salt)) for one, salt in zip(requested, salts, strict=True)
-            ]
-        return Answers(self, client, request_id, requested, rng)
+        self.check_prompt(max((one.prompt for one in requested), key=len))
+        self.admission.check(client, len(requested))
+        params, workers = requested[0].params, self._workers
+        # A grammar that is compiled already does not wait behind others.
+        if params.has_grammar and not await workers.run(client, partial(self.llm.has_compiled, params)):
+            workers = self._compiler
+        prepared = await workers.run(client, partial(self._prepared, client, requested, rng))
+        return Answers(self, client, request_id, prepared, rng)
+
+    def _prepared(self, client: str, requested: Sequence[RequestedAnswer], rng: Random | None) -> list[Request]:
+        found = []
+        for one in requested:
+            salt = self.salt(client, one.params.cache_salt)
+            params = _seeded(one.params, rng)
+            params = params if salt == params.cache_salt else replace(params, cache_salt=salt)
+            found.append(self.llm.prepare(replace(one, params=params, shown=self.shown)))
+        return found
 
     def salt(self, client: str, given: str = "") -> str:
         """The engine's salt for a client's request. given: the request's `cache_salt`."""
         return f"{client}:{given}" if self.has_keys else given
 
-    async def _compile(self, client: str, params: SamplingParams, check: Callable[[], None]) -> None:
-        """Check a request with a grammar in a thread. Clients take turns; a grammar that is compiled already does not wait."""
-        if self.llm.has_compiled(params):
-            check()
-            return
-        admitted = asyncio.Event()
-        (ticket,) = self._compiling.enter(client, [admitted.set])
-        try:
-            await admitted.wait()
-            await asyncio.get_running_loop().run_in_executor(self._compiler, partial(contained, check))
-        finally:
-            self._compiling.leave(ticket)
-
-    async def run_job(self, job: Job) -> None:
+    async def run_job(self, client: str, job: Job) -> None:
         """Run a job, for embeddings or scores, to its end beside the engine's steps. Raises BusyError, TimeUpError."""
-        if self.num_jobs > self.admission.max_waiting:
-            raise BusyError(f"{self.num_jobs} requests for embeddings or scores wait; try again later")
-        self.num_jobs += 1
+        admitted = asyncio.Event()
+        (ticket,) = self.jobs.enter(client, [admitted.set])
         try:
-            async with asyncio.timeout(self.config.max_request_s), self._runs_job:
+            async with asyncio.timeout(self.config.max_request_s):
+                await admitted.wait()
                 while not job.is_done:
                     await self.runner.between_steps(partial(self.llm.job_step, job))
         except TimeoutError:
             raise TimeUpError(f"the request took longer than {self.config.max_request_s:g} s") from None
         finally:
-            self.num_jobs -= 1
+            self.jobs.leave(ticket)
 
     def fill_prompt(self, before: str, after: str, others: Sequence[tuple[str, str]] = ()) -> list[int]:
         """See `FillTokens.prompt`. Raises RequestError for a model that cannot fill in, and as `check_text` does."""
@@ -193,14 +189,10 @@ class ServedModel:
     def params(self, given: dict[str, Any]) -> SamplingParams:
         """The params of a request with these fields, the model's own recommendations for others.
 
-        Raises ConfigError, and RequestError for more stop texts or biases than each step can look through.
+        Raises ConfigError, and RequestError for more biases than each step can look through.
         """
-        stops = given.get("stop", ())
-        stops = (stops,) if isinstance(stops, str) else stops
-        if len(stops) > _MOST_STOPS or sum(map(len, stops)) > _STOP_CHARS:
-            raise RequestError(f"stop takes at most {_MOST_STOPS} texts with {_STOP_CHARS} characters together", "stop")
         if len(given.get("logit_bias", ())) > _MOST_BIASES:
-            raise RequestError(f"logit_bias takes at most {_MOST_BIASES} tokens", "logit_bias")
+            raise RequestError(f"logit_bias takes at most {_MOST_BIASES} tokens, got {len(given['logit_bias'])}", "logit_bias")
         most = self.config.max_new_tokens or self.llm.context_length
         return self.llm.sampling_defaults.under({**given, "max_tokens": min(given.get("max_tokens", most), most)})
 
@@ -234,8 +226,8 @@ class ServedModel:
     def close(self) -> None:
         """End the engine's thread when its step is done, and release the model."""
         self.runner.close()
-        self._workers.shutdown(cancel_futures=True)
-        self._compiler.shutdown(cancel_futures=True)
+        self._workers.close()
+        self._compiler.close()
         self.llm.close()
 
     def _engine_failed(self) -> None:
@@ -251,7 +243,7 @@ class ServedModel:
 class Answers:
     """The answers to one request. They enter the queue when this is made, run when a place is free, and come out of `outputs`.
 
-    `ServedModel.answers` makes it, after `LLM.check` has accepted the request. The caller must call `close` at the end. An answer
+    `ServedModel.answers` makes it of what `LLM.prepare` has made. The caller must call `close` at the end. An answer
     is known by its number, counted from 0. Raises BusyError if the queue is full.
 
     rng: None, unless another replica may have to repeat the answers (`cpuspec.ray`). Then seeds and ids are drawn from it, and the
@@ -259,26 +251,24 @@ class Answers:
     stamp: with an `rng`, a checksum of the tokens that `outputs` has yielded; None for a progress report.
     """
 
-    def __init__(
-        self, model: ServedModel, client: str, request_id: str, requested: Sequence[RequestedAnswer], rng: Random | None
-    ) -> None:
-        self.requested = requested if rng is None else [_seeded(one, rng) for one in requested]
+    def __init__(self, model: ServedModel, client: str, request_id: str, prepared: Sequence[Request], rng: Random | None) -> None:
+        self._prepared = prepared
         self.stamp = None if rng is None else 0
         self._rng = rng
         self._checksum = 0
-        self._rotation = deque(range(len(requested)))  # with an rng: the unfinished answers, the next one first
-        self.meters = [AnswerMeter(len(one.prompt)) for one in requested]
-        self._model = model
+        self._rotation = deque(range(len(prepared)))  # with an rng: the unfinished answers, the next one first
+        self.meters = [AnswerMeter(len(one.seq.tokens)) for one in prepared]
+        self.model = model
         self._client, self._request_id = client, request_id
         self.deadline_s = asyncio.get_running_loop().time() + model.config.max_request_s
-        self._outputs: list[list[Output]] = [[] for _ in requested]  # that `outputs` has not yielded yet, by number
+        self._outputs: list[list[Output]] = [[] for _ in prepared]  # that `outputs` has not yielded yet, by number
         self._stats: dict[int, RequestStats] = {}  # of the finished answers, by number
         self._ready = asyncio.Event()
         self._engine_ids: dict[int, int] = {}  # the engine's ids of the running answers, by number
         self._slots: dict[int, ReportedSlot] = {}
         self._error: CpuspecError | None = None
         try:
-            starts = [partial(self._submit, number) for number in range(len(requested))]
+            starts = [partial(self._submit, number) for number in range(len(prepared))]
             self._tickets = model.admission.enter(client, starts)
         except BusyError as error:
             error.retry_after_s = model.retry_after_s()
@@ -299,13 +289,13 @@ class Answers:
 
         Raises TimeUpError when the time is up, EngineFailedError if the engine ended an answer, RequestError if its grammar did.
         """
-        num_left = len(self.requested)
+        num_left = len(self._prepared)
         while num_left:
             try:
                 async with asyncio.timeout_at(self.deadline_s):
                     await self._ready.wait()
             except TimeoutError:
-                raise TimeUpError(f"the request took longer than {self._model.config.max_request_s:g} seconds") from None
+                raise TimeUpError(f"the request took longer than {self.model.config.max_request_s:g} seconds") from None
             self._ready.clear()
             if self._error:
                 raise self._error
@@ -318,6 +308,7 @@ class Answers:
                     num_left -= 1
                     self._stats |= {number: output.stats} if output.stats else {}
                 yield number, output
+                await asyncio.sleep(0)  # a reader that is behind gets much at once
 
     def fail(self, error: CpuspecError) -> None:
         """Make `outputs` raise this error."""
@@ -329,19 +320,22 @@ class Answers:
 
         The next answer may start before the engine frees the slot of this one. That is safe: it waits in `Scheduler.waiting`.
         """
-        self._model.unfinished.discard(self)
+        self.model.unfinished.discard(self)
         for number, ticket in enumerate(self._tickets):
             if number in self._engine_ids:
-                self._model.metrics.ended(self.meters[number], "aborted", 0)
+                self.model.metrics.ended(self.meters[number], "aborted", 0)
             self._release(number)
-            self._model.admission.leave(ticket)
+            self.model.admission.leave(ticket)
 
     def _merged_outputs(self) -> Iterator[tuple[int, Output]]:
-        """Yield for each answer one output, merged of those that have come."""
+        """Yield the outputs that have come, answer by answer. Small ones are merged."""
         for number, waiting in enumerate(self._outputs):
-            if waiting:
-                self._outputs[number] = []
-                yield number, _merged(waiting)
+            begin, self._outputs[number] = 0, []
+            while begin < len(waiting):
+                counts = accumulate(len(output.token_ids) for output in waiting[begin : begin + _MOST_MERGED])
+                end = begin + max(1, sum(count <= _MOST_MERGED for count in counts))
+                yield number, _merged(waiting[begin:end])
+                begin = end
 
     def _outputs_in_rotation(self) -> Iterator[tuple[int, Output]]:
         """Yield the outputs that have come, answer by answer, until the next answer has none. Progress reports do not rotate."""
@@ -357,17 +351,18 @@ class Answers:
 
     def _submit(self, number: int) -> None:
         """Hand an answer to the engine: its place in the queue has come up."""
-        one, model = self.requested[number], self._model
+        one, model = self._prepared[number], self.model
         self.meters[number].start()
+        tokens = one.seq.tokens.copy()  # of the prompt; the engine adds to its own
         try:
             receive = partial(self._receive, number)
-            self._engine_ids[number] = contained(partial(model.runner.submit, replace(one, shown=model.shown), receive))
+            self._engine_ids[number] = contained(partial(model.runner.submit, one, receive))
         except CpuspecError as error:
             self.fail(error)
             return
         slot = self._slots[number] = next(slot for slot in model.slots if slot.meter is None)
-        slot.meter, slot.request_id, slot.tokens = self.meters[number], self._request_id, list(one.prompt)
-        slot.client, slot.salt = self._client, one.params.cache_salt
+        slot.meter, slot.request_id, slot.tokens = self.meters[number], self._request_id, tokens
+        slot.client, slot.salt = self._client, one.seq.params.cache_salt
 
     def _receive(self, number: int, output: Output) -> None:
         """Keep an output of the engine. A finished answer gives its place back at once, even if its reader is slow."""
@@ -376,26 +371,27 @@ class Answers:
         self._outputs[number] += [output] if self._rng is None else _by_token(output)
         self._slots[number].tokens += output.token_ids
         self._ready.set()
-        metrics = self._model.metrics
+        metrics = self.model.metrics
         metrics.output(self.meters[number], len(output.token_ids))
         if output.finish_reason is not None:
             metrics.ended(self.meters[number], output.finish_reason, output.stats.num_cached_tokens if output.stats else 0)
             self._release(number)
-            self._model.admission.leave(self._tickets[number])
+            self.model.admission.leave(self._tickets[number])
 
     def _release(self, number: int) -> None:
         """Abort an answer that still runs, and free its slot."""
         engine_id = self._engine_ids.pop(number, None)
         if engine_id is not None:
-            self._model.runner.abort(engine_id)
+            self.model.runner.abort(engine_id)
             slot = self._slots.pop(number)
             slot.meter, slot.request_id = None, ""
 
 
-def _seeded(one: RequestedAnswer, rng: Random) -> RequestedAnswer:
-    """The same answer, with a seed where it is sampled."""
-    is_fixed = one.params.greedy or one.params.seed is not None
-    return one if is_fixed else replace(one, params=replace(one.params, seed=rng.getrandbits(64)))
+def _seeded(params: SamplingParams, rng: Random | None) -> SamplingParams:
+    """The same params, with a seed where they sample."""
+    if rng is None or params.greedy or params.seed is not None:
+        return params
+    return replace(params, seed=rng.getrandbits(64))
 
 
 def _by_token(output: Output) -> list[Output]:

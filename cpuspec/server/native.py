@@ -6,7 +6,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
@@ -16,6 +16,7 @@ from cpuspec.engine.lora import LoadedAdapter
 from cpuspec.errors import CacheError, CheckpointError
 from cpuspec.metrics import now_s
 from cpuspec.server.bodies import BodyRoute
+from cpuspec.server.bounds import Ids, Listed, Most, Name, Object, Text
 from cpuspec.server.chat import chat_prompt
 from cpuspec.server.errors import ForbiddenError, NotSupportedError, RequestError, UnknownModelError
 from cpuspec.server.figures import token_text
@@ -24,7 +25,7 @@ from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import METRICS_TYPE, metrics_text
 from cpuspec.server.replies import json_response
 from cpuspec.server.runner import in_own_thread
-from cpuspec.server.schema import Body, Ending, LoraScale
+from cpuspec.server.schema import Body, Choice, Ending, LoraScale
 from cpuspec.server.server import Server, server_of
 
 router = APIRouter(route_class=BodyRoute)
@@ -33,38 +34,38 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 class TokenizeBody(Ending):
-    content: str | None = None
-    prompt: str | None = None  # vLLM's name for it
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    content: Text | None = None
+    prompt: Text | None = None  # vLLM's name for it
+    messages: Listed | None = None
+    tools: Listed | None = None
     add_special: bool = False
     parse_special: bool = False
     with_pieces: bool = False
-    model: str | None = None
+    model: Name | None = None
 
 
 class DetokenizeBody(Body):
-    tokens: list[int]
-    model: str | None = None
+    tokens: Ids
+    model: Name | None = None
 
 
 class TemplateBody(Ending):
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    model: str | None = None
+    messages: Listed
+    tools: Listed | None = None
+    tool_choice: Choice | None = None
+    chat_template_kwargs: Object | None = None
+    model: Name | None = None
 
 
 class AdapterBody(Body):
-    lora_name: str
-    lora_path: str | None = None
+    lora_name: Name
+    lora_path: Annotated[str, Most(1 << 12)] | None = None
     load_inplace: bool = False
-    model: str | None = None
+    model: Name | None = None
 
 
 class SlotBody(Body):
-    filename: str
+    filename: Name
 
 
 @router.get("/livez")
@@ -155,22 +156,26 @@ def _model_row(server: Server, name: str) -> dict[str, Any]:
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a text, or of a conversation as the model gets it."""
     found = await model_of(request, body.model)
-    tokenizer = found.llm.tokenizer
+    return await found.in_worker(context_of(request).client, _tokenized, found, body)
+
+
+def _tokenized(model: ServedModel, body: TokenizeBody) -> Response:
+    tokenizer = model.llm.tokenizer
     if body.messages is not None:
-        ids = (await found.in_worker(chat_prompt, found, body.messages, body.tools or (), ending=body)).ids
+        ids = chat_prompt(model, body.messages, body.tools or (), ending=body).ids
     else:
         text = body.content if body.content is not None else body.prompt or ""
-        found.check_text(len(text))
-        ids = await found.in_worker(tokenizer.encode, text, body.add_special, body.parse_special)
+        model.check_text(len(text))
+        ids = tokenizer.encode(text, body.add_special, body.parse_special)
     tokens = [{"id": one, "piece": token_text(tokenizer, one)[0]} for one in ids] if body.with_pieces else ids
-    return json_response({"tokens": tokens, "count": len(ids), "max_model_len": found.llm.context_length})
+    return json_response({"tokens": tokens, "count": len(ids), "max_model_len": model.llm.context_length})
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     found = await model_of(request, body.model)
-    text = await found.in_worker(found.llm.tokenizer.decode, body.tokens, skip_special=False)
+    text = await found.in_worker(context_of(request).client, found.llm.tokenizer.decode, body.tokens, skip_special=False)
     return json_response({"content": text, "prompt": text})
 
 
@@ -178,10 +183,13 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 async def apply_template(body: TemplateBody, request: Request) -> Response:
     """The text that the model gets for a conversation."""
     found = await model_of(request, body.model)
-    prompt = await found.in_worker(
-        chat_prompt, found, body.messages, body.tools or (), body.tool_choice, body.chat_template_kwargs, ending=body
-    )
-    return json_response({"prompt": found.llm.tokenizer.decode(prompt.ids, skip_special=False)})
+
+    def text() -> str:
+        variables = body.chat_template_kwargs
+        ids = chat_prompt(found, body.messages, body.tools or (), body.tool_choice, variables, ending=body).ids
+        return found.llm.tokenizer.decode(ids, skip_special=False)
+
+    return json_response({"prompt": await found.in_worker(context_of(request).client, text)})
 
 
 @router.get("/props")
@@ -224,7 +232,7 @@ async def adapters(request: Request) -> Response:
 
 
 @router.post("/lora-adapters")
-async def rescale_adapters(body: list[LoraScale], request: Request) -> Response:
+async def rescale_adapters(body: Annotated[list[LoraScale], Most(1 << 12, 256)], request: Request) -> Response:
     """Set these scales, as llama-server does; those of other adapters become 0."""
     found = await model_of(request, request.query_params.get("model"))
     if found.has_keys and server_of(request).config.lora_dir is None:
@@ -297,7 +305,10 @@ async def change_slot(number: int, action: str, request: Request, body: SlotBody
     slot = next((one for one in found.slots if one.number == number), None)
     if slot is None:
         raise RequestError(f"there is no slot {str(number)[:20]}; they are 0 to {len(found.slots) - 1}", "id_slot")
+    client = context_of(request).client
     if action == "erase":
+        if found.has_keys:
+            raise ForbiddenError("erase empties the prefix cache of all clients, which have keys of their own")
         num_erased, slot.tokens = len(slot.tokens), []
         await found.runner.between_steps(partial(found.llm.forget_prefixes, waits=False))
         return json_response({"id_slot": number, "n_erased": num_erased})
@@ -306,8 +317,8 @@ async def change_slot(number: int, action: str, request: Request, body: SlotBody
     name = body.filename if body else ""
     if not _FILE_NAME.fullmatch(name):
         raise RequestError("filename must be a plain name of letters, digits, dots, dashes and underscores", "filename")
-    path, begin_s = Path(directory) / name, now_s()
-    client = context_of(request).client
+    # Clients with keys of their own have files of their own.
+    path, begin_s = Path(directory) / (f"{client}-{name}" if found.has_keys else name), now_s()
     if action == "save" and not (slot.tokens and (slot.client == client or not found.has_keys)):
         raise RequestError(f"slot {number} has computed nothing yet, or its last request was another key's", "id_slot")
     llm, between_steps = found.llm, found.runner.between_steps

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import sha256
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -22,19 +22,21 @@ from cpuspec.metrics import RequestStats, epoch_s, now_s
 from cpuspec.model.batch import F32
 from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute, ignore
+from cpuspec.server.bounds import Count, Ids, Ignored, Listed, Most, Name, Range, Strings, Text
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
-from cpuspec.server.embeddings import embed
+from cpuspec.server.embeddings import MOST_INPUTS, embed
 from cpuspec.server.errors import ForbiddenError, RequestError, UnknownModelError
 from cpuspec.server.figures import chat_logprobs
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import reasoning_marks
 from cpuspec.server.replies import error_body, json_response
-from cpuspec.server.schema import Body, ConversationBody, Unused, UnusedBody, chat_params, grammar_of, ignoring
+from cpuspec.server.schema import Body, ConversationBody, UnusedBody, chat_params, grammar_of, ignoring
 from cpuspec.server.server import Server, server_of
 from cpuspec.server.structured import noted_format
 from cpuspec.server.writer import Event, Writer
+from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
 
 router = APIRouter(route_class=BodyRoute)
@@ -49,7 +51,7 @@ _Ignored: Any = ignoring("truncate", "shift")
 class KeepAlive(Body):
     """How long the model stays loaded after the request: seconds, or a text as `5m`. 0 is not at all, below 0 for ever."""
 
-    keep_alive: float | str | None = None
+    keep_alive: Annotated[float, Range(-1e18, 1e18)] | Name | None = None
 
     @property
     def keep_s(self) -> float | None:
@@ -66,17 +68,17 @@ class KeepAlive(Body):
 
 
 class OllamaChatBody(ConversationBody, UnusedBody, KeepAlive, _Ignored):
-    messages: list[dict[str, Any]] = Field(default_factory=list)
+    messages: Listed = Field(default_factory=list)
 
 
 class GenerateBody(ConversationBody, UnusedBody, KeepAlive, _Ignored):
-    prompt: str = ""
-    suffix: str = ""
-    system: str = ""
-    images: list[str] = Field(default_factory=list)
-    context: list[int] = Field(default_factory=list)  # tokens of the conversation until now, as the last answer gave them
+    prompt: Text = ""
+    suffix: Text = ""
+    system: Text = ""
+    images: Annotated[Strings, Most(1 << 23, 256)] = Field(default_factory=list)  # left out
+    context: Ids = Field(default_factory=list)  # tokens of the conversation until now, as the last answer gave them
     raw: bool = False
-    template: str = ""
+    template: Text = ""
 
 
 # Fields of a generation that a raw prompt, or one with a suffix, has no use for.
@@ -87,23 +89,23 @@ _OF_CHATS = (
 
 
 class EmbedBody(KeepAlive):
-    model: str | None = None
-    input: str | list[str] = Field(default_factory=list)
+    model: Name | None = None
+    input: Annotated[str | Strings, Most(1 << 23, MOST_INPUTS)] = Field(default_factory=list)
     truncate: bool = True
-    dimensions: int | None = None
+    dimensions: Count | None = None
 
 
 class EmbeddingsBody(KeepAlive):
-    model: str | None = None
-    prompt: str
+    model: Name | None = None
+    prompt: Text
 
 
 class NameBody(Body):
-    model: str | None = None
-    name: str | None = None  # the older spelling
-    verbose: Unused = None
-    insecure: Unused = None
-    stream: Unused = None
+    model: Name | None = None
+    name: Name | None = None  # the older spelling
+    verbose: Ignored = None
+    insecure: Ignored = None
+    stream: Ignored = None
 
 
 async def _model(request: Request, name: str | None, keep_s: float | None, lora: Mapping[int, float] | None = None) -> ServedModel:
@@ -138,9 +140,8 @@ async def chat(body: OllamaChatBody, request: Request) -> Response:
     head = _head(request, model)
     if not body.messages:
         return json_response({**head, **said, "done": True, "done_reason": "load"})
-    messages = [_as_openai(number, one) for number, one in enumerate(body.messages)]
-    prompt = await model.in_worker(chat_prompt, model, messages, body.tools or (), None, body.variables, grammar_of(body), body)
-    return await _answer_chat(request, model, body, prompt, head, in_message=True)
+    prompt, requested = await model.in_worker(context_of(request).client, _asked, model, body)
+    return await _answer_chat(request, model, body, prompt, requested, head, in_message=True)
 
 
 @router.post("/api/generate")
@@ -157,12 +158,22 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     tokenizer = model.llm.tokenizer
     if body.suffix or body.raw or not tokenizer.chat_template:
         return await _answer_text(request, model, body, head)
-    turn = _as_openai(0, {"role": "user", "content": body.prompt, "images": body.images})
-    messages = ([{"role": "system", "content": body.system}] if body.system else []) + [turn]
-    prompt = await model.in_worker(chat_prompt, model, messages, body.tools or (), None, body.variables, grammar_of(body), body)
-    if body.context:
+    prompt, requested = await model.in_worker(context_of(request).client, _asked, model, body)
+    return await _answer_chat(request, model, body, prompt, requested, head, context=prompt.ids)
+
+
+def _asked(model: ServedModel, body: OllamaChatBody | GenerateBody) -> tuple[ChatPrompt, list[RequestedAnswer]]:
+    """The prompt of a conversation, or of a text as its only message, and the answer that is asked for."""
+    if isinstance(body, GenerateBody):
+        messages, tools = [{"role": "user", "content": body.prompt, "images": body.images}], body.tools or []
+        messages = [{"role": "system", "content": body.system}, *messages] if body.system else messages
+    else:
+        messages, tools = body.messages, body.tools or []
+    turns = [_as_openai(number, one) for number, one in enumerate(messages)]
+    prompt = chat_prompt(model, turns, tools, None, body.variables, grammar_of(body), body)
+    if isinstance(body, GenerateBody) and body.context:
         prompt = replace(prompt, ids=_checked_ids(model, body.context) + prompt.ids)
-    return await _answer_chat(request, model, body, prompt, head, context=prompt.ids)
+    return prompt, prompt.requested(chat_params(model, body))
 
 
 async def _answer_chat(
@@ -170,12 +181,13 @@ async def _answer_chat(
     model: ServedModel,
     body: ConversationBody,
     prompt: ChatPrompt,
+    requested: Sequence[RequestedAnswer],
     head: Mapping[str, Any],
     in_message: bool = False,
     context: Sequence[int] = (),
 ) -> Response:
     context_of(request).notes |= prompt.notes
-    answers = await submit(request, model, prompt.requested(chat_params(model, body)))
+    answers = await submit(request, model, requested)
     chunks = ChatChunks(prompt, {}, Usages(None, [len(prompt.ids)]), 1, answers.new_id)
     writer = _OllamaLines(chunks, head, model.llm.tokenizer, in_message, context)
     return await respond(request, answers, writer, body.stream is not False)
@@ -183,13 +195,15 @@ async def _answer_chat(
 
 async def _answer_text(request: Request, model: ServedModel, body: GenerateBody, head: Mapping[str, Any]) -> Response:
     ignore(request, [name for name in _OF_CHATS if getattr(body, name)])
-    keeps_to = noted_format(grammar_of(body), context_of(request).notes)
-    params = replace(chat_params(model, body), **keeps_to)
-    if body.suffix:
-        ids, params = await model.in_worker(model.fill_prompt, body.prompt, body.suffix), model.fill_params(params)
-    else:
+
+    def asked() -> tuple[list[int], SamplingParams]:
+        params = replace(chat_params(model, body), **noted_format(grammar_of(body), context_of(request).notes))
+        if body.suffix:
+            return model.fill_prompt(body.prompt, body.suffix), model.fill_params(params)
         model.check_text(len(body.prompt))
-        ids = await model.in_worker(model.llm.tokenizer.encode_prompt, body.prompt)
+        return model.llm.tokenizer.encode_prompt(body.prompt), params
+
+    ids, params = await model.in_worker(context_of(request).client, asked)
     chunks = TextChunks(model.llm.tokenizer, {}, Usages(None, [len(ids)]), [""], 1)
     answers = await submit(request, model, [RequestedAnswer(ids, params)])
     return await respond(request, answers, _OllamaLines(chunks, head, model.llm.tokenizer), body.stream is not False)

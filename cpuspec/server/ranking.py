@@ -1,7 +1,7 @@
 """`/v1/rerank` as Jina, Cohere, vLLM and llama-server have it, TEI's form of it, and vLLM's `/v1/score`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import ConfigDict
@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from cpuspec.server.answering import run_job
 from cpuspec.server.bodies import BodyRoute
-from cpuspec.server.embeddings import check_inputs, count_tokens
+from cpuspec.server.bounds import Count, Most, Name, Quick, Strings, Text
+from cpuspec.server.embeddings import MOST_INPUTS, check_inputs, count_tokens
 from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
@@ -23,28 +24,29 @@ router = APIRouter(route_class=BodyRoute)
 class Document(Body):
     model_config = ConfigDict(extra="ignore")  # clients keep other facts beside a text
 
-    text: str
+    text: Text
 
 
+Texts = Annotated[str | Strings, Most(1 << 23, MOST_INPUTS)]
 _Ignored: Any = ignoring("user", "max_chunks_per_doc", "max_tokens_per_doc", "rank_fields", "truncation", "truncate", "raw_scores")
 
 
 class RerankBody(_Ignored):
-    query: str
-    documents: list[str | Document] | None = None
-    texts: list[str] | None = None  # TEI's name of them
-    model: str | None = None
-    top_n: int | None = None
+    query: Text
+    documents: Annotated[list[str | Document], Quick(), Most(1 << 23, MOST_INPUTS)] | None = None
+    texts: Annotated[Strings, Most(1 << 23, MOST_INPUTS)] | None = None  # TEI's name of them
+    model: Name | None = None
+    top_n: Count | None = None
     return_documents: bool = False
     return_text: bool = False  # TEI's
 
 
 class ScoreBody(_Ignored):
-    text_1: str | list[str] | None = None
-    text_2: str | list[str] | None = None
-    queries: str | list[str] | None = None  # newer names of the two
-    documents: str | list[str] | None = None
-    model: str | None = None
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None  # newer names of the two
+    documents: Texts | None = None
+    model: Name | None = None
 
 
 @router.post("/v1/rerank")
@@ -109,10 +111,11 @@ async def _respond(
     if not pairs:
         raise RequestError("there are no documents; wanted one or more texts", "documents")
     check_inputs(model, list(dict.fromkeys(text for pair in pairs for text in pair)))
-    job = await model.in_worker(model.llm.ranking_job, pairs, pooling, context_of(request).adapters)
+    client = context_of(request).client
+    job = await model.in_worker(client, model.llm.ranking_job, pairs, pooling, context_of(request).adapters)
     num_tokens = count_tokens(request, model, job.prompts)
     await run_job(request, model, job)
-    return json_response(reply(job.scores(), num_tokens))
+    return await model.in_worker(client, lambda: json_response(reply(job.scores(), num_tokens)))
 
 
 def _head(request: Request, model: ServedModel, kind: str, num_tokens: int) -> dict[str, Any]:

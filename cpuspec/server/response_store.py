@@ -1,7 +1,5 @@
 """The stored responses. A request may name one as `previous_response_id` instead of sending the conversation again."""
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -25,19 +23,23 @@ class ResponseStore:
     """The latest responses of one server, in memory."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
-        """most_bytes: the limit for all responses, as JSON. One response takes at most a quarter."""
+        """most_bytes: the limit for all responses. One response takes at most a quarter."""
         self._most_bytes = most_bytes
         self._stored: dict[str, StoredResponse] = {}
         self._num_bytes = 0
 
-    def store(self, owner: str, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
-        """Store a complete response. The oldest are forgotten where memory is short; one that is too large is not stored."""
+    def store(self, owner: str, response: dict[str, Any], items: list[dict[str, Any]], num_bytes: int) -> None:
+        """Store a complete response. The oldest are forgotten where memory is short; one that is too large is not stored.
+
+        num_bytes: of the response and the items.
+        """
         items = [{**one, "id": one.get("id") or f"item_{uuid4().hex}", "type": one.get("type") or "message"} for one in items]
-        size = len(json.dumps([response, items]))
-        if size > self._most_bytes // 4:
+        if response["id"] in self._stored:
+            self._forget(response["id"])
+        if num_bytes > self._most_bytes // 4:
             return
-        self._stored[response["id"]] = StoredResponse(owner, response, items, size)
-        self._num_bytes += size
+        self._stored[response["id"]] = StoredResponse(owner, response, items, num_bytes)
+        self._num_bytes += num_bytes
         while self._num_bytes > self._most_bytes:
             self._forget(next(iter(self._stored)))
 

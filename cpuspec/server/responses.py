@@ -6,14 +6,16 @@ Sources: OpenAI's API reference for bodies, and for the order of stream events; 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
+from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.metrics import RequestStats
 from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute, ignore
+from cpuspec.server.bounds import Content, Count, Ignored, Listed, Name, Object, Refused, Schema, Text, size_of
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.custom_tools import custom_function, custom_input
 from cpuspec.server.errors import ContextExceededError, RequestError
@@ -21,7 +23,7 @@ from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import event, json_response
-from cpuspec.server.schema import Body, Ending, SamplingFields, Unused, UnusedBody, ignoring, refuse, sampling_params
+from cpuspec.server.schema import Body, Choice, Ending, SamplingFields, Stops, UnusedBody, ignoring, refuse, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
 from cpuspec.server.writer import Writer
@@ -38,42 +40,46 @@ _Ignored: Any = ignoring(
     "include",
     "max_tool_calls",
     "stream_options",
-    "truncation",
 )
 
 
 class Reasoning(Body):
-    effort: str | None = None
-    context: Unused = None
-    generate_summary: Unused = None
-    mode: Unused = None
-    summary: Unused = None
+    effort: Name | None = None
+    context: Ignored = None
+    generate_summary: Ignored = None
+    mode: Ignored = None
+    summary: Name | None = None  # told back
 
 
 class TextOptions(Body):
-    format: dict[str, Any] | None = None
-    verbosity: Unused = None
+    format: Schema | None = None
+    verbosity: Name | None = None  # told back
 
 
 class ResponsesBody(_Ignored, UnusedBody, SamplingFields):
-    input: str | list[dict[str, Any]]
-    model: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    previous_response_id: str | None = None
+    input: Content
+    model: Name | None = None
+    chat_template_kwargs: Object | None = None
+    instructions: Text | None = None
+    max_output_tokens: Count | None = None
+    previous_response_id: Name | None = None
     reasoning: Reasoning | None = None
-    stop: str | list[str] | None = None
+    stop: Stops | None = None
     stream: bool | None = None
     store: bool | None = None
     text: TextOptions | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tool_choice: Choice | None = None
+    tools: Listed | None = None
+    # Told back.
+    metadata: Object | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Name | None = None
+    user: Name | None = None
     # Refused where they ask for something.
     background: bool | None = None
-    conversation: Any = None
-    prompt: Any = None
-    top_logprobs: int | None = None
+    conversation: Refused = None
+    prompt: Refused = None
+    top_logprobs: Count | None = None
 
 
 _REFUSED = {
@@ -90,10 +96,8 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     context = context_of(request)
     model = await model_of(request, body.model, body.lora_scales)
     refuse(body, _REFUSED)
-    params = sampling_params(model, body, max_tokens=body.max_output_tokens, stop=body.stop)
     tools = _Tools(body.tools or ())
-    if tools.left_out:
-        ignore(request, (f"tools.{kind}" for kind in tools.left_out))
+    ignore(request, (f"tools.{kind}" for kind in tools.left_out))
     server, stores = server_of(request), body.store is not False
     owner = server.owner(context.client)
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
@@ -101,7 +105,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     if body.previous_response_id is not None:
         items = [*server.responses.conversation(owner, body.previous_response_id), *items]
     head = {
-        "id": f"resp_{context.id}",
+        "id": f"resp_{uuid4().hex if context.rng is None else f'{context.rng.getrandbits(128):032x}'}",
         "object": "response",
         "created_at": context.created,
         "status": "in_progress",
@@ -115,30 +119,39 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None} | (body.reasoning or Reasoning()).model_dump(exclude_none=True),
         "store": stores,
-        "temperature": params.temperature,
+        "temperature": None,
         "text": {"format": {"type": "text"}} | (body.text or TextOptions()).model_dump(exclude_none=True),
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "top_p": params.top_p,
+        "top_p": None,
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
         "metadata": body.metadata or {},
     }
-    numbered = _Numbered()
+    numbered, num_bytes = _Numbered(), 0
+
+    def asked() -> tuple[ChatPrompt, list[RequestedAnswer]]:
+        nonlocal num_bytes
+        params = sampling_params(model, body, max_tokens=body.max_output_tokens, stop=body.stop)
+        head.update(temperature=params.temperature, top_p=params.top_p)
+        prompt = _prompt(model, body, items, tools.functions)
+        num_bytes = size_of([head, items]) if stores else 0
+        return prompt, prompt.requested(params)
 
     def keep(response: dict[str, Any]) -> None:
         if stores:
-            server.responses.store(owner, response, items)
+            server.responses.store(owner, response, items, num_bytes + size_of(response["output"]))
 
     try:
-        prompt = await model.in_worker(_prompt, model, body, items, tools.functions)
+        prompt, requested = await model.in_worker(context.client, asked)
         context.notes |= prompt.notes
-        answers = await submit(request, model, prompt.requested(params))
+        answers = await submit(request, model, requested)
     except ContextExceededError as error:
         if not body.stream:
             raise
         # Codex shortens its conversation after such an event, and ignores the status.
+        head |= {"instructions": None, "tools": []}  # they may be what is too long
         events = [event(numbered({"type": "response.created", "response": head})), event(numbered(_failed(head, error)))]
         return Response("".join(events), media_type="text/event-stream")
     # In a stream that another server may repeat, signs of life have no numbers: they would come at other times.
@@ -292,13 +305,12 @@ def _full_name(namespace: Any, name: Any) -> Any:
     return namespace + ("" if namespace.endswith("_") else "__") + name
 
 
-def _usage(prompt: ChatPrompt, stats: RequestStats, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    reasoning = "".join(part["text"] for item in items if item["type"] == "reasoning" for part in item["content"])
+def _usage(stats: RequestStats, num_reasoning: int) -> dict[str, Any]:
     return {
         "input_tokens": stats.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": stats.num_cached_tokens},
         "output_tokens": stats.num_new_tokens,
-        "output_tokens_details": {"reasoning_tokens": len(prompt.model.llm.tokenizer.encode(reasoning, add_special=False))},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": stats.num_prompt_tokens + stats.num_new_tokens,
     }
 
@@ -319,6 +331,9 @@ def _failed(head: Mapping[str, Any], error: RequestError) -> dict[str, Any]:
     """The event of a response that ends with an error."""
     shown = {"code": error.code or error.kind, "message": str(error)}
     return {"type": "response.failed", "response": {**head, "status": "failed", "error": shown}}
+
+
+_THOUGHT, _SAID = ("reasoning",), ("content", "call", "arguments")  # kinds of pieces
 
 
 class _ResponseWriter(Writer):
@@ -343,7 +358,8 @@ class _ResponseWriter(Writer):
         self._done: list[dict[str, Any]] = []  # items that are complete
         self._open: tuple[str, int] | None = None  # kind of its pieces, and call
         self._item: dict[str, Any] = {}
-        self._text = ""
+        self._texts: list[str] = []  # of the open item
+        self._num_reasoning = 0.0  # tokens; one that ends the reasoning and begins the answer is divided
         self._last: Output | None = None
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -354,8 +370,11 @@ class _ResponseWriter(Writer):
 
     def show(self, index: int, output: Output) -> Iterator[dict[str, Any]]:
         """The events of an output."""
-        self._last = output
-        yield from self._show(self._parser.push(output.text))
+        self._last, pieces = output, self._parser.push(output.text)
+        thought, said = (sum(len(one.text) for one in pieces if one.kind in kinds) for kinds in (_THOUGHT, _SAID))
+        reasons = self._open is not None and self._open[0] in _THOUGHT
+        self._num_reasoning += len(output.token_ids) * (thought / (thought + said) if thought + said else reasons)
+        yield from self._show(pieces)
         if output.finish_reason is not None:
             yield from self._show(self._parser.finish())
 
@@ -370,7 +389,7 @@ class _ResponseWriter(Writer):
             "status": status,
             "incomplete_details": None if complete else {"reason": "max_output_tokens"},
             "output": list(self._done),
-            "usage": _usage(self._prompt, stats[0], self._done),
+            "usage": _usage(stats[0], round(self._num_reasoning)),
         }
         self._keep(response)
         yield self._numbered({"type": f"response.{status}", "response": response})
@@ -393,7 +412,7 @@ class _ResponseWriter(Writer):
             kind = "arguments" if piece.kind == "call" else piece.kind
             events = [] if self._open == (kind, piece.call) else [*self._close("completed"), *self._begin_item(kind, piece)]
             if piece.kind != "call":
-                self._text += piece.text
+                self._texts.append(piece.text)
             if piece.kind != "call" and self._item["type"] != "custom_tool_call":  # the text of that one is known at its end
                 events.append({**self._where(f"{self._name()}.delta"), "delta": piece.text} | self._no_logprobs())
             yield from map(self._numbered, events)
@@ -402,7 +421,7 @@ class _ResponseWriter(Writer):
         """The events that end the open item."""
         if self._open is None:
             return []
-        text, events = self._text, []
+        text, events = "".join(self._texts), []
         if self._item["type"] == "custom_tool_call":
             self._item["input"] = custom_input(text)
             events.append({**self._where(f"{self._name()}.delta"), "delta": self._item["input"]})
@@ -421,7 +440,7 @@ class _ResponseWriter(Writer):
         return events
 
     def _begin_item(self, kind: str, piece: Piece) -> list[dict[str, Any]]:
-        self._open, self._text = (kind, piece.call), ""
+        self._open, self._texts = (kind, piece.call), []
         if kind == "arguments":
             is_custom, call_id = piece.text in self._tools.custom, self._prompt.call_id(self._new_id())
             own = {"type": "custom_tool_call", "input": ""} if is_custom else {"type": "function_call", "arguments": ""}

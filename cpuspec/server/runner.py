@@ -10,18 +10,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from cpuspec.engine.engine import Output, RequestedAnswer
+from cpuspec.engine.engine import Output, Request
 from cpuspec.engine.llm import LLM
 from cpuspec.environment import start_thread
-from cpuspec.errors import in_one_line
-from cpuspec.server.errors import EngineFailedError
+from cpuspec.server.errors import EngineFailedError, UnavailableError, contained
 
 _LOG = logging.getLogger("cpuspec.server")
 
 _T = TypeVar("_T")
 OnOutput = abc.Callable[[Output], None]
-
-_LONGEST_ERROR = 300
 
 
 class Runner:
@@ -53,13 +50,13 @@ class Runner:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, requested: RequestedAnswer, on_output: OnOutput) -> int:
-        """Queue an answer; returns the engine's id of it.
+    def submit(self, prepared: Request, on_output: OnOutput) -> int:
+        """Queue an answer that `LLM.prepare` has made; returns the engine's id of it.
 
         `on_output` is called in the event loop. Raises ConfigError, and EngineFailedError if the thread has ended.
         """
         self._check_alive()
-        request_id = self._llm.submit(requested, partial(self._receive, on_output))
+        request_id = self._llm.submit(prepared, partial(self._receive, on_output))
         self._wake.set()
         return request_id
 
@@ -71,6 +68,8 @@ class Runner:
     async def between_steps(self, function: Callable[[], _T]) -> _T:
         """Call the function in the engine's thread between two steps, and return what it returns."""
         self._check_alive()
+        if self._closed:
+            raise UnavailableError("the model is being unloaded; try again later")
         future: Future[_T] = Future()
         self._calls.append((future, function))
         self._wake.set()
@@ -81,6 +80,7 @@ class Runner:
         self._closed = True
         self._wake.set()
         self._thread.join()
+        self._fail_calls()
 
     def _receive(self, on_output: OnOutput, output: Output) -> None:
         self._outputs.append((on_output, output))
@@ -99,13 +99,17 @@ class Runner:
     def _died(self) -> None:
         """End everything that waits for the dead thread, and start another one. Runs in the event loop."""
         self._thread.join()
+        self._fail_calls()
+        if self._has_answered and not self._closed:
+            self._begin()
+        self._on_failure()
+
+    def _fail_calls(self) -> None:
+        """End those that wait for the end of a step which never comes."""
         while self._calls:
             future, _ = self._calls.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineFailedError("the engine's thread has ended; try again"))
-        if self._has_answered and not self._closed:
-            self._begin()
-        self._on_failure()
 
     def _run(self) -> None:
         failed = False
@@ -138,19 +142,6 @@ async def in_own_thread(function: Callable[[], _T]) -> _T:
     future: Future[_T] = Future()
     start_thread(threading.Thread(target=_run_into, args=(future, function), name="cpuspec-load", daemon=True))
     return await asyncio.wrap_future(future)
-
-
-def contained(function: Callable[[], _T]) -> _T:
-    """Call the function. Raises EngineFailedError for a BaseException that is no Exception, such as a panic of a Rust library.
-
-    No handler of errors would catch such an exception, and it might end the thread or the event loop.
-    """
-    try:
-        return function()
-    except Exception:
-        raise
-    except BaseException as error:
-        raise EngineFailedError(f"a library failed: {type(error).__name__}: {in_one_line(str(error))[:_LONGEST_ERROR]}") from error
 
 
 def _run_into(future: Future[Any], function: Callable[[], Any]) -> None:

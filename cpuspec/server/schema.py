@@ -9,16 +9,32 @@ from dataclasses import fields
 from typing import Annotated, Any, Literal, Optional, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
+from cpuspec.server.bounds import (
+    BEYOND,
+    Content,
+    Count,
+    Ids,
+    Ignored,
+    Integers,
+    Listed,
+    Most,
+    Name,
+    Object,
+    Prompts,
+    Range,
+    Schema,
+    Strings,
+    Text,
+    Unread,
+)
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
-from cpuspec.server.fields import NEUTRAL, Declared
+from cpuspec.server.fields import NEUTRAL, REFUSED, Declared
 from cpuspec.server.model import ServedModel
 from cpuspec.server.structured import ANY_OBJECT, answer_format
 from cpuspec.settings import SamplingParams, SpecConfig
-
-IGNORED = "ignored"  # the mark of a field that may hold anything and changes nothing
-Unused = Annotated[Any, IGNORED]
 
 
 class Body(BaseModel):
@@ -38,7 +54,7 @@ class Body(BaseModel):
         found = []
         for name, one in cls.model_fields.items():
             value = given.get(one.alias or name)
-            if IGNORED in one.metadata:
+            if is_ignored(one):
                 found += [] if value is None or value in NEUTRAL.get(name, ()) else [name]
             elif (part := body_in(one.annotation)) and isinstance(value, Mapping):
                 found += [f"{name}.{inner}" for inner in part.ignored(value)]
@@ -50,39 +66,62 @@ class Body(BaseModel):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise RequestError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:500]) from None
+            raise wrong_field(worst_fault(error)) from None
+
+
+def worst_fault(error: ValidationError) -> Mapping[str, Any]:
+    """One fault of a body, a field beyond its bound before others."""
+    return min(error.errors(include_url=False, include_input=False), key=lambda one: one["type"] != BEYOND)
+
+
+def wrong_field(fault: Mapping[str, Any], path: str = "", where: Sequence[Any] | None = None) -> RequestError:
+    """The error for a body's fault, as pydantic tells it. path: the request's. where: the place in the body; None: the fault's."""
+    place = [str(part) for part in (fault["loc"] if where is None else where)]
+    name, full = place[0] if place else None, ".".join(place)
+    if fault["type"] == "extra_forbidden":
+        theirs = path.startswith("/v1/messages")
+        said = f"{full}: Extra inputs are not permitted" if theirs else f"Unrecognized request argument supplied: {full}"
+        message = said + (f"; send {REFUSED[full]} instead" if full in REFUSED else "")
+    else:
+        message = f"{full or 'the body'}{'' if fault['type'] == BEYOND else ':'} {fault['msg']}"
+    return RequestError(message[:500], name)
+
+
+def is_ignored(field: FieldInfo) -> bool:
+    """Whether a field may hold anything and changes nothing."""
+    return any(isinstance(mark, Unread) for mark in field.metadata)
 
 
 def body_in(annotation: Any) -> type[Body] | None:
     """The kind of body that a field holds; None for other fields."""
-    kinds = (annotation, *get_args(annotation))
-    return next((one for one in kinds if isinstance(one, type) and issubclass(one, Body)), None)
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return annotation
+    return next((found for one in get_args(annotation) if (found := body_in(one))), None)
 
 
 def ignoring(*names: str) -> Any:
     """A base class for bodies, with fields that may hold anything and change nothing: the response's header names them."""
-    fields: dict[str, Any] = dict.fromkeys(names, (Unused, None))
+    fields: dict[str, Any] = dict.fromkeys(names, (Ignored, None))
     return create_model("Ignored", __base__=Body, **fields)
 
 
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: each chunk has the usage until then
-    include_obfuscation: Unused = None  # events are never padded
+    include_obfuscation: Ignored = None  # events are never padded
 
 
 class Speculation(Body):
-    draft: str = "auto"
-    max_draft_tokens: int | None = None
+    draft: Annotated[str, Most(200)] = "auto"
+    max_draft_tokens: Count | None = None
 
 
 class CpuspecOptions(Body):
     tokens: bool = False  # stream one token a chunk, with the level that drafted it
 
 
-_MOST_LOGPROBS = 20
-
+Alternatives = Annotated[int, Range(0, 20)]  # beside each token, as OpenAI has it
+Stops = Annotated[str | Strings, Most(4096, 32)]
 # The scalar fields of SamplingParams. Requests have them under the same names and types, but for those of _OWN_SPELLING.
 _SCALARS = {one.name: one for one in fields(SamplingParams) if one.type in (int, float, bool, int | None)}
 _OWN_SPELLING = ("logprobs", "prompt_logprobs", "max_draft_tokens", "free_reasoning", "max_tokens", "n", "parse_special")
@@ -105,20 +144,21 @@ _Scalars: Any = create_model("Scalars", __base__=Body, **_FIELDS)
 class LoraScale(Body):
     """llama.cpp's: an adapter by its number in GET /lora-adapters."""
 
-    id: int
-    scale: float
+    id: Count
+    scale: Annotated[float, Range(-1e6, 1e6)]
 
 
 class SamplingFields(_Scalars):
     """Fields that every request for an answer may have, in every protocol."""
 
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    logit_bias: dict[str, Any] | list[list[Any]] | None = None
+    # Each step looks through these.
+    stop_token_ids: Annotated[Integers, Most(1024, 1024)] | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Annotated[Strings, Most(4096, 128)] | None = None
+    logit_bias: Annotated[dict[str, Any] | list[list[Any]], Most(1 << 14, 1024)] | None = None
     speculation: Speculation | None = None
-    cache_salt: str | None = None  # vLLM's
-    lora: list[LoraScale] | None = Field(None, max_length=256)
+    cache_salt: Name | None = None  # vLLM's
+    lora: Annotated[list[LoraScale], Most(1 << 12, 256)] | None = None
 
     @property
     def lora_scales(self) -> dict[int, float] | None:
@@ -126,59 +166,67 @@ class SamplingFields(_Scalars):
         return {one.id: one.scale for one in self.lora} if self.lora else None
 
 
+Grammar = Annotated[str, Most(1 << 17)]
+GivenSchema = Annotated[dict[str, Any] | str, Most(1 << 17)]
+Choices = Annotated[Strings, Most(1 << 17)]
+
+
 class StructuredOutputs(Body):
     """vLLM's: one of these."""
 
-    schema_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    schema_: GivenSchema | None = Field(None, alias="json")
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
     json_object: bool | None = None
 
 
 class AnswerBody(SamplingFields):
     """The fields that OpenAI's chat and plain completions share with Ollama's."""
 
-    model: str | None = None
-    max_tokens: int | None = None
+    model: Name | None = None
+    max_tokens: Count | None = None
     # One of these at most, under the names of SamplingParams, llama-server, and vLLM now and before 0.12.
-    response_format: dict[str, Any] | None = None
+    response_format: Schema | None = None
     structured_outputs: StructuredOutputs | None = None
-    json_schema: dict[str, Any] | str | None = None
-    regex: str | None = None
-    choices: list[str] | None = None
-    grammar: str | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    stop: str | list[str] | None = None
+    json_schema: GivenSchema | None = None
+    regex: Grammar | None = None
+    choices: Choices | None = None
+    grammar: Grammar | None = None
+    guided_json: GivenSchema | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    stop: Stops | None = None
     stream: bool | None = None
 
 
 class SamplingBody(AnswerBody):
     """The fields that OpenAI's chat and plain completions share."""
 
-    n: int | None = None
+    n: Count | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: int | None = None  # vLLM's
-    guided_decoding_backend: Unused = None
-    user: Unused = None
+    prompt_logprobs: Alternatives | None = None  # vLLM's
+    guided_decoding_backend: Ignored = None
+    user: Ignored = None
 
 
 class CompletionBody(SamplingBody):
-    prompt: str | list[str] | list[int] | list[list[int]]
-    suffix: str | None = None
+    prompt: Annotated[Prompts, Most(1 << 23)]
+    suffix: Text | None = None
     parse_special: bool | None = None
     add_special: bool | None = None
     echo: bool | None = None
-    logprobs: int | None = None
-    best_of: int | None = None
+    logprobs: Alternatives | None = None
+    best_of: Count | None = None
+
+
+Choice = Annotated[str | dict[str, Any], Most(1 << 16)]  # of tools
 
 
 class Prediction(Body):
     type: Literal["content"]
-    content: str | list[dict[str, Any]]
+    content: Content
 
 
 # Fields of OpenAI's chat completions and responses that change no answer here.
@@ -221,12 +269,12 @@ class Ending(Body):
 class ConversationBody(AnswerBody, Ending):
     """The fields of a conversation that OpenAI's chat completions share with Ollama's."""
 
-    max_completion_tokens: int | None = None
-    logprobs: bool | int | None = None  # a number is llama-server's: of likely tokens
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: Annotated[bool | int, Range(0, 20)] | None = None  # a number is llama-server's: of likely tokens
+    top_logprobs: Alternatives | None = None
+    tools: Listed | None = None
+    reasoning_effort: Name | None = None
+    chat_template_kwargs: Object | None = None
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -236,13 +284,13 @@ class ConversationBody(AnswerBody, Ending):
 
 
 class ChatBody(ConversationBody, SamplingBody, UnusedBody):
-    messages: list[dict[str, Any]]
-    tool_choice: str | dict[str, Any] | None = None
+    messages: Listed
+    tool_choice: Choice | None = None
     prediction: Prediction | None = None
     return_progress: bool | None = None  # llama-server's name
     cpuspec: CpuspecOptions | None = None
-    modalities: Unused = None
-    verbosity: Unused = None
+    modalities: Ignored = None
+    verbosity: Ignored = None
 
 
 def refuse(body: Body, reasons: Mapping[str, str]) -> None:
@@ -277,7 +325,7 @@ def chat_params(model: ServedModel, body: ConversationBody, n: int | None = None
     """The params of `n` answers to a conversation. Raises RequestError or ConfigError."""
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    num_top = _checked_logprobs(body.top_logprobs or (0 if body.logprobs is True else body.logprobs or 0), "top_logprobs")
+    num_top = body.top_logprobs or int(0 if body.logprobs is True else body.logprobs or 0)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return sampling_params(model, body, n=n, stop=body.stop, max_tokens=limit, logprobs=num_top if body.logprobs else None)
 
@@ -286,22 +334,16 @@ def completion_params(
     model: ServedModel, body: CompletionBody, keeps_to: Mapping[str, Any], max_tokens: int | None
 ) -> SamplingParams:
     """The params of a plain completion. keeps_to: the fields that restrict it. Raises RequestError or ConfigError."""
-    num_top = None if body.logprobs is None else _checked_logprobs(body.logprobs, "logprobs")
-    own = {"n": body.n, "stop": body.stop, "max_tokens": max_tokens, "logprobs": num_top, "parse_special": body.parse_special}
+    own = {"n": body.n, "stop": body.stop, "logprobs": body.logprobs, "parse_special": body.parse_special}
+    own["max_tokens"] = max_tokens
     return sampling_params(model, body, **own, **keeps_to)
-
-
-def _checked_logprobs(number: int, name: str) -> int:
-    if not 0 <= number <= _MOST_LOGPROBS:
-        raise RequestError(f"{name} must be from 0 to {_MOST_LOGPROBS}, got {str(number)[:20]}", name)
-    return number
 
 
 def prompt_logprobs_of(body: SamplingBody) -> int | None:
     """How many alternatives of each token of the prompt are asked for. Raises RequestError, for a stream too, as vLLM does."""
     if body.prompt_logprobs is not None and body.stream:
         raise RequestError("prompt_logprobs come with a whole answer; leave out stream", "prompt_logprobs")
-    return None if body.prompt_logprobs is None else _checked_logprobs(body.prompt_logprobs, "prompt_logprobs")
+    return body.prompt_logprobs
 
 
 def grammar_of(body: AnswerBody) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from cpuspec.engine.llm import LLM
 from cpuspec.environment import default_models_bytes
 from cpuspec.errors import CpuspecError
 from cpuspec.metrics import epoch_s
+from cpuspec.server.admission import Workers
 from cpuspec.server.errors import EngineFailedError, UnavailableError, UnknownModelError
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
@@ -54,6 +55,7 @@ class Server:
         self._takes_any_name = ANY_NAME in config.aliases
         self._aliases = tuple(name for name in config.aliases if name != ANY_NAME)
         self.responses = ResponseStore()
+        self.readers = Workers(2, "cpuspec-reader")  # of long bodies
         self.ignored_fields: set[str] = set()  # names of ignored request fields that are in the log already
         self._loaders = dict(loaders or {})
         self._loading = asyncio.Lock()
@@ -202,7 +204,7 @@ class Server:
     @property
     def num_unfinished(self) -> int:
         """Answers, and requests for embeddings or scores, that run or wait."""
-        return sum(one.admission.num_running + one.admission.num_waiting + one.num_jobs for one in self.models.values())
+        return sum(part.num_running + part.num_waiting for one in self.models.values() for part in (one.admission, one.jobs))
 
 
 def server_of(request: Request) -> Server:

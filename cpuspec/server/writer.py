@@ -14,6 +14,7 @@ class Writer(Protocol):
     """Writes the answers to one request. Events are JSON objects; the `type` of one that has it becomes the event's name."""
 
     closing: str = ""  # the text that ends a stream, after the last event
+    is_long: bool = False  # whether events are long, so that threads make texts of them
     is_done: bool = False  # set when the answer shall end with the output that was shown last
 
     def begin(self) -> Iterable[Event]:

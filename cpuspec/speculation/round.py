@@ -1,11 +1,13 @@
 """One speculative round: propose, score, verify, accept. The engine's step and a level of a chain both call it."""
 
 from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
-from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.errors import ConfigError, CpuspecError, fault_of_one
 from cpuspec.metrics import now_s
 from cpuspec.model.batch import F32, ForwardOutput
 from cpuspec.sampling import argmax, distribution, processed
@@ -18,6 +20,8 @@ from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict, verify_tokens
 
 _NO_TOKEN = -1  # of a row that gives no token
+_NO_DRAFT = Draft.chain([], "")
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -57,61 +61,90 @@ def speculate(
 
     Each sequence gains one to limit + 1 tokens, which are those that the context's model would draw without drafts. `chunks` are
     parts of other sequences' prompts that the same forward reads. Tokens that a sequence's grammar forces are drafted here, before
-    and after the proposer's tokens. If a sequence's rows are not finite, it gains no token, and its round says why; the others go
-    on. is_answer: whether the gained tokens are the request's answer, rather than a chain's draft.
+    and after the proposer's tokens. A sequence whose rows are not finite, or for which anything else fails, gains no token, and its
+    round says why; the others go on. is_answer: whether the gained tokens are the request's answer, rather than a chain's draft.
     num_ahead: how many rounds may follow at once if this one has no draft and all sequences are plainly greedy, up to a token of
     `ends`.
     """
     most = context.backend.max_rows - 1  # a draft that needs two forwards gains nothing
     limits = [min(limit, most) for limit in limits]
-    forced = list(map(forced_tokens, seqs, limits))
+    nothing: list[int] = []
+    forced = [_of_one(seq, nothing, forced_tokens, seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
     ahead = [seq.ahead(tokens) if tokens else seq for seq, tokens in zip(seqs, forced, strict=True)]
     left = [limit - len(tokens) for limit, tokens in zip(limits, forced, strict=True)]
     begin_s = now_s()
     drafts = proposer.propose(ahead, left) if seqs else []
     drafted_s = now_s()
     check_drafts(proposer, drafts, left, context)
-    parts = list(map(legal_part, ahead, drafts))
-    drafts = list(map(_with_forced, ahead, forced, parts, left))
+    each = list(zip(seqs, ahead, drafts, strict=True))
+    parts = [_of_one(seq, _NO_DRAFT, legal_part, after, draft) for seq, after, draft in each]
+    asked = zip(seqs, ahead, forced, parts, left, strict=True)
+    drafts = [_of_one(seq, _NO_DRAFT, _with_forced, *arguments) for seq, *arguments in asked]
     rounds = []
     if num_ahead:
         num_ahead = 0 if any(map(len, drafts)) else min(num_ahead, proposer.num_idle(seqs))
     outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks, proposer.most_hidden, num_ahead, ends)
     scored_s = now_s()
     for seq, draft, scored, before, part in zip(seqs, drafts, outputs, forced, parts, strict=True):
-        hidden = scored.hidden
-        failed: CpuspecError | None = None
-        ahead_tokens = scored.ahead[0] if scored.ahead else []
-        try:
-            verdict = verify(seq, draft, scored.logits, scored.best, is_answer)
-            if ahead_tokens:
-                verdict.tokens = ahead_tokens + verdict.tokens
-        except CpuspecError as error:
-            verdict, failed = Verdict(ahead_tokens, []), None if ahead_tokens else error
-        if not draft.is_chain:
-            context.keep_path(seq, draft, verdict.path)
-        if failed is not None:
-            rounds.append(Round(draft, verdict, scored, (), failed))
-            continue
-        if len(verdict.path) < len(draft) or not draft.is_chain:
-            hidden = tuple(_along(verdict.path, layer, len(draft)) for layer in hidden)
-        seq.extend(verdict.tokens)
-        own = verdict if draft is part else own_verdict(verdict, len(before), len(part))
-        proposer.accept(seq, own, hidden)
-        cycles, num_forced = part.verified(own.path), len(draft) - len(part)
-        if num_forced:
-            forced_cycle = Cycle(SOURCE, num_forced, len(verdict.path) - len(own.path), num_forced)
-            cycles = (*cycles[:-1], forced_cycle, cycles[-1])
-        rounds.append(Round(draft, verdict, scored, cycles, times=1 + len(ahead_tokens)))
+        failed = Round(draft, Verdict([], []), scored, ())
+        done = _of_one(seq, failed, _finish_round, context, proposer, seq, draft, scored, before, part, is_answer)
+        done.error = done.error or seq.error
+        rounds.append(done)
     for what, seconds in (("draft", drafted_s - begin_s), ("score", scored_s - drafted_s), ("verify", now_s() - scored_s)):
         context.spent.add(what, seconds)
     return rounds
 
 
+def _of_one(seq: Sequence, otherwise: _T, call: Callable[..., _T], *arguments: Any) -> _T:
+    """What a call for one sequence returns. If it raises, the result is `otherwise`, and the sequence has the error."""
+    try:
+        return call(*arguments)
+    except BaseException as error:
+        seq.error = seq.error or fault_of_one(error)
+        return otherwise
+
+
+def _finish_round(
+    context: Context,
+    proposer: Proposer,
+    seq: Sequence,
+    draft: Draft,
+    scored: ForwardOutput,
+    before: list[int],
+    part: Draft,
+    is_answer: bool,
+) -> Round:
+    """Verify one sequence's draft, commit the verdict, and tell the proposer.
+
+    before: the forced tokens at the draft's beginning. part: the proposer's own part of the draft.
+    """
+    hidden, ahead_tokens = scored.hidden, scored.ahead[0] if scored.ahead else []
+    fault: CpuspecError | None = None
+    try:
+        verdict = verify(seq, draft, scored.logits, scored.best, is_answer)
+        verdict.tokens = ahead_tokens + verdict.tokens if ahead_tokens else verdict.tokens
+    except CpuspecError as error:
+        verdict, fault = Verdict(ahead_tokens, []), None if ahead_tokens else error
+    if not draft.is_chain:
+        context.keep_path(seq, draft, verdict.path)
+    if fault is not None:
+        return Round(draft, verdict, scored, (), fault)
+    if len(verdict.path) < len(draft) or not draft.is_chain:
+        hidden = tuple(_along(verdict.path, layer, len(draft)) for layer in hidden)
+    seq.extend(verdict.tokens)
+    own = verdict if draft is part else own_verdict(verdict, len(before), len(part))
+    proposer.accept(seq, own, hidden)
+    cycles, num_forced = part.verified(own.path), len(draft) - len(part)
+    if num_forced:
+        forced_cycle = Cycle(SOURCE, num_forced, len(verdict.path) - len(own.path), num_forced)
+        cycles = (*cycles[:-1], forced_cycle, cycles[-1])
+    return Round(draft, verdict, scored, cycles, times=1 + len(ahead_tokens))
+
+
 def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = None, is_answer: bool = False) -> Verdict:
     """Verify a draft against the target's rows [n+1, V]. The request's settings, history and grammar apply to each row's own path.
 
-    best: the rows' argmax, as in `ForwardOutput`. The verdict ends before a row that gives no token because its logits are not
+    best: the rows' argmax, as in `ForwardOutput`. The verdict ends before a row that gives no token, as where its logits are not
     finite. If that is the first row, CpuspecError is raised. is_answer: as in `speculate`.
     """
     params, history = seq.params, seq.history
@@ -129,9 +162,10 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
     def token_or_none(row: int) -> int:
         try:
             return target_token(row)
-        except CpuspecError:
+        except BaseException as error:
+            fault = fault_of_one(error)
             if row == 0:
-                raise
+                raise fault from None
             return _NO_TOKEN
 
     verdict = verify_tokens(draft, token_or_none)

@@ -36,7 +36,8 @@ _MOST_WAIT_S = 60  # for these on a loaded machine
 _PYTHON_FAILED = (1, 2)  # an exception, a script that is not there; other exit codes are of a process that the system ended
 _MOST_TRIED = 256  # grammars whose trial is remembered
 _MOST_COMPILED = 32  # grammars that are kept for further requests
-_MOST_LEGAL = 512  # masks of a request that are kept, as bits: those of a round's draft, and more
+# Masks of a request that are kept, as bits: those of a round's draft, and more; and tokens of the paths that are their keys.
+_LEAST_LEGAL, _MOST_LEGAL, _MOST_PATHS = 64, 512, 1 << 17
 _REASONING = ("<think>", "</think>")
 _LOOKED_BACK = 8  # tokens of a prompt's end in which the template opens reasoning
 _MOST_ENCODED = 1 << 10  # bytes of a forced text that are encoded; it may have 250,000, at each step anew
@@ -155,7 +156,7 @@ class GrammarConstraint:
         """Which tokens may follow the path, [V]; None where nothing may, or only the end: `accepts` tells which."""
         key = tuple(path)
         if key not in self._legal:
-            if len(self._legal) >= _MOST_LEGAL:
+            if len(self._legal) >= max(_LEAST_LEGAL, min(_MOST_LEGAL, _MOST_PATHS // (len(key) + 1))):
                 del self._legal[next(iter(self._legal))]
             legal = self._find_legal(path)
             self._legal[key] = None if legal is None else np.packbits(legal)
@@ -222,7 +223,11 @@ class Limited:
         if allowed:
             self._free[:] = False
             self._free[list(allowed)] = True
-        self._bad = [(list(text[:-1]), text[-1]) for text in bad]
+        self._bad_alone = [text[0] for text in bad if len(text) == 1]
+        self._bad: dict[int, list[tuple[list[int], int]]] = {}  # by the token before the last one
+        for *before, last in bad:
+            if before:
+                self._bad.setdefault(before[-1], []).append((before, last))
         self._reasoning = reasoning
 
     def legal(self, path: Sequence[int]) -> Legal | None:
@@ -234,9 +239,11 @@ class Limited:
         if len(path) < self._least:
             others[self._ends] = False
             others = others if others.any() else legal & self._free
-        rest = path if self._reasoning is None else self._reasoning.rest(path)
-        for before, token in self._bad if rest is not None else ():
-            if list(path[len(path) - len(before) :]) == before:
+        if (path if self._reasoning is None else self._reasoning.rest(path)) is None:
+            return others
+        others[self._bad_alone] = False
+        for before, token in self._bad.get(path[-1], ()) if path else ():
+            if list(path[-len(before) :]) == before:
                 others[token] = False
         return others if others.any() else None
 

@@ -15,6 +15,7 @@ from cpuspec.batch.lines import MAX_LINE_BYTES, Line, answer_line, error_line, r
 from cpuspec.batch.run import BatchSummary, run_batch
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.platform import SYSTEM
+from cpuspec.server.chunks import TextChunks
 from tests import command
 from tests.processes import ROOT
 from tests.server.running import load, serving, tiny_model
@@ -231,6 +232,21 @@ def test_a_line_that_is_no_request_is_answered_with_its_fault(llm: LLM, value: A
     before, found, after = answers(llm, {"prompt": "a"}, value, {"prompt": "a"})
     assert (found["response"], found["error"]["code"]) == (None, code)
     assert body(before)["choices"] == body(after)["choices"]
+
+
+def test_a_line_whose_answer_cannot_be_written_costs_no_other_line(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = TextChunks.show
+
+    def show(self: TextChunks, index: int, output: Any) -> Any:
+        if self._head["id"] == "cmpl-2" and index == 1:
+            raise ZeroDivisionError("of one")
+        return whole(self, index, output)
+
+    monkeypatch.setattr(TextChunks, "show", show)
+    first, second, third = answers(llm, {"prompt": "a"}, {"prompt": "b", "n": 3}, {"prompt": "a"})
+    assert body(first)["choices"] == body(third)["choices"]
+    assert second["response"]["status_code"] == 500
+    assert "ZeroDivisionError" in second["response"]["body"]["error"]["message"]
 
 
 def test_few_lines_are_read_ahead(llm: LLM) -> None:

@@ -164,3 +164,82 @@ def test_the_largest_settings_overflow_nothing() -> None:
 def test_a_penalty_that_divides_by_next_to_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a number from 0\.001 to 1000"):
         SamplingParams(repetition_penalty=1e-308)
+
+
+class Panic(BaseException):
+    """As a Rust library raises it: no Exception."""
+
+
+def _fails(*arguments: Any, **options: Any) -> Any:
+    raise Panic("of one")
+
+
+class _FailsAfter:
+    """A constraint that allows everything, and fails for paths of four tokens."""
+
+    def legal(self, path: Any) -> Any:
+        return _fails() if len(path) >= 4 else np.ones(VOCAB, np.bool_)
+
+    def accepts(self, path: Any) -> bool:
+        return False
+
+    def forced(self, path: Any) -> list[int]:
+        return []
+
+
+class _FailsToForce(_FailsAfter):
+    def legal(self, path: Any) -> Any:
+        return np.ones(VOCAB, np.bool_)
+
+    def forced(self, path: Any) -> list[int]:
+        return _fails() if len(path) >= 4 else []
+
+
+def _break_context(name: str) -> Any:
+    def change(engine: Engine, request_id: int) -> None:
+        whole = getattr(engine._context, name)
+        broken = lambda seq, *rest: _fails() if seq.id == request_id else whole(seq, *rest)  # noqa: E731
+        setattr(engine._context, name, broken)
+
+    return change
+
+
+def _of_request(change: Any) -> Any:
+    return lambda engine, request_id: change(engine._requests[request_id])
+
+
+# How one request may fail, whatever the reason: each entry breaks one part of a step for it.
+BREAKS: dict[str, Any] = {
+    "draw": _of_request(lambda one: setattr(one.seq, "draws", type("Draws", (), {"draw": _fails})())),
+    "grammar": _of_request(lambda one: setattr(one.seq, "answer_constraint", _FailsAfter())),
+    "grammar of drafts": _of_request(lambda one: setattr(one.seq, "constraint", _FailsAfter())),
+    "forced tokens": _of_request(lambda one: setattr(one.seq, "constraint", _FailsToForce())),
+    "text": _of_request(lambda one: setattr(one.text, "push", _fails)),
+    "figures": _of_request(lambda one: setattr(one.meter, "record_step", _fails)),
+    **{name: _break_context(name) for name in ("awaits_prefix", "poll_prefix", "acquire", "num_hidden_kept")},
+}
+
+
+@every_proposer
+@pytest.mark.parametrize("where", BREAKS)
+def test_whatever_one_sequence_raises_ends_that_one(where: str, proposer: str) -> None:
+    prompts, params = [[4, 5], *PROMPTS[:2]], [PARAMS["sampled"]] * 3
+    plain = run(ToyBackend(1, memory=0.2), NullProposer(), params, prompts)
+    context = Context(ToyBackend(1, memory=0.2), 3, 64)
+    guarded = GuardedProposer(PROPOSER_FACTORIES[proposer](), context, plain_on_error=False)
+    engine = Engine(context, guarded, ToyTokenizer(VOCAB))  # type: ignore[arg-type]
+    got: dict[int, list[Output]] = {engine.add_request(*one): [] for one in zip(prompts, params, strict=True)}
+    BREAKS[where](engine, 0)
+    while engine.has_work:
+        for output in engine.step():
+            got[output.request_id].append(output)
+    assert [ids(got[number]) for number in (1, 2)] == [ids(one) for one in plain[1:]]
+    assert {got[number][-1].finish_reason for number in (1, 2)} == {"length"}
+    assert (got[0][-1].finish_reason, "of one" in str(got[0][-1].error)) == ("error", True)
+    assert engine._context.num_free_slots == 3
+
+
+def test_a_seed_of_any_size_is_one_of_64_bits() -> None:
+    assert SamplingParams(seed=2**64 + 5).seed == 5
+    with pytest.raises(ConfigError, match=r"seed must be .*, got an integer of 14\d{3} bits"):
+        SamplingParams(seed=10**4300)

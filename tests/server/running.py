@@ -22,9 +22,11 @@ from cpuspec.server.app import listen, serve
 from cpuspec.server.model import Answers, ServedModel
 from cpuspec.server.server import Loader, Server
 from cpuspec.settings import EngineConfig, ServerConfig
+from tools.loop_watch import watching
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+LONGEST_CALLBACK_S = 0.02
 PATIENCE_S = 300.0  # a machine that is slower than this hangs
 
 
@@ -201,3 +203,13 @@ def assert_in_order(text: str, *wanted: str) -> None:
     for one in wanted:
         at = text.find(one, at) + 1
         assert at, f"{one!r} is missing, or in another place, in {text}"
+
+
+@contextmanager
+def with_free_loop() -> Iterator[None]:
+    """Fail at the end if a callback of a server's event loop took longer than others may wait, and tell where it did."""
+    with watching() as watch:
+        yield
+    long = [f"{one.cpu_s:.3f} s of processor time\n{one.stack}" for one in watch.longest if one.cpu_s > LONGEST_CALLBACK_S]
+    assert not long, "\n".join(long)
+    assert watch.num_callbacks

@@ -1,10 +1,12 @@
 """Places, queues and turns."""
 
+import asyncio
+import threading
 from functools import partial
 
 import pytest
 
-from cpuspec.server.admission import Admission, Ticket
+from cpuspec.server.admission import Admission, Ticket, Workers
 from cpuspec.server.errors import BusyError
 
 
@@ -43,11 +45,12 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing() -> None:
     desk = Desk(1, 2)
     desk.enter("a", "1", "2")
     with pytest.raises(BusyError, match="1 answers are running and 1 wait"):
-        desk.enter("b", "3", "4")
+        desk.enter("a", "3", "4")
     assert desk.admission.num_waiting == 1
-    desk.enter("b", "3")
+    desk.enter("a", "3")
     with pytest.raises(BusyError):
-        desk.enter("c", "5")
+        desk.enter("a", "5")
+    desk.enter("b", "6", "7")
 
 
 def test_who_leaves_the_queue_is_never_started() -> None:
@@ -58,3 +61,32 @@ def test_who_leaves_the_queue_is_never_started() -> None:
     assert desk.started == ["1", "3"]
     desk.admission.leave(third)
     assert (desk.admission.num_running, desk.admission.num_waiting) == (0, 0)
+
+
+def test_one_client_never_has_all_threads() -> None:
+    async def work() -> None:
+        workers, may_end = Workers(2, "work"), threading.Event()
+        long = [asyncio.create_task(workers.run("a", may_end.wait)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert await workers.run("b", lambda: 5) == 5
+        long[0].cancel()  # its thread works on, so that its place stays taken
+        await asyncio.sleep(0)
+        assert await workers.run("b", lambda: 6) == 6
+        assert not long[1].done()
+        may_end.set()
+        assert await asyncio.gather(*long[1:]) == [True, True]
+        workers.close()
+
+    asyncio.run(work())
+
+
+def test_work_that_fails_gives_its_thread_back() -> None:
+    async def work() -> None:
+        workers = Workers(1, "work")
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                await workers.run("a", lambda: 1 // 0)
+        assert await workers.run("a", lambda: 7) == 7
+        workers.close()
+
+    asyncio.run(work())

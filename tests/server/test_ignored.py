@@ -9,7 +9,7 @@ import pytest
 from cpuspec.server import completions, embeddings, llama_server, messages, ollama, ranking, responses, schema
 from cpuspec.server.model import Answers
 from cpuspec.server.native import DetokenizeBody, TemplateBody, TokenizeBody
-from cpuspec.server.schema import IGNORED, Body, body_in
+from cpuspec.server.schema import Body, body_in, is_ignored
 from tests.server.running import Running, load, serving, templated_model
 from tests.server.test_fields import BODIES as FEW
 from tests.server.test_infill import with_fill_tokens
@@ -129,7 +129,7 @@ def _paths(body: type[Body], where: str = "") -> Iterator[tuple[str, bool]]:
         if part is not None and not str(one.annotation).startswith("list"):
             yield from _paths(part, f"{path}.")
         else:
-            yield path, IGNORED in one.metadata
+            yield path, is_ignored(one)
 
 
 def _with(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:

@@ -108,14 +108,14 @@ def test_a_kept_response_is_its_keys_own(path: Any) -> None:
 def test_the_oldest_responses_are_forgotten_where_room_is_short() -> None:
     store = ResponseStore(most_bytes=1000)
     for number in range(20):
-        store.store("me", {"id": str(number), "output": []}, [{"content": "x" * 60}])
+        store.store("me", {"id": str(number), "output": []}, [{"content": "x" * 60}], 100)
     known = []
     for number in range(20):
         with suppress(UnknownResponseError):
             known.append(int(store.get("me", str(number)).response["id"]))
     assert known == list(range(known[0], 20))
     assert 2 < len(known) < 12
-    store.store("me", {"id": "large", "output": []}, [{"content": "x" * 600}])
+    store.store("me", {"id": "large", "output": []}, [{"content": "x" * 600}], 620)
     with pytest.raises(UnknownResponseError):
         store.get("me", "large")
 

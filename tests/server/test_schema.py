@@ -1,4 +1,4 @@
-"""Bodies that schemathesis makes of the OpenAPI document, right and wrong: the server answers each, and never fails."""
+"""Bodies that schemathesis makes of the OpenAPI document, right and wrong: the server answers each, and its loop stays free."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from schemathesis import GenerationMode
 from cpuspec.server.app import make_app
 from cpuspec.server.server import Server
 from cpuspec.settings import ServerConfig
-from tests.server.running import PATIENCE_S, Running, load, serving, tiny_model
+from tests.server.running import PATIENCE_S, Running, load, serving, tiny_model, with_free_loop
 
 SCHEMA = schemathesis.openapi.from_dict(make_app(Server("tiny", ServerConfig())).openapi())
 OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
@@ -22,7 +22,7 @@ CASES = [(label, mode) for label in sorted(OPERATIONS) for mode in GenerationMod
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     path, saved = tiny_model(tmp_path_factory.mktemp("model")), tmp_path_factory.mktemp("slots")
     options: dict[str, Any] = {"slot_save_path": str(saved), "max_new_tokens": 4, "pooling": "mean"}
-    with serving(lambda: load(path, context_length=512), **options) as found:
+    with with_free_loop(), serving(lambda: load(path, context_length=512), **options) as found:
         yield found
 
 

@@ -9,6 +9,7 @@ from cpuspec.speculation.proposer import Proposer
 DEFAULT_NUM_TOKENS = 15
 PAST_STRENGTH = 2 * STRENGTH  # another request's text is weaker evidence
 MAX_PAST_TOKENS = 1 << 16
+_MOST_SALTS = 64  # an index of a few tokens takes kilobytes, too
 SHORT_MATCH = 2  # tokens; if the request has no longer match, a match before a changed token is looked for
 
 
@@ -19,7 +20,7 @@ class SuffixProposer(Proposer):
 
     The draft, a chain or a tree of the likeliest paths, goes on while a path is accepted with a probability of `min_prob` or more:
     the longer the matches and the more they agree, the longer it is. No token is drawn. An answer that ends is remembered for
-    requests of the same salt, `max_past_tokens` tokens in all.
+    requests of the same salt, `max_past_tokens` tokens in all, of the latest 64 salts.
     """
 
     name = "suffix"
@@ -64,7 +65,7 @@ class SuffixProposer(Proposer):
             past = self._past[seq.salt] = self._past.pop(seq.salt, IndexedText())
             past.extend([*seq.output, END])
             past.forget(max(0, len(past) - self.max_past_tokens))
-            while sum(map(len, self._past.values())) > self.max_past_tokens:
+            while len(self._past) > _MOST_SALTS or sum(map(len, self._past.values())) > self.max_past_tokens:
                 del self._past[next(iter(self._past))]
 
 

@@ -225,10 +225,9 @@ class Planner(Proposer):
             self._budget.earn(self._plain_s * num_accepted)
 
     def end(self, seq: Sequence) -> None:
-        """Forget the sequence, and keep the costs that were learned."""
+        """Forget the sequence."""
         self._chosen.pop(seq.id, None)
         self._timing = None
-        self.costs.keep()
         for model in self.models:
             model.end(seq)
         with ExitStack() as calls:  # every drafter is told, also if one raises
