@@ -292,6 +292,16 @@ ODD = [
         '<tool_call>{"name": "f", "arguments": {"a": "say "x" now"}}</tool_call>',
         [("call", "f"), ("arguments", '{"a": "say \\"x\\" now"}')],
     ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>',
+        content('<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>'),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "search"}</tool_call>\nx\n<tool_call>\n{"name": "search"}</tool_call>',
+        [*G, *content("x"), *G],
+    ),
     # Arguments that are no object.
     ("hermes", '<tool_call>{"name": "search", "arguments": null}</tool_call>', G),
     *(("hermes", text, content(text)) for text in ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>',)),
