@@ -13,7 +13,7 @@ from typing import Any
 
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.prompts import parse_line, read_text
-from cpuspec.server.parsing import answer_parser
+from cpuspec.server.parsing import answer_parser, tool_format
 from cpuspec.server.parsing.calls import tool_instructions
 from cpuspec.server.turns import tool_use
 from cpuspec.text import Tokenizer
@@ -53,8 +53,8 @@ class FormLine:
 class FormVerdict:
     """What an answer holds. Each field implies the ones before it: called, a known function, JSON arguments, fitting ones."""
 
-    answered: bool  # a tool call was made, or the text is JSON
-    known: bool  # every call names a tool
+    answered: bool  # a tool call was made or begun, or the text is JSON
+    known: bool  # every call names a tool and can be read
     parses: bool  # every call's arguments are a JSON object
     fits: bool  # the schema holds
 
@@ -101,7 +101,8 @@ def judge_form(line: FormLine, text: str, template: str | None, thinking: bool =
     known = bool(calls) and all(name in schemas for name, _ in calls)
     parses = known and all(value is not None for value in values)
     fit = parses and all(fits(value, schemas[name]) for (name, _), value in zip(calls, values, strict=True))
-    return FormVerdict(bool(calls), known, parses, fit)
+    mark = tool_format(template).mark
+    return FormVerdict(bool(calls) or bool(mark and mark in content), known, parses, fit)
 
 
 def validity_by_kind(lines: Sequence[FormLine], verdicts: Sequence[FormVerdict]) -> list[Validity]:

@@ -64,7 +64,7 @@ def forms(tmp_path: Path, *lines: Any) -> Any:
         ('{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}', (True, True, True, True)),
         ('<tool_call>{"name": "weather", "arguments": {"town": "Oslo"}}</tool_call>', (True, True, True, False)),
         ('<tool_call>{"name": "weather", "arguments": {"city": 3}}</tool_call>', (True, True, True, False)),
-        ('<tool_call>{"name": "weather", "arguments": {"city": "Os', (True, True, False, False)),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Os', (True, False, False, False)),
         ('<tool_call>{"name": "train", "arguments": {}}</tool_call>', (True, False, False, False)),
         ("It rains.", (False, False, False, False)),
         ("", (False, False, False, False)),

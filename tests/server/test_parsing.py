@@ -245,6 +245,7 @@ F = [("call", "f"), ("arguments", '{"a": "x"}')]
 G = [("call", "search"), ("arguments", "{}")]
 _X = '{"name": "f", "arguments": {"a": "x"}}'
 _NL = [("call", "f"), ("arguments", '{"a": "x\\ny\\t\\\\d"}')]
+_S, _OTHER = '{"name": "search"}', '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>'
 _CUT = '{"name": "f", "arguments": {"a": "x"}'
 
 
@@ -291,6 +292,16 @@ ODD = [
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": "say "x" now"}}</tool_call>',
         [("call", "f"), ("arguments", '{"a": "say \\"x\\" now"}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>',
+        content('<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>'),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "search"}</tool_call>\nx\n<tool_call>\n{"name": "search"}</tool_call>',
+        [*G, *content("x"), *G],
     ),
     # Arguments that are no object.
     ("hermes", '<tool_call>{"name": "search", "arguments": null}</tool_call>', G),
@@ -539,7 +550,7 @@ FRAGMENTS = st.lists(
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 @given(text=FRAGMENTS, places=st.lists(st.integers(0, 400), max_size=6), thinking=st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_no_split_changes_what_comes_out(name: str, text: str, places: list[int], thinking: bool) -> None:
     def make() -> AnswerParser:
         return parser_of(name, thinking)
@@ -575,7 +586,7 @@ def test_what_a_family_writes_is_read_again_with_the_words_around_it(name: str) 
     """Values hold quotes, brackets and marks; where nothing quotes them, none of the row's own."""
     own = () if TOOL_FORMATS[name].syntax.is_quoted else ("tool_call", "function", "parameter", "arg_", "invoke", "DSML")
     parts = tuple(part for part in PARTS if not any(mark in part for mark in own) and (name != "gemma4" or part != '<|"|>'))
-    for seed in range(15):
+    for seed in range(6):
         for way in WAYS[name]:
             random = Random(seed)
             calls = [random_call(random, parts) for _ in range(random.randrange(1, 4))]

@@ -39,7 +39,7 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _MOST_CHARS = 1 << 20  # of one call
 _MOST_UNENDED = 100  # marks after which no call ends, in one answer
 # A call without marks: an object of JSON, or a list of them, at a line's beginning, perhaps in a fence or after a tag.
-_BARE = r"[ \t]*(?:(?:```(?:json|xml|tool_call|tool_code)?|<\w{1,20}>)\s*)?(?:\[\s*)?(?=\{)"
+_BARE = r"[ \t]*(?:(?:```(?:json|xml|tool_call|tool_code)?|%s<\w{1,20}>)\s*)?(?:\[\s*)?(?=\{)"
 _BARE_BEGINS = r"[ \t]*(?:`{1,2}|```\w{0,9}\s*|<\w{0,20}|<\w{1,20}>\s*)?(?:\[\s*)?\Z"
 _BEGINS = {True: re.compile(rf"(?:\n|\A){_BARE_BEGINS}"), False: re.compile(rf"\n{_BARE_BEGINS}")}  # by `_at_line`
 _KEYS = tuple(f'"{key}"' for key in ("name", "tool_name", "tool_call_id", "arguments", "parameters", "type", "id", "function"))
@@ -111,10 +111,12 @@ class AnswerParser:
         self._held, self._found = "", list[Piece]()  # their text, with the mark; their pieces
         self._kind, self._name = "content", ""  # of the message in a channel, and the function that it calls
         self._is_new, self._seen = True, set[str]()  # whether it has no text yet, and the kinds of those that had one
-        alternatives = [re.escape(mark) for mark, _ in form.marks if mark] + [rf"\n{_BARE}"] * form.bare
+        marked = [re.escape(mark) for mark, _ in form.marks if mark]
+        bare = _BARE % "".join(f"(?!{mark})" for mark in marked)
+        alternatives = [*marked, *([rf"\n{bare}"] if form.bare else [])]
         self._opening = self._first = re.compile("|".join(alternatives)) if functions and alternatives else None
         if functions and form.bare:
-            self._first = re.compile("|".join([*alternatives, rf"\A{_BARE}"]))
+            self._first = re.compile("|".join([*alternatives, rf"\A{bare}"]))
         # What the text `begun` gives: its calls, and by kind the number of characters that are undecided in it.
         self._begun: list[Piece] = []
         self._known: dict[str, int] = {}

@@ -166,6 +166,8 @@ def read_value(text: str, is_whole: bool = True) -> Any:
         return json.loads(text, strict=False, parse_constant=_nothing)
     with suppress(ValueError):
         return json.loads(_mended(text, is_whole), strict=False, parse_constant=_nothing)
+    if re.search(r"""\\[^\\'"abfnrtuUxN0-7\n]""", text):
+        raise ValueError("it has an escape that Python lacks, too")
     try:
         tree = _ListForSet().visit(ast.parse(text, mode="eval"))
         return ast.literal_eval(tree)
@@ -275,7 +277,10 @@ def from_json(text: str, functions: Functions, is_whole: bool) -> Call:
     if not isinstance(one, dict):
         raise ValueError("it is no object")
     name = next((one[key] for key in ("name", "tool_name", "function") if isinstance(one.get(key), str)), "")
-    return name, next((one[key] for key in ("arguments", "parameters") if key in one), None)
+    given = next((key for key in ("arguments", "parameters") if key in one), "")
+    if not given and one.keys() - {"name", "tool_name", "function", "id", "tool_call_id", "type"}:
+        raise ValueError("it has other keys than arguments")
+    return name, one.get(given)
 
 
 def python_items(text: str) -> list[str]:
