@@ -45,7 +45,7 @@ class Question:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Which model ran. files: name, bytes and sha256 of each, as `certify.file_identity` has them."""
+    """Which model ran. files: name, bytes and sha256 of each, as `file_identity` has them."""
 
     name: str
     architecture: str

@@ -29,7 +29,7 @@ from cpuspec.checkpoints.fields import read_json_object
 from cpuspec.checkpoints.heads import find_reader
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CheckpointError, ConfigError
-from cpuspec.evaluate.certify import file_identity
+from cpuspec.checkpoints.gguf_parts import file_identity
 from cpuspec.files import write_file
 from cpuspec.formats import get_format
 from cpuspec.metrics import now_s
