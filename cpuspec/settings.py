@@ -177,7 +177,10 @@ _NOT_NEGATIVE = _Kind(partial(number, low=0), "a number >= 0", 0, sys.float_info
 _SHARE = _Kind(partial(number, above=0, high=1), "a number in (0, 1]", math.ulp(0.0), 1)
 _SHARE_OR_0 = _number(0, 1)
 _OFF_BELOW_0 = _Kind(
-    _or_none(lambda value: None if number(value) < 0 else _NOT_NEGATIVE.read(value)), "a number, or None for never", -1e300, sys.float_info.max
+    _or_none(lambda value: None if number(value) < 0 else _NOT_NEGATIVE.read(value)),
+    "a number, or None for never",
+    -1e300,
+    sys.float_info.max,
 )
 # Bounds that leave every sum and quotient of logits finite.
 _SHIFT, _PENALTY = _number(-1e6, 1e6), _number(1e-3, 1e3)

@@ -26,10 +26,10 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
 from cpuspec.checkpoints.fields import read_json_object
+from cpuspec.checkpoints.gguf_parts import file_identity
 from cpuspec.checkpoints.heads import find_reader
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CheckpointError, ConfigError
-from cpuspec.checkpoints.gguf_parts import file_identity
 from cpuspec.files import write_file
 from cpuspec.formats import get_format
 from cpuspec.metrics import now_s
