@@ -413,7 +413,8 @@ class EngineConfig:
     )
     max_rows: int = _setting(256, _whole(1, 8192), "Rows of one forward; longer prompts go in chunks.", "N")
     # More rows delay answers, fewer slow down prompts. With AVX2, SmolLM2-135M, two streams and a prompt of 4,000 tokens, 32 rows
-    # leave gaps of 151 ms and make the prompt 18 % slower; 16 rows: 101 ms and 31 %; 64 rows: 261 ms and 2 % (benchmarks/LOG.md).
+    # leave gaps of 151 ms and make the prompt 18 % slower; 16 rows: 101 ms and 31 %; 64 rows: 261 ms and 2 %.
+    # See benchmarks/DECISIONS.md#prompt-rows.
     prompt_rows: int = _setting(
         32,
         _whole(1, 8192),
@@ -492,7 +493,7 @@ class EngineConfig:
         "NAME=FILE",
         option="lora-modules",
     )
-    # f16 halves what f32 reads at depth, at no cost that can be measured (benchmarks/LOG.md).
+    # f16 halves what f32 reads at depth, at no cost that can be measured (benchmarks/DECISIONS.md#kv-f16).
     kv_format: str = _of_backend(
         "f16",
         _TEXT,

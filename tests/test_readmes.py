@@ -20,7 +20,8 @@ ROOT = Path(cpuspec.__file__).parents[1]
 _PACKAGES = ("backends", "batch", "checkpoints", "evaluate", "kernels", "load", "platform", "server", "speculation", "text")
 DIRECTORIES = (".", "benchmarks", "models", "cpuspec", *(f"cpuspec/{package}" for package in _PACKAGES))
 CONTRIBUTING = Path(".github/CONTRIBUTING.md")
-READMES = (*(Path(directory, "README.md") for directory in DIRECTORIES), CONTRIBUTING, Path(".github/CHANGELOG.md"))
+DECISIONS = Path("benchmarks/DECISIONS.md")
+READMES = (*(Path(directory, "README.md") for directory in DIRECTORIES), CONTRIBUTING, Path(".github/CHANGELOG.md"), DECISIONS)
 TEXTS = {path.as_posix(): (ROOT / path).read_text("utf-8") for path in READMES}
 
 
@@ -30,6 +31,12 @@ def fenced(text: str, language: str) -> list[str]:
 
 def section(text: str, title: str) -> str:
     return text.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def anchors(text: str) -> set[str]:
+    """What a link to a heading of this text may name, as GitHub makes it."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
 
 
 def commands() -> Iterator[list[str]]:
@@ -60,9 +67,24 @@ def test_links_lead_to_files_and_headings(name: str) -> None:
         found = (ROOT / name).parent / path
         assert found.exists(), f"{name} links to {target}"
         if heading:
-            headings = re.findall(r"^#+ (.*)$", found.read_text("utf-8"), re.MULTILINE)
-            anchors = {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
-            assert heading in anchors, f"{name} links to {target}"
+            assert heading in anchors(found.read_text("utf-8") if path else TEXTS[name]), f"{name} links to {target}"
+
+
+def test_decisions_are_short_and_every_entry_that_is_named_exists() -> None:
+    text = TEXTS[DECISIONS.as_posix()]
+    assert len(text.split()) <= 6000, "shorten or merge entries"
+    entries = re.findall(r"^### (.*)$", text, re.MULTILINE)
+    assert len(entries) == len(set(entries))
+    assert all(re.fullmatch(r"[a-z0-9_-]+", entry) for entry in entries), "a heading is its own anchor"
+    named = {
+        (path.relative_to(ROOT).as_posix(), entry)
+        for directory in ("cpuspec", "models", "tests", "tools", "benchmarks", ".github")
+        for path in (ROOT / directory).rglob("*")
+        if path.suffix in {".md", ".py", ".toml", ".cpp"}
+        for entry in re.findall(r"DECISIONS\.md#([\w-]+)", path.read_text("utf-8"))
+    }
+    assert len(named) > 25
+    assert {(path, entry) for path, entry in named if entry not in entries} == set()
 
 
 @pytest.mark.parametrize("words", list(commands()), ids=" ".join)

@@ -27,7 +27,8 @@ class PackedAdapter:
         assert adapter.rank <= MAX_RANK, "`open_adapter` has checked it"
         self.pairs = np.zeros(len(numbers), layout.ADAPTER_PAIR)
         self.rank_bytes = -(-adapter.rank // TILE) * TILE * 4
-        # One array: numpy asks for huge pages for it. In small ones of small pages 74 MB were read at 12 GB/s (benchmarks/LOG.md).
+        # One array: numpy asks for huge pages for it. In small ones of small pages 74 MB were read at 12 GB/s.
+        # See benchmarks/DECISIONS.md#adapters.
         self._data = aligned_bytes((sum(_laid_bytes(part) for pair in adapter.pairs.values() for part in pair),))
         self.num_bytes, at = self._data.nbytes, 0
         for name, (down, up) in sorted(adapter.pairs.items(), key=lambda one: numbers[one[0]]):

@@ -31,7 +31,7 @@ _STEPS = kv_rows.CHUNK // LANES
 _APART = 8  # windows between two snapshots of a long prompt
 
 # A head's cache has small pages up to here, since each huge one is zeroed whole. Behind it huge pages save a long context 3 to 6 %
-# of its time (benchmarks/LOG.md). Layers with windows keep small pages, since they give back one chunk at a time.
+# of its time (benchmarks/DECISIONS.md#huge-pages). Layers with windows keep small pages, since they give back one chunk at a time.
 _SMALL_PAGES_CHUNKS = 16
 
 Memory = tuple[U8, ...]  # of a slot: [heads, bytes] for each kind

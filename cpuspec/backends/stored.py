@@ -245,7 +245,7 @@ class Router:
         """The better half of the experts that the router would choose for the rows as they are now; those of most rows first.
 
         In a mixture with random weights the layer then chooses 98 % of the first four of eight, and 69 % of the last four: reading
-        the last four early costs more than it gains (benchmarks/LOG.md).
+        the last four early costs more than it gains (benchmarks/DECISIONS.md#mixture-on-disk).
         """
         rows = self.rows[:num_rows, : self.matrix.shape[1]]
         if self.norm is not None:

@@ -8,7 +8,7 @@ Scales have three bits, for each 32 values or for each 16.
 
 A code here has the index of one value's magnitude in its low bits, and the sign in the bit above. Kernels read these codes: 3 bits
 for one- and two-bit formats, 4 for three-bit ones. Looking points up in a kernel would be slower than reading the additional bits
-(benchmarks/LOG.md), and would need code for each instruction set.
+(benchmarks/DECISIONS.md#grids), and would need code for each instruction set.
 """
 
 import base64

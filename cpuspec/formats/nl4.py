@@ -15,8 +15,8 @@ nl4_xs has superblocks of 256, eight groups of 32, 4.25 bits:
 nl4_r has the record of nl4_xs for values in another basis: each 256 of a row times Hadamard's matrix (`Format.rotated`).
 
 q4_k's linear grid with its minimum takes as many bytes as nl4_g32, and so does iq4_nl's grid, which cannot move; iq4_xs takes as
-many as nl4_xs. These two formats leave less error (benchmarks/LOG.md). The grid reaches further on one side; the sign of the scale
-chooses which.
+many as nl4_xs. These two formats leave less error (benchmarks/DECISIONS.md#nl4_g32, benchmarks/DECISIONS.md#nl4_xs). The grid
+reaches further on one side; the sign of the scale chooses which.
 
 Levels are whole numbers from -32 to 31. Kernels look them up by one shuffle, and processors without dot products of bytes may add
 two pairs of products in 16 bits: iq4's levels, up to 127, have to be multiplied in two halves. The table was found by Lloyd's
@@ -99,7 +99,8 @@ def _fields(parts: Parts) -> Parts:
 def encode_xs(values: F32, weights: F32 | None = None, find: Searches = IN_NUMPY) -> Parts:
     """The scale, steps, signs and moves that leave the least squared error. weights: of errors, [n, 256].
 
-    The search tries all 144 grids of a group whose scale is near the smallest one that holds the group (benchmarks/LOG.md).
+    The search tries all 144 grids of a group whose scale is near the smallest one that holds the group
+    (benchmarks/DECISIONS.md#nl4_xs).
     """
     groups = values.reshape(-1, BLOCK)
     weights = None if weights is None else weights.reshape(groups.shape)

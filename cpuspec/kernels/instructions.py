@@ -1,7 +1,8 @@
 """A group of weights times some rows, instruction by instruction, in the sixteen registers of processors without AVX-512.
 
 Twelve registers hold the sums of six rows, which leaves four for weights and inputs. LLVM would load early and keep on the stack
-what does not fit, and a row would take up to 1.7 times as long (benchmarks/LOG.md). The syntax is AT&T's: sources come first.
+what does not fit, and a row would take up to 1.7 times as long (benchmarks/DECISIONS.md#avx2-instructions). The syntax is AT&T's:
+sources come first.
 
 Without dot products of bytes, VPMADDUBSW multiplies unsigned bytes with signed ones and adds neighbours in 16 bits, which is exact
 while the sums fit: results of narrow codes are added in 16 bits, as many as fit, before VPMADDWD widens them. An 8-bit code is

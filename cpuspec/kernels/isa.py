@@ -54,8 +54,8 @@ class PrefetchPlan(NamedTuple):
 
 @cache
 def prefetch_plan() -> PrefetchPlan:
-    """The fastest plan on this processor, whatever features are held back (benchmarks/LOG.md). Four streams are best on Xeons
-    with AMX, and as good as others on Zen 3.
+    """The fastest plan on this processor, whatever features are held back. Four streams are best on Xeons with AMX
+    (benchmarks/DECISIONS.md#streams). On Zen 3 no other number was measured.
     """
     known = {"znver5": PrefetchPlan(1, 4096, True), "znver4": PrefetchPlan(1, 8192, False)}
     return known.get(binding.get_host_cpu_name(), PrefetchPlan(4, 4096, True))

@@ -29,8 +29,8 @@ from cpuspec.kernels.readers import AHEAD, FLOAT_CODES, INTO_FIRST, NUMBERS, PAI
 _MOST_ROWS, _MOST_OF_NUMBERS = 16, 6 if isa.has_sixteen_registers() else 8
 
 # For fewer rows than a block, or for one block in tile registers, a thread reads several streams of tiles in turns: a core of an
-# Intel processor gets more from memory when it reads from several places at once, one of Zen 4 and 5 less (benchmarks/LOG.md). A
-# pass of more rows than _STREAMED_ROWS keeps the sums of one tile in registers.
+# Intel processor gets more from memory when it reads from several places at once, one of Zen 4 and 5 less
+# (benchmarks/DECISIONS.md#streams). A pass of more rows than _STREAMED_ROWS keeps the sums of one tile in registers.
 _STREAMS = isa.prefetch_plan().streams
 _STREAMED_ROWS = 8
 # The least bytes of a stream that make it worth while, without and with tile registers: its first AHEAD bytes are not prefetched.
@@ -46,7 +46,7 @@ _Sums = Callable[[Value, int], Value]  # (stream, row) -> 16 sums of products
 
 def activation_encoding(format_name: str, precise: bool = False) -> str:
     """The one of ENCODINGS in which a format reads activations. precise: 16 bits instead of 8. Rotated activations stay in 8 bits,
-    whose error is a fiftieth of that of the weights (benchmarks/LOG.md).
+    whose error is a fiftieth of that of the weights (benchmarks/DECISIONS.md#rotated-activations).
     """
     if format_name == PAIRED:
         return "bf16" if isa.has_bf16_tiles() else "rounded"

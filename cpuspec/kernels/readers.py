@@ -12,7 +12,8 @@ from cpuspec.formats.packing import GROUP, TILE
 from cpuspec.kernels import isa
 from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, I32X16, Value, lookup_bytes, lookup_f32, vector_of
 
-# Bytes of weights to ask for in advance: with many rows the processor does not look so far ahead itself (benchmarks/LOG.md).
+# Bytes of weights to ask for in advance: with many rows the processor does not look so far ahead itself.
+# See benchmarks/DECISIONS.md#prefetch.
 _, AHEAD, INTO_FIRST = isa.prefetch_plan()
 
 

@@ -18,7 +18,8 @@ from cpuspec.train.samples import SampleSet
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 
-# Of bigrams: as many tokens as the frequency of each is worth before one is counted after another. Measured in benchmarks/LOG.md.
+# Of bigrams: as many tokens as the frequency of each is worth before one is counted after another.
+# See benchmarks/DECISIONS.md#bigram-prior.
 _PRIOR = 4.0
 
 

@@ -128,7 +128,8 @@ def test_a_step_looks_at_no_more_waiting_requests_than_it_has_free_slots_for() -
     assert looks[0] == looks[1] > 0
 
 
-PLAIN_STEPS_PER_ROW = 0.2  # of a prompt, with AVX2 (benchmarks/LOG.md): the more, the more others' rows delay a short prompt
+# Of a prompt, with AVX2 (benchmarks/DECISIONS.md#prompt-rows): the more, the more others' rows delay a short prompt.
+PLAIN_STEPS_PER_ROW = 0.2
 LONG, ROWS = 4000, 32
 
 

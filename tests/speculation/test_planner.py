@@ -336,10 +336,10 @@ MODEL_SECONDS = [(0.1, 0.005), (0.3, 0.02), (0.5, 0.08), (0.9, 0.3)]  # of a dra
         for seconds in MODEL_SECONDS[(c + s) % 2 :: 2]
     ],
 )
-def test_where_nothing_helps_it_costs_as_little_as_the_log_says(
+def test_where_nothing_helps_it_costs_at_most_three_percent(
     clock: Clock, confidence: float | None, slope: float, drafted_s: float, fed_s: float
 ) -> None:
-    """The simulation of benchmarks/LOG.md: at most 2.8 % over 25 answers."""
+    """The simulation of benchmarks/DECISIONS.md#where-nothing-helps: at most 2.8 % over 25 answers."""
     model = TimedModel(clock, drafted_s, fed_s)
     texts = [] if confidence is None else [Text(confidence)]
     planner = planner_of(rising(slope), texts, [(model, model.costs)])

@@ -22,8 +22,8 @@ from cpuspec.speculation.draft import Draft
 MAX_MATCH = 24  # tokens that a match looks back
 RUNS = (4, 2, 1)  # tokens of the runs that are looked up, one after the other
 MAX_OCCURRENCES = 128  # of each that are looked at: most have a few, but in tables and indentation there may be thousands
-NUM_MATCHES = 8  # of a text, if several continuations are weighed; more change nothing (benchmarks/LOG.md)
-MIN_PROB = 0.1  # of a path that is worth a row of a forward, in text that is drafted well or badly (benchmarks/LOG.md)
+NUM_MATCHES = 8  # of a text, if several continuations are weighed; more change nothing (benchmarks/DECISIONS.md#lookup-rules)
+MIN_PROB = 0.1  # of a path that is worth a row of a forward, whatever the text (benchmarks/DECISIONS.md#lookup-rules)
 STRENGTH = 4.0
 INDEXED_AT_ONCE = 4096  # tokens, which take a few milliseconds of a step: other requests wait meanwhile
 END = -1  # separates texts that follow one another

@@ -170,7 +170,7 @@ class Planner(Proposer):
         """Ask a model for sequences to which it promises more, or on trial; replace the best options where its own are better.
 
         A sequence for which another model's draft is the best option is left out. Both models are unsure at the same tokens, and
-        asking a second one costs 1 to 3 % (benchmarks/LOG.md).
+        asking a second one costs 1 to 3 % (benchmarks/DECISIONS.md#confidences).
         """
         num_seqs, promise = len(seqs), model.promise(self.costs, len(seqs))
         asked = [
