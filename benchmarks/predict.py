@@ -20,8 +20,8 @@ from cpuspec.checkpoints.download import resolve_model
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CpuspecError
 from cpuspec.settings import EngineConfig
-from cpuspec.speculation.planner.choose import MAX_TOKENS, Option, best_length
 from cpuspec.speculation.planner.costs import Costs, measure_costs
+from cpuspec.speculation.planner.known import MAX_TOKENS, Promise, best_length
 
 ACCEPTANCES = [0.6, 0.7, 0.75, 0.8, 0.9]
 
@@ -82,12 +82,12 @@ def _predicted(models: list[Timed], acceptance: float) -> dict[str, Any]:
     return {"lengths": [one.num_tokens for one in choices], "tokens": best.tokens, "over_plain": best.tokens_per_s * plain_s}
 
 
-def best_chain(costs: list[Costs], rate: float) -> list[Option]:
+def best_chain(costs: list[Costs], rate: float) -> list[Promise]:
     """The best lengths of a target's drafts, of their drafts, and so on, all accepted at one rate. costs: the target's first."""
-    options: list[Option] = []
+    options: list[Promise] = []
     seconds_per_token = costs[-1].forward_s(1)
     for verifier in reversed(costs[:-1]):
-        options.insert(0, best_length(None, verifier, rate, MAX_TOKENS, seconds_per_token))
+        options.insert(0, best_length(verifier, rate, seconds_per_token, MAX_TOKENS))
         seconds_per_token = 1 / options[0].tokens_per_s
     return options
 
