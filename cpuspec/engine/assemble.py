@@ -44,7 +44,7 @@ from cpuspec.speculation.drafters.translate import TranslatedProposer
 from cpuspec.speculation.drafters.user import UserProposer, is_import_path
 from cpuspec.speculation.drafters.vocab import SharedTokens, same_tokens
 from cpuspec.speculation.head_context import HeadContext
-from cpuspec.speculation.planner.choose import MAX_TOKENS
+from cpuspec.speculation.planner.known import MAX_TOKENS
 from cpuspec.speculation.planner.planner import plan
 from cpuspec.speculation.proposer import DraftModel, NullProposer, Proposer
 from cpuspec.speculation.stage_context import StageContext

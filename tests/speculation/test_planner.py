@@ -17,6 +17,7 @@ from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.planner import costs as costs_module
 from cpuspec.speculation.planner.costs import Costs, find_costs
+from cpuspec.speculation.planner.known import Trials
 from cpuspec.speculation.planner.planner import Planner
 from cpuspec.speculation.proposer import Floors, NullProposer, goes_on
 from cpuspec.speculation.verify import Verdict
@@ -309,6 +310,90 @@ def test_trying_what_the_estimates_speak_against_takes_two_hundredths_of_the_tim
     before = len(model.asked)
     _rounds(planner, seq, 1000, 0.0)
     assert 0 < sum(model.asked[before:]) * 0.4 < 0.02 * 1020
+
+
+class Named(TimedModel):
+    """A model that is right with so many of its tokens, whatever it says of them."""
+
+    def __init__(self, name: str, right: float) -> None:
+        super().__init__(NOW, 0.1, 0.001, 0.8)
+        self.name, self.right = name, right
+
+
+def _of_two(planner: Planner, models: list[Named], seq: Sequence, count: int) -> list[str]:
+    """Who drafted in each of some rounds."""
+    rng, by_name, names = np.random.default_rng(2), {one.name: one for one in models}, []
+    for _ in range(count):
+        [draft] = planner.propose([seq], [24])
+        names.append(draft.source if len(draft) else "")
+        num_accepted = 0
+        while num_accepted < len(draft) and rng.random() < by_name[draft.source].right:
+            num_accepted += 1
+        seq.extend([1] * (num_accepted + 1))
+        planner.accept(seq, Verdict([1] * (num_accepted + 1), list(range(num_accepted))), ())
+    return names
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_models_the_better_one_drafts_though_the_other_began(first: int) -> None:
+    models = [Named("worse", 0.6), Named("better", 0.9)][:: 1 if not first else -1]
+    planner, seq = planner_of(rising(0.05), [], [(one, one.costs) for one in models]), _sequence()
+    names = _of_two(planner, models, seq, 1500)
+    assert names[-300:].count("better") > 0.9 * 300
+    assert names.count("worse") > 0
+
+
+def test_the_better_model_is_told_by_each_request() -> None:
+    models = [Named("a", 0.9), Named("b", 0.6)]
+    planner = planner_of(rising(0.05), [], [(one, one.costs) for one in models])
+    first, second = _sequence(0), _sequence(1)
+    _of_two(planner, models, first, 300)
+    models[0].right, models[1].right = 0.4, 0.9  # of the second request
+    assert _of_two(planner, models, second, 600)[-100:].count("b") > 90
+    known = planner.models[0]
+    assert known.chance(first) > known.chance(second) + 0.1
+
+
+def test_a_trial_makes_nobody_forget(clock: Clock) -> None:
+    model = TimedModel(clock, 0.1, 0.001)
+    planner, seq, other = planner_of(rising(0.05), [], [(model, model.costs)]), _sequence(0), _sequence(1)
+    _rounds(planner, seq, 50, 0.9)
+    known = planner.models[0]
+    before = known.chance(seq), known.acceptance.expected()
+    known.rounds[other.id] = 3  # on trial there
+    planner.propose([other], [24])
+    assert (known.chance(seq), known.acceptance.expected()) == before
+
+
+def test_trials_are_not_saved_up_for_hours() -> None:
+    """After hours in which it drafted well a drafter that became useless is tried a few times, not thousands of times."""
+    trials = Trials(1)
+    for _ in range(10):
+        trials.spend(0.1)
+        trials.earn(3600.0)
+    assert sum(trials.spend(0.1) for _ in range(100)) <= 3
+    trials.earn(0.1 / 0.015)
+    assert trials.spend(0.1)
+
+
+def test_no_two_models_draft_for_a_sequence_in_a_round() -> None:
+    models = [Named("a", 0.7), Named("b", 0.7)]
+    planner, seq = planner_of(rising(0.05), [], [(one, one.costs) for one in models]), _sequence()
+    for _ in range(300):
+        before = [len(one.asked) for one in models]
+        _of_two(planner, models, seq, 1)
+        assert sum(len(one.asked) for one in models) - sum(before) <= 1
+
+
+def test_a_model_that_does_not_help_leaves_rounds_to_run_at_once(clock: Clock) -> None:
+    model = TimedModel(clock, 0.9, 0.001)
+    planner, seq = planner_of(rising(0.5), [], [(model, model.costs)]), _sequence()
+    _rounds(planner, seq, 60, 0.0)
+    assert planner.num_idle([seq]) > 0
+    helping = Model()
+    planner = planner_of(rising(0.05), [], [(helping, Costs([1, 2], [0.1, 0.11]))])
+    _rounds(planner, seq := _sequence(1), 30, 1.0)
+    assert planner.num_idle([seq]) == 0
 
 
 def test_a_model_is_not_asked_for_an_answer_too_short_to_pay_for_its_prompt() -> None:

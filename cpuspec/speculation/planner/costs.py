@@ -5,6 +5,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from cpuspec.metrics import elapsed_s
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.platform import SYSTEM
-from cpuspec.speculation.planner.acceptance import Ratio
 
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24)  # numbers of rows that are measured; between two of them the cost is interpolated
 LEARNING = 0.1  # weight of the latest draft in the seconds of drafting
@@ -38,6 +38,28 @@ _MOST_ROWS = 384  # a round over more rows takes several forwards
 _STEP = 4  # factor from the largest measured number of rows to the next ones, those of batches
 _FADING = 0.8  # weight that a round's bytes keep from one round to the next: they fade fast, as a text changes within a few drafts
 _MOST_READ = 2.0  # the largest `read_share` that one round may claim
+
+
+_DECAY = 0.98  # weight that a round keeps from one round to the next
+_PRIOR_WEIGHT = 3.0  # of the prior, in units of what is spent
+
+
+@dataclass
+class Ratio:
+    """What rounds gained over what they spent. Older rounds fade. prior: the ratio to expect before the first round."""
+
+    prior: float
+    gained: float = 0.0
+    spent: float = 0.0
+
+    def add(self, gained: float, spent: float, decay: float = _DECAY) -> None:
+        """Count a round. decay: the weight that earlier rounds keep."""
+        self.gained = decay * self.gained + gained
+        self.spent = decay * self.spent + spent
+
+    def expected(self, weight: float = _PRIOR_WEIGHT) -> float:
+        """The ratio to expect of the next round. weight: of the prior, in units of what is spent."""
+        return (self.gained + weight * self.prior) / (self.spent + weight)
 
 
 class Costs:
