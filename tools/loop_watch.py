@@ -114,7 +114,7 @@ def main() -> None:
         try:
             run()
         finally:
-            figures = {"num_callbacks": watch.num_callbacks, "longest_collection_s": watch.longest_collection_s}
+            figures: dict[str, Any] = {"num_callbacks": watch.num_callbacks, "longest_collection_s": watch.longest_collection_s}
             figures |= {"longest": [asdict(one) for one in watch.longest]}
             report.write_text(json.dumps(figures, indent=1))
 
