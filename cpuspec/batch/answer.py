@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 from uuid import uuid4
 
@@ -52,6 +52,7 @@ def answer_lines(llm: LLM, lines: Iterator[Line], given: Mapping[str, Any]) -> G
     threads. Raises what `LLM.step` raises.
     """
     begun: deque[_Job] = deque()
+    model = cast(ServedModel, _BatchModel(llm, llm.name, given))
     try:
         more = True
         while begun or more:
@@ -59,7 +60,7 @@ def answer_lines(llm: LLM, lines: Iterator[Line], given: Mapping[str, Any]) -> G
                 line = next(lines, None)
                 more = line is not None
                 if line is not None:
-                    begun.append(_Job(llm, line, given))
+                    begun.append(_Job(llm, line, model))
             while begun and begun[0].done:
                 yield begun.popleft().answer()
             if any(not job.done for job in begun):
@@ -77,7 +78,7 @@ def _may_begin_another(llm: LLM, begun: deque["_Job"]) -> bool:
 class _Job:
     """One line with its unfinished answers."""
 
-    def __init__(self, llm: LLM, line: Line, given: Mapping[str, Any]) -> None:
+    def __init__(self, llm: LLM, line: Line, model: ServedModel) -> None:
         self._llm, self._line = llm, line
         self._error: CpuspecError | None = None
         self._chunks: list[dict[str, Any]] = []
@@ -85,7 +86,7 @@ class _Job:
         self._requests: list[int] = []
         try:
             url, fields = line.request()
-            body, model = _body(url, fields), _model(llm, given)
+            body = _body(url, fields)
             requested = self._chat(body, model) if isinstance(body, ChatBody) else self._text(body, model)
             if len(requested) > _MOST_ANSWERS:
                 raise ConfigError(f"n is {len(requested)}, and at most {_MOST_ANSWERS} answers are given to a line")
@@ -201,9 +202,17 @@ class _BatchModel:
     llm: LLM
     name: str
     given: Mapping[str, Any]
-    tool_use: ToolUse
-    tool_format: ToolFormat
     config: ServerConfig = field(default_factory=lambda: ServerConfig(drop_changing_lines=False))
+
+    @cached_property
+    def tool_use(self) -> ToolUse:
+        """What the chat template does with tools."""
+        return tool_use(self.llm.tokenizer)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls."""
+        return model_format(self.llm.tokenizer, self.tool_use)
 
     def check_text(self, num_chars: int) -> None:
         """Accept every text: a long one delays nobody else."""
@@ -211,8 +220,3 @@ class _BatchModel:
     def params(self, fields: Mapping[str, Any]) -> SamplingParams:
         """The params of a line with these fields."""
         return self.llm.sampling_defaults.under({**self.given, **fields})
-
-
-def _model(llm: LLM, given: Mapping[str, Any]) -> ServedModel:
-    use = tool_use(llm.tokenizer)
-    return cast(ServedModel, _BatchModel(llm, llm.name, given, use, model_format(llm.tokenizer, use)))

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
+from itertools import islice
 from json import decoder, scanner
 from typing import Any
 
@@ -72,9 +73,9 @@ class _ReadRequest(Request):
 def ignore(request: Request, names: Iterable[str]) -> None:
     """Say in a header of the response that these fields of the request change nothing, and each once in the log."""
     notes, known = context_of(request).notes, server_of(request).ignored_fields
-    clean = [_ODD.sub("?", name)[:_LONGEST_NAME] for name in names]
+    clean = list(dict.fromkeys(_ODD.sub("?", name[:_LONGEST_NAME]) for name in islice(names, _MOST_NAMES)))
     if clean:
-        notes["ignored-fields"] = ", ".join([*filter(None, [notes.get("ignored-fields")]), *dict.fromkeys(clean[:_MOST_NAMES])])
+        notes["ignored-fields"] = ", ".join([*filter(None, [notes.get("ignored-fields")]), *clean])
     for name in clean:
         if name not in known and len(known) < _MOST_NOTED:
             known.add(name)

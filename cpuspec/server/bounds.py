@@ -79,7 +79,11 @@ class Quick:
         return {**handler(source), "fail_fast": True}
 
 
-class Unread:
+class Unused:
+    """Of a field that changes nothing."""
+
+
+class Unread(Unused):
     """Of a field that may hold anything and changes nothing: its value is dropped."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -5,7 +5,7 @@ Sources: OpenAI's API reference for bodies, and for the order of stream events; 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
@@ -15,7 +15,7 @@ from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.metrics import RequestStats
 from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute, ignore
-from cpuspec.server.bounds import Content, Count, Ignored, Listed, Name, Object, Refused, Schema, Text, size_of
+from cpuspec.server.bounds import Content, Count, Ignored, Listed, Name, Object, Refused, Schema, Text, Unused, size_of
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.custom_tools import custom_function, custom_input
 from cpuspec.server.errors import ContextExceededError, RequestError
@@ -48,12 +48,12 @@ class Reasoning(Body):
     context: Ignored = None
     generate_summary: Ignored = None
     mode: Ignored = None
-    summary: Name | None = None  # told back
+    summary: Annotated[Name | None, Unused()] = None  # told back
 
 
 class TextOptions(Body):
     format: Schema | None = None
-    verbosity: Name | None = None  # told back
+    verbosity: Annotated[Name | None, Unused()] = None  # told back
 
 
 class ResponsesBody(_Ignored, UnusedBody, SamplingFields):
@@ -71,10 +71,10 @@ class ResponsesBody(_Ignored, UnusedBody, SamplingFields):
     tool_choice: Choice | None = None
     tools: Listed | None = None
     # Told back.
-    metadata: Object | None = None
-    parallel_tool_calls: bool | None = None
-    truncation: Name | None = None
-    user: Name | None = None
+    metadata: Annotated[Object | None, Unused()] = None
+    parallel_tool_calls: Annotated[bool | None, Unused()] = None
+    truncation: Annotated[Name | None, Unused()] = None
+    user: Annotated[Name | None, Unused()] = None
     # Refused where they ask for something.
     background: bool | None = None
     conversation: Refused = None
@@ -160,6 +160,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     return await respond(request, answers, writer, body.stream)
 
 
+_LONG = 1 << 16  # characters of a response, which several events of a stream repeat
 _MOST_ITEMS = 100  # of a page of input items, as OpenAI has it
 
 # Items about tools that OpenAI runs itself. They hold nothing that this model could read.
@@ -279,7 +280,7 @@ class _Tools:
         self.functions: list[dict[str, Any]] = []
         self.names: dict[str, dict[str, Any]] = {}  # the client's names of the tools in a namespace, by the model's
         self.custom: set[str] = set()  # the model's names of custom tools
-        self.left_out: list[str] = []  # types of tools that do not exist here
+        self.left_out: dict[str, None] = {}  # types of tools that do not exist here
         self._add(tools, None)
 
     def _add(self, tools: Sequence[Any], namespace: Any) -> None:
@@ -295,7 +296,7 @@ class _Tools:
                 if name != tool.get("name"):
                     self.names[name] = {"name": tool.get("name"), "namespace": namespace}
             else:
-                self.left_out.append(str(kind))
+                self.left_out[str(kind)] = None
 
 
 def _full_name(namespace: Any, name: Any) -> Any:
@@ -354,6 +355,7 @@ class _ResponseWriter(Writer):
     ) -> None:
         self._prompt, self._new_id, self._tools, self._head, self._numbered = prompt, new_id, tools, head, numbered
         self._counts_signs, self._keep = counts_signs, keep
+        self.is_long = size_of(head, _LONG) > _LONG
         self._parser = prompt.parser()
         self._done: list[dict[str, Any]] = []  # items that are complete
         self._open: tuple[str, int] | None = None  # kind of its pieces, and call

@@ -27,7 +27,7 @@ from cpuspec.server.bounds import (
     Schema,
     Strings,
     Text,
-    Unread,
+    Unused,
 )
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
@@ -88,8 +88,8 @@ def wrong_field(fault: Mapping[str, Any], path: str = "", where: Sequence[Any] |
 
 
 def is_ignored(field: FieldInfo) -> bool:
-    """Whether a field may hold anything and changes nothing."""
-    return any(isinstance(mark, Unread) for mark in field.metadata)
+    """Whether a field changes nothing."""
+    return any(isinstance(mark, Unused) for mark in field.metadata)
 
 
 def body_in(annotation: Any) -> type[Body] | None:

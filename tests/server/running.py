@@ -26,7 +26,7 @@ from tools.loop_watch import watching
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
-LONGEST_CALLBACK_S = 0.02
+LONGEST_CALLBACK_S = 0.1  # of processor time; `benchmarks/soak.py` tells how long they are on a machine with nothing else to do
 PATIENCE_S = 300.0  # a machine that is slower than this hangs
 
 

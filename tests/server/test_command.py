@@ -51,7 +51,7 @@ def test_a_file_without_keys_is_wrong_usage(tmp_path: Path, content: Any) -> Non
     [
         (("--port", "70000"), "port must be an integer from 0 to 65535"),
         (("--max-request-s", "0"), "max_request_s must be a number > 0"),
-        (("--drain-s", "-1"), "drain_s must be a number from 0"),
+        (("--drain-s", "-1"), "drain_s must be a number >= 0"),
         (("--max-new-tokens", "0"), "max_new_tokens must be None or an integer from 1"),
         (("--alias", ""), "aliases must be a text or several"),
     ],

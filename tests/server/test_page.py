@@ -42,7 +42,7 @@ def guarded(path: Path) -> Iterator[Running]:
 
 @pytest.mark.parametrize("where", page.FILES)
 def test_the_pages_files_come_without_a_key_and_may_reach_nothing_but_this_server(guarded: Running, where: str) -> None:
-    answer = guarded.get(where)
+    answer = guarded.get(where, headers={"accept": "text/html"})  # Ollama's clients look at "/", too
     assert guarded.get("/props").status_code == 401
     name, media_type = page.FILES[where]
     assert (answer.status_code, answer.headers["content-type"]) == (200, media_type)
