@@ -132,7 +132,7 @@ U8_ENTRY = entry("k", 0, b"\1")
         (header(1, 0) + info("t" * 65, (4, 1)), "65 bytes long, wanted at most 64"),
         (header(1, 0) + info("t", (4, 1), offset=16), "offset 16, wanted a multiple of the file's alignment 32"),
         (header(1, 0) + info("t", (4, 1), kind=15), "type Q8_K; supported are"),
-        (header(1, 0) + info("t", (4, 1), kind=4), "type number 4; supported are"),
+        (header(1, 0) + info("t", (4, 1), kind=5), "type number 5; supported are"),
         (header(1, 0) + info("t", (33, 1), kind=2), "rows of 33, wanted a multiple of 32"),
         (header(1, 0) + info("t", (1 << 32, 1 << 32)), "needs bytes"),
         (header(1, 0) + info("t", (1 << 63, 2)), "needs bytes"),

@@ -144,9 +144,13 @@ def test_drafts_of_every_recurrent_family_are_certified(
 ) -> None:
     checkpoint = tiny(tmp_path_factory, weight_format="q8_0", vocab_size=384, **RECURRENT[family])
     made = certify(checkpoint, SpecConfig.parse("ngram"), max_tokens=12, num_samples=60, settings=EngineConfig(threads=2))
-    assert made.passed
-    assert made.sampled.num_draft_tokens > 0
     assert made.states
+    assert made.greedy.passed
+    assert made.sampled.passed
+    assert made.states.passed
+    # The tiny model of Granite is sure of nearly every token, so a verifier that takes every draft is not seen there.
+    assert made.control_rejected or family == "granitehybrid"
+    assert made.sampled.num_draft_tokens > 0
     assert len(made.states.ways) == (8 if prompt_arithmetic == "bf16" else 4)
 
 
