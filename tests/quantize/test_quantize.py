@@ -221,6 +221,7 @@ OF_TENSORS = {
     *("parallel", "rotates_first", "query_growth_length", "sinks", "gated_attention", "recurrent", "layer_recurrent"),
     *("beside", "layer_feeds", "latent", "layer_head_dims", "layer_kv_heads", "value_dim"),
     *("layer_owners", "layer_values", "layer_sizes", "value_norm", "layer_input_size", "scales_layers"),
+    "few_logits",  # of a draft model whose output matrix is cut at load, which no file holds
 }
 
 
