@@ -64,11 +64,11 @@ def test_a_step_with_a_loss_that_is_not_finite_changes_nothing(
 
     def loss(self: ChainTraining, some: list[Sample], rng: np.random.Generator) -> torch.Tensor | None:
         found = real(self, some, rng)
-        return found * wrong if found is not None and next(calls) in (1, 4) else found
+        return found * wrong if found is not None and next(calls) == 1 else found
 
     monkeypatch.setattr(ChainTraining, "loss", loss)
     log = trained(target, samples, tmp_path / "out", "eagle3")
-    assert next(calls) > 5
+    assert next(calls) > 3
     assert all(line.loss is None or np.isfinite(line.loss) for line in log)
     state = torch.load(tmp_path / "out" / "training" / "state.pt", weights_only=True)
     assert all(torch.isfinite(values).all() for values in state["trained"].values())
