@@ -16,6 +16,7 @@ from cpuspec.model.batch import F32
 F64 = NDArray[np.float64]
 
 _MANY_POSITIONS = 4096
+_LARGEST_F16 = float(np.finfo(np.float16).max)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> F64:
@@ -86,7 +87,8 @@ def mean_over_positions(rope: Rope | None, heads: F32) -> F32:
     cosines, sines = (t.mean(axis=0, dtype=np.float64) for t in rope_table(rope, heads.shape[-1], np.arange(_MANY_POSITIONS)))
     first, second = np.split(heads.astype(np.float64), 2, axis=-1)
     mean = np.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)
-    return mean.astype(np.float16).astype(np.float32)  # rounded, so that the order of sums does not show
+    # Rounded, so that the order of sums does not show. The rest of a key beyond f16 is the KV format's to bear.
+    return mean.clip(-_LARGEST_F16, _LARGEST_F16).astype(np.float16).astype(np.float32)
 
 
 def growth(rope: Rope, positions: NDArray[np.integer]) -> F64:
