@@ -75,6 +75,7 @@ def test_codes_take_the_bits_of_the_format_and_those_that_fill_a_byte(name: str)
         "mxfp4": 0.25,
         "nvfp4": 0.5,
         "nvfp4_global": 0.25,
+        "q1_0": 1,  # whose codes are 0 and 2 of three levels
         "tq1_0": 0.375,
         "nl4_g32": 0.25,
         "nl4_xs": 0.5,
