@@ -98,11 +98,6 @@ class ServedModel:
         return model_format(self.llm.tokenizer, self.tool_use)
 
     @property
-    def template_takes_tools(self) -> bool:
-        """Whether its chat template has a place for tools."""
-        return self.tool_use.place != "words"
-
-    @property
     def max_prompt_tokens(self) -> int:
         """Tokens that a prompt may have."""
         most = self.llm.context_length - 1
