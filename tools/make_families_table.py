@@ -2,100 +2,82 @@
 
     python tools/make_families_table.py
 
-Names in files come from `cpuspec/checkpoints/families.py`; who compared a family with what, from ROWS.
+Names in files come from `cpuspec/checkpoints/families.py`; the names that people know, and what differs from the sentence above the
+table, from ROWS.
 """
 
 from pathlib import Path
-from typing import NamedTuple
 
 from cpuspec.checkpoints.families import FAMILIES
 
 README = Path(__file__).resolve().parent.parent / "cpuspec" / "checkpoints" / "README.md"
 START, END = "<!-- made by tools/make_families_table.py -->", "<!-- end of the table of families -->"
-BOTH = "transformers, llama.cpp"
 
-
-class Row(NamedTuple):
-    """models: that people know. beside: programs whose logits the family's are compared with. since: the day of the first
-    comparison.
-    """
-
-    models: str
-    beside: str
-    since: str
-
-
+# What people call the models of a family, and a remark on its comparison.
 ROWS = {
-    "llama": Row("Llama, SmolLM2, many others", f"{BOTH} (also real models)", "2026-11-21"),
-    "qwen2": Row("Qwen2, Qwen2.5, MiMo", f"{BOTH} (also real models)", "2026-11-21"),
-    "qwen3": Row("Qwen3", BOTH, "2026-11-21"),
-    "qwen3moe": Row("Qwen3-MoE, Qwen3-Coder", BOTH, "2026-11-25"),
-    "qwen2moe": Row("Qwen2-MoE", BOTH, "2026-11-25"),
-    "qwen35": Row("Qwen3.5, 3.6 and 3.8 (text)", BOTH, "2026-11-25"),
-    "qwen35moe": Row("Qwen3.5 and 3.6 MoE (text)", BOTH, "2026-11-25"),
-    "qwen3next": Row("Qwen3-Next, Qwen3-Coder-Next", BOTH, "2026-11-25"),
-    "lfm2": Row("LFM2, LFM2.5", BOTH, "2026-11-25"),
-    "lfm2moe": Row("LFM2 and LFM2.5 8B-A1B, 24B-A2B", BOTH, "2026-11-25"),
-    "granitehybrid": Row("Granite 4 hybrid (dense)", BOTH, "2026-11-25"),
-    "granitehybrid-moe": Row("Granite 4 hybrid (mixtures)", BOTH, "2026-11-25"),
-    "mamba2": Row("Mamba-2, Codestral Mamba", BOTH, "2026-11-25"),
-    "nemotron_h": Row("Nemotron-H, Nemotron Nano 2", BOTH, "2026-11-25"),
-    "nemotron_h_moe": Row("Nemotron 3 Nano", BOTH, "2026-11-25"),
-    "falcon-h1": Row("Falcon-H1", BOTH, "2026-11-25"),
-    "olmoe": Row("OLMoE", f"{BOTH} (which wants as many key heads as query heads)", "2026-11-25"),
-    "mixtral": Row("Mixtral", BOTH, "2026-11-25"),
-    "gpt-oss": Row("gpt-oss", BOTH, "2026-11-25"),
-    "granite": Row("Granite 3 and 4 (dense)", BOTH, "2026-11-25"),
-    "granitemoe": Row("Granite 3 MoE, with and without a shared part", BOTH, "2026-11-25"),
-    "ernie4_5_moe": Row("ERNIE 4.5 21B-A3B", BOTH, "2026-11-25"),
-    "glm4moe": Row("GLM-4.5, 4.6, Air", BOTH, "2026-11-25"),
-    "deepseek2": Row("DeepSeek-V3, R1, Kimi K2", BOTH, "2026-11-25"),
-    "deepseek_v2": Row("DeepSeek-V2-Lite", f"{BOTH} (which wants 26 or 27 layers)", "2026-11-25"),
-    "glm4_moe_lite": Row("GLM-4.7-Flash", BOTH, "2026-11-25"),
-    "mistral4": Row("Mistral 4 (text)", BOTH, "2026-11-25"),
-    "bailingmoe2": Row(
-        "Ling 2, Ring 2", "transformers (GLM-4.5's class on the same weights; it has none of its own), llama.cpp", "2026-11-25"
-    ),
-    "hunyuan-moe": Row("Hunyuan-A13B", BOTH, "2026-11-25"),
-    "olmo2": Row("OLMo 2", BOTH, "2026-11-25"),
-    "seed_oss": Row("Seed-OSS", f"{BOTH} (the same top token in 99.8 % of rows)", "2026-11-25"),
-    "ernie4_5": Row("ERNIE 4.5 (dense)", BOTH, "2026-11-25"),
-    "mistral": Row("Mistral", BOTH, "2026-11-22"),
-    "smollm3": Row("SmolLM3", BOTH, "2026-11-22"),
-    "gemma2": Row("Gemma 2", BOTH, "2026-11-22"),
-    "gemma4": Row("Gemma 4 31B, E2B, E4B (text)", BOTH, "2026-11-25"),
-    "gemma4-moe": Row("Gemma 4 26B-A4B (text)", BOTH, "2026-11-27"),
-    "gemma4_unified": Row("Gemma 4 12B (text)", BOTH, "2026-11-27"),
-    "gemma3": Row("Gemma 3 (text)", f"{BOTH} (also real models)", "2026-11-22"),
-    "qwen3vl": Row("Qwen3-VL (text)", BOTH, "2026-11-25"),
-    "olmo3": Row("OLMo 3", BOTH, "2026-11-25"),
-    "exaone4": Row("EXAONE 4", BOTH, "2026-11-25"),
-    "phi3": Row("Phi-3, Phi-4-mini", BOTH, "2026-11-25"),
-    "glm4": Row("GLM-4 0414", BOTH, "2026-11-25"),
-    "glm": Row("GLM-4 (2024)", BOTH, "2026-11-25"),
-    "starcoder2": Row("StarCoder2", BOTH, "2026-11-25"),
-    "stablelm": Row("StableLM, Stable Code", BOTH, "2026-11-25"),
-    "cohere": Row("Command R", BOTH, "2026-11-25"),
-    "cohere2": Row("Command R7B, A", BOTH, "2026-11-25"),
-    "internlm2": Row(
-        "InternLM2", "transformers (Llama's class on the same weights; it has none of its own), llama.cpp", "2026-11-25"
-    ),
-    "hunyuan_v1_dense": Row("Hunyuan (dense)", BOTH, "2026-11-25"),
-    "ministral3": Row("Ministral 3", BOTH, "2026-11-25"),
-    "gemma": Row("Gemma 1", BOTH, "2026-11-25"),
+    "llama": "Llama, SmolLM2, many others (real models, too)",
+    "qwen2": "Qwen2, Qwen2.5, MiMo (real models, too)",
+    "qwen3": "Qwen3",
+    "qwen3moe": "Qwen3-MoE, Qwen3-Coder",
+    "qwen2moe": "Qwen2-MoE",
+    "qwen35": "Qwen3.5, 3.6 and 3.8 (text)",
+    "qwen35moe": "Qwen3.5 and 3.6 MoE (text)",
+    "qwen3next": "Qwen3-Next, Qwen3-Coder-Next",
+    "lfm2": "LFM2, LFM2.5",
+    "lfm2moe": "LFM2 and LFM2.5 8B-A1B, 24B-A2B",
+    "granitehybrid": "Granite 4 hybrid (dense)",
+    "granitehybrid-moe": "Granite 4 hybrid (mixtures)",
+    "mamba2": "Mamba-2, Codestral Mamba",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2",
+    "nemotron_h_moe": "Nemotron 3 Nano",
+    "falcon-h1": "Falcon-H1",
+    "olmoe": "OLMoE (llama.cpp wants as many key heads as query heads)",
+    "mixtral": "Mixtral",
+    "gpt-oss": "gpt-oss",
+    "granite": "Granite 3 and 4 (dense)",
+    "granitemoe": "Granite 3 MoE, with and without a shared part",
+    "ernie4_5_moe": "ERNIE 4.5 21B-A3B",
+    "glm4moe": "GLM-4.5, 4.6, Air",
+    "deepseek2": "DeepSeek-V3, R1, Kimi K2",
+    "deepseek_v2": "DeepSeek-V2-Lite (llama.cpp wants 26 or 27 layers)",
+    "glm4_moe_lite": "GLM-4.7-Flash",
+    "mistral4": "Mistral 4 (text)",
+    "bailingmoe2": "Ling 2, Ring 2 (with GLM-4.5's class of transformers, which has none of its own)",
+    "hunyuan-moe": "Hunyuan-A13B",
+    "olmo2": "OLMo 2",
+    "seed_oss": "Seed-OSS (llama.cpp: the same top token in 99.8 % of rows)",
+    "ernie4_5": "ERNIE 4.5 (dense)",
+    "mistral": "Mistral",
+    "smollm3": "SmolLM3",
+    "gemma2": "Gemma 2",
+    "gemma4": "Gemma 4 31B, E2B, E4B (text)",
+    "gemma4-moe": "Gemma 4 26B-A4B (text)",
+    "gemma4_unified": "Gemma 4 12B (text)",
+    "gemma3": "Gemma 3 (text; real models, too)",
+    "qwen3vl": "Qwen3-VL (text)",
+    "olmo3": "OLMo 3",
+    "exaone4": "EXAONE 4",
+    "phi3": "Phi-3, Phi-4-mini",
+    "glm4": "GLM-4 0414",
+    "glm": "GLM-4 (2024)",
+    "starcoder2": "StarCoder2",
+    "stablelm": "StableLM, Stable Code",
+    "cohere": "Command R",
+    "cohere2": "Command R7B, A",
+    "internlm2": "InternLM2 (with Llama's class of transformers, which has none of its own)",
+    "hunyuan_v1_dense": "Hunyuan (dense)",
+    "ministral3": "Ministral 3",
+    "gemma": "Gemma 1",
 }
 
 
 def families_table() -> str:
     """A row for each family that has one."""
-    lines = [
-        "| models | GGUF, `general.architecture` | safetensors, `architectures` | compared with | since |",
-        "|---|---|---|---|---|",
-    ]
-    for name, row in ROWS.items():
+    lines = ["| models | GGUF, `general.architecture` | safetensors, `architectures` |", "|---|---|---|"]
+    for name, models in ROWS.items():
         family = FAMILIES[name]
         classes = ", ".join(f"`{one}`" for one in (family.hf_class, family.hf_wrapper, *family.hf_alike) if one)
-        lines.append(f"| {row.models} | `{family.gguf_name}` | {classes} | {row.beside} | {row.since} |")
+        lines.append(f"| {models} | `{family.gguf_name}` | {classes} |")
     return "\n".join(lines)
 
 
