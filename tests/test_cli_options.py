@@ -182,9 +182,7 @@ def test_a_model_is_named_by_its_place_or_by_an_option(name: str, tmp_path: Path
 def test_what_no_option_sets_is_the_settings_own_default(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = set(inspect.signature(inspect.unwrap(COMMANDS[name])).parameters) | {"max_tokens"}  # which is each command's own
     own |= (
-        {"seed", "threads", "device", "dtype"}
-        if name in ("train block", "train eagle3", "train mtp", "train distill", "bench-serve")
-        else set()
+        {"seed", "threads", "device", "dtype"} if name in ("train eagle3", "train mtp", "train distill", "bench-serve") else set()
     )
     found = arguments_of(name, tmp_path, monkeypatch)
     defaults = {one.name: one.default for settings in SETTINGS for one in fields(settings)}

@@ -11,7 +11,7 @@ from cpuspec.cli.console import counted, emit_json, exit_codes, note
 from cpuspec.cli.opening import load_backend, open_model, open_target
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import busy, step_progress
-from cpuspec.cli.train_heads import block, check_is_installed, distill, eagle3, export, mtp, tell, tell_duplicates
+from cpuspec.cli.train_heads import check_is_installed, distill, eagle3, export, mtp, tell, tell_duplicates
 from cpuspec.engine.assemble import model_and_spec
 from cpuspec.errors import ConfigError
 from cpuspec.metrics import now_s
@@ -350,5 +350,5 @@ def _check_files(paths: list[Path], name: str) -> None:
 train_app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Train heads that draft for a model, from its own answers."
 )
-for command in (auto, block, eagle3, mtp, distill, export, answers):
+for command in (auto, eagle3, mtp, distill, export, answers):
     options.register(train_app, command)

@@ -1,4 +1,4 @@
-"""The commands that train: `cpuspec train block`, `eagle3` and `mtp` for heads, `distill` for a model that drafts; and `export`."""
+"""The commands that train: `cpuspec train eagle3` and `mtp` for heads, `distill` for a model that drafts; and `export`."""
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -17,7 +17,6 @@ from cpuspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from cpuspec.train.answers import AnswerFiles
-    from cpuspec.train.block import BlockLoss
     from cpuspec.train.chains import ChainLoss
     from cpuspec.train.loop import Measured, Schedule
 
@@ -45,7 +44,7 @@ _HEAD, _TRAINING = "Head", "Training"
 _SHAPE = (
     _option("layers", str | None, None, "--layers", "Layers of the model that it reads, from 0, with commas; by default those of "
             "the samples, without the last one.", _HEAD, metavar="LIST"),
-    _number("intermediate_size", 0, "--intermediate", "Numbers inside its MLPs; 0 for as many as the model has.", _HEAD),
+    _number("intermediate_size", 0, "--intermediate", "Numbers inside its MLP; 0 for as many as the model has.", _HEAD),
     _option("vocab_size", int | None, None, "--vocab", "Tokens that it drafts: those which the answers use most. By default "
             "16384, and with --from those that it drafts.", _HEAD, metavar="N", min=2),
     _option("cold", bool, False, "--cold", "Begin with random layers instead of copies of the model's.", _HEAD),
@@ -105,31 +104,6 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
 
 @exit_codes()
 @takes_training(of_head=True)
-def block(
-    model: options.ModelArgument,
-    samples: SamplesArgument,
-    out: OutArgument,
-    *,
-    block_size: Annotated[int, option("N", "Tokens that it drafts at once.", "--block", min=2, max=32)] = 5,
-    num_layers: Annotated[int, option("N", "Its layers.", min=1)] = 1,
-    markov_rank: Annotated[int, option("N", "Rank of the bias that a token has on the next one.", min=1)] = 64,
-    mask_id: Annotated[int | None, option("ID", "The mask's token; by default one that no answer has.", min=0)] = None,
-    anchors: Annotated[int, option("N", "Blocks of a sample in a step.", min=1)] = 32,
-    as_json: options.JsonOption = False,
-    chosen: dict[str, Any],
-) -> None:
-    """Train a head that drafts a block of tokens in one pass, in DSpark's layout; `--draft OUT` uses it.
-
-    Its Markov head is counted from the answers and then trained; its confidence head says where a draft should end.
-    """
-    from cpuspec.train.block import BlockLoss
-
-    shape = {"block_size": block_size, "num_layers": num_layers, "markov_rank": markov_rank, "mask_id": mask_id}
-    _train(model, samples, out, BlockLoss(anchors=anchors), chosen, shape, as_json)
-
-
-@exit_codes()
-@takes_training(of_head=True)
 def eagle3(
     model: options.ModelArgument,
     samples: SamplesArgument,
@@ -142,7 +116,7 @@ def eagle3(
     """Train an EAGLE-3 head: one layer that drafts token by token, trained on its own outputs; `--draft OUT` uses it."""
     from cpuspec.train.chains import ChainLoss
 
-    _train(model, samples, out, ChainLoss(steps=steps), chosen, {}, as_json)
+    _train(model, samples, out, ChainLoss(steps=steps), chosen, as_json)
 
 
 @exit_codes()
@@ -163,7 +137,7 @@ def mtp(
     """
     from cpuspec.train.chains import ChainLoss
 
-    _train(model, samples, out, ChainLoss("mtp", steps, decay=0.6), chosen, {}, as_json)
+    _train(model, samples, out, ChainLoss("mtp", steps, decay=0.6), chosen, as_json)
 
 
 @exit_codes()
@@ -175,10 +149,6 @@ def distill(
     *,
     target: Annotated[str | None, option("MODEL", "The model that answered; by default MODEL itself.")] = None,
     num_drafted: Annotated[int, option("N", "Tokens of its drafts.", "--drafted", min=1, max=32)] = 4,
-    masks: Annotated[
-        bool, flag("--masks", "Also learn to draft them in one pass, as PARD; for targets with the same tokens.")
-    ] = False,
-    mask_id: Annotated[int | None, option("ID", "The mask's token; by default one that no text has.", min=0)] = None,
     rate: Annotated[
         float | None,
         option("N", "The highest learning rate; it rises first, and falls as a cosine. 3e-5, of an adapter 3e-4.", "--lr", min=0),
@@ -201,7 +171,7 @@ def distill(
     from cpuspec.text import make_tokenizer
     from cpuspec.train.adapter import LoraShape
     from cpuspec.train.answers import AnswerFiles
-    from cpuspec.train.distill import DistillLoss, read_answers
+    from cpuspec.train.distill import read_answers
     from cpuspec.train.job import ModelJob, train_model
 
     if not rank and (alpha or targets):
@@ -214,7 +184,7 @@ def distill(
     files = AnswerFiles(make_tokenizer(of_target))
     texts = read_answers(answers, files, make_tokenizer(opened), of_target.config.vocab_size)
     tell_duplicates(files)
-    job = ModelJob(DistillLoss(num_drafted, masks), _schedule(chosen), mask_id, lora=lora, **{name: chosen[name] for name in _HOW})
+    job = ModelJob(num_drafted, _schedule(chosen), lora=lora, **{name: chosen[name] for name in _HOW})
     with step_progress() as progress:
         _report(out, train_model(opened, texts, out, job, progress, tell), as_json)
 
@@ -266,20 +236,12 @@ def export(
     note(f"{out} has {out.stat().st_size / 1e6:.1f} MB")
 
 
-def _train(
-    model: str,
-    samples: Path,
-    out: Path,
-    loss: "BlockLoss | ChainLoss",
-    chosen: Mapping[str, Any],
-    of_shape: Mapping[str, Any],
-    as_json: bool,
-) -> None:
+def _train(model: str, samples: Path, out: Path, loss: "ChainLoss", chosen: Mapping[str, Any], as_json: bool) -> None:
     from cpuspec.train.job import TrainingJob, train_head
     from cpuspec.train.samples import open_samples
     from cpuspec.train.start import HeadShape
 
-    of_head = {name: chosen[name] for name in _OF_SHAPE if name in chosen} | {"copied": not chosen["cold"]} | dict(of_shape)
+    of_head = {name: chosen[name] for name in _OF_SHAPE if name in chosen} | {"copied": not chosen["cold"]}
     vocab_size, source = chosen["vocab_size"], chosen["source"]
     if source is None and vocab_size is not None:
         of_head["vocab_size"] = vocab_size

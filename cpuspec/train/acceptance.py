@@ -18,8 +18,7 @@ class Acceptance:
     """Counts of drafts of up to n tokens whose likeliest tokens are compared with those that the target chose.
 
     num_reached [n]: drafts whose tokens before position k were all right, and which have a token to compare at k. num_right [n]: of
-    these, those whose token at k was right, too. said [S, n]: the sum of the chances of the reached ones, as a confidence head says
-    them (S is 1), or as `chances` does for its factors.
+    these, those whose token at k was right, too. said [S, n]: the sum of the chances of the reached ones, by `chances`' factors.
     """
 
     num_reached: F64
@@ -55,20 +54,18 @@ class Acceptance:
     def sharpness(self) -> float:
         """The factor of the logits with which their softmax gives reached tokens, all together, the share that was right.
 
-        1 for a confidence head, which learns that itself; at most 2.5 and at least 0.4.
+        At most 2.5 and at least 0.4.
         """
-        if len(self.said) == 1 or not self.num_reached.any():
+        if not self.num_reached.any():
             return 1.0
         return float(np.exp(np.interp(self.num_right.sum(), self.said.sum(1), np.log(_SHARPNESSES))))
 
     @property
     def said_by_position(self) -> list[float]:
         """The mean chance of the same tokens, logits times the sharpness: equal shares are calibrated."""
-        said = self.said[0]
-        if len(self.said) > 1:
-            at = np.interp(np.log(self.sharpness), np.log(_SHARPNESSES), np.arange(len(self.said)))
-            low, share = int(at), at % 1
-            said = (1 - share) * self.said[low] + share * self.said[min(low + 1, len(self.said) - 1)]
+        at = np.interp(np.log(self.sharpness), np.log(_SHARPNESSES), np.arange(len(self.said)))
+        low, share = int(at), at % 1
+        said = (1 - share) * self.said[low] + share * self.said[min(low + 1, len(self.said) - 1)]
         return [round(float(one), 4) for one in said / np.maximum(self.num_reached, 1)]
 
     @property

@@ -40,8 +40,6 @@ class AdapterWeights:
     uniform within 1 / sqrt(inputs). Raises ConfigError for a model that cannot be trained, and targets that it does not have.
     """
 
-    mask_id = None  # an adapter changes no embedding, so no token can become a mask
-
     def __init__(self, model: Checkpoint, shape: LoraShape, seed: int, device: torch.device) -> None:
         if unknown := not_computed(model.config):
             raise ConfigError(f"{model.name} sets {', '.join(unknown)}, which are not trained here; take another model")

@@ -39,9 +39,8 @@ from cpuspec.settings import EngineConfig, LevelSpec, SamplingParams, SpecConfig
 from cpuspec.speculation.drafters.vocab import same_tokens
 from cpuspec.text import make_tokenizer
 from cpuspec.train.answers import AnswerFiles, AnswerPlan, AnswersSummary, make_answers
-from cpuspec.train.block import BlockLoss
 from cpuspec.train.chains import ChainLoss
-from cpuspec.train.distill import DistillLoss, read_answers
+from cpuspec.train.distill import read_answers
 from cpuspec.train.extract import Extractor, ExtractSummary, extract, read_texts, usual_layers
 from cpuspec.train.job import STARTS, ModelJob, TrainingJob, train_head, train_model
 from cpuspec.train.layout import read_head
@@ -49,7 +48,6 @@ from cpuspec.train.loop import Measured, OnMeasured, OnStep, Schedule
 from cpuspec.train.model_files import GGUF_NAME, ModelWeights
 from cpuspec.train.samples import FINAL, Extraction, open_samples
 from cpuspec.train.start import HeadShape, start_from
-from cpuspec.train.vocabulary import Counts
 from cpuspec.train.weights import HeadWeights
 
 PROGRESS = "progress.json"
@@ -176,7 +174,7 @@ class _Run:
         if plan.source is not None:
             if find_reader(plan.source) is None:
                 self.small = open_checkpoint(plan.source)
-                ModelWeights(self.small, None, torch.device("cpu"))  # which refuses what is not trained
+                ModelWeights(self.small, torch.device("cpu"))  # which refuses what is not trained
             else:
                 self._method = read_head(plan.source, target).method
         if self.small is None:
@@ -246,9 +244,9 @@ class _Run:
         if self.small is not None:
             files, theirs = AnswerFiles(make_tokenizer(self._target)), make_tokenizer(self.small)
             texts = read_answers(self._answers, files, theirs, self._target.config.vocab_size)
-            of_model = ModelJob(DistillLoss(_DRAFTED), replace(schedule, rate=1e-4), **how)
+            of_model = ModelJob(_DRAFTED, replace(schedule, rate=1e-4), **how)
             return train_model(self.small, texts, directory, of_model, listener.on_step, listener.on_measured)
-        loss = BlockLoss() if self._method == "block" else ChainLoss(self._method, steps, 0.6 if self._method == "mtp" else 0.8)
+        loss = ChainLoss(self._method, steps, 0.6 if self._method == "mtp" else 0.8)
         shape = HeadShape() if source else self._shape
         samples = open_samples(self._states)
         job = TrainingJob(loss, shape, schedule, source, **how)
@@ -303,7 +301,7 @@ class _Run:
     def _check(self) -> None:
         """Raise ConfigError for a head that cannot be trained. Where layers cannot begin as the target's, they begin at random."""
         ids = np.arange(self._target.config.vocab_size)
-        counts = Counts(np.ones_like(ids), np.stack([ids[:1], ids[:1]], axis=1), np.ones(1, np.int64))
+        counts = np.ones_like(ids)
         with TemporaryDirectory() as name:
             first, about = Path(name), self._about()
             if self._plan.source is not None:

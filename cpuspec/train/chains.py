@@ -149,9 +149,6 @@ class _ChainAttention:
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._device = device
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("a head that drafts token by token injects nothing")
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         self._kept[layer, self.step] = k, v
         kept = [self._kept[layer, step] for step in range(self.step + 1)]

@@ -1,16 +1,12 @@
-"""A small model learns a target's answers, and to draft several tokens in one pass.
+"""A small model, or an adapter of one, learns a target's answers.
 
-Of the answers it learns the tokens themselves (sequence-level distillation, arXiv 1606.07947), as its own tokenizer splits them,
-so that it drafts for any target. With masks it also learns PARD's rows (arXiv 2504.18583): after a token stand k - 1 masks, each
-a row for one token more. Most of the deeper rows are left out of a step, as PARD does: of depth k a share kept^k, each after a
-kept one.
+It learns the tokens themselves (sequence-level distillation, arXiv 1606.07947), as its own tokenizer splits them, so that it drafts
+for any target.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from cpuspec.errors import CheckpointError, ConfigError
+from cpuspec.errors import CheckpointError
 from cpuspec.model.transformer import decode
 from cpuspec.speculation.drafters.vocab import SharedTokens, same_tokens
 from cpuspec.text import Tokenizer
@@ -29,22 +25,7 @@ from cpuspec.train.model_files import ModelWeights
 from cpuspec.train.rows import Rows, attended
 from cpuspec.train.samples import Sample
 
-I64 = NDArray[np.int64]
-
 _MEASURED_STARTS = 32  # of a held-back sample, evenly spread
-
-
-@dataclass(frozen=True)
-class DistillLoss:
-    """tokens: that are drafted in one pass, and measured. masks: whether it learns to; without, it drafts them one by one.
-
-    kept: share of each depth's rows that the next one keeps; least: of all rows, that every depth keeps.
-    """
-
-    tokens: int = 4
-    masks: bool = False
-    kept: float = 0.7
-    least: float = 0.2
 
 
 class Texts:
@@ -89,31 +70,19 @@ def read_answers(paths: Sequence[Path], files: AnswerFiles, model: Tokenizer, nu
     return Texts(paths[0], texts)
 
 
-class Layout(NamedTuple):
-    """Rows of a text of T tokens: its own, and masks after some of them.
-
-    start, depth [R]: the token that a row stands after, and how far: 0 for the token's own row.
-    """
-
-    start: I64
-    depth: I64
-
-
 class DistillTraining:
-    """A model, or an adapter of one, in training."""
+    """A model, or an adapter of one, in training. num_tokens: of the drafts that are measured."""
 
-    def __init__(self, weights: ModelWeights | AdapterWeights, loss: DistillLoss) -> None:
-        if loss.masks and weights.mask_id is None:
-            raise ConfigError("rows of masks need a token that stands for them; name one with --mask-id")
-        self.weights, self._loss = weights, loss
+    def __init__(self, weights: ModelWeights | AdapterWeights, num_tokens: int) -> None:
+        self.weights, self._num_tokens = weights, num_tokens
 
     def loss(self, samples: Sequence[Sample], rng: np.random.Generator) -> Tensor | None:
-        """The mean cross-entropy of the answers' tokens; None where there are none."""
-        layouts = [self.layout(len(one.token_ids), rng) for one in samples]
-        labels, known = self._labels(samples, layouts)
+        """The mean cross-entropy of the answers' tokens; None where there are none. Draws nothing."""
+        labels = np.concatenate([np.append(one.token_ids[1:], 0) for one in samples]).astype(np.int64)
+        known = np.concatenate([np.append(one.answer[1:], False) for one in samples])
         if not known.any():
             return None
-        logits = self.logits(samples, layouts, self.weights.served(), known)
+        logits = self.logits(samples, self.weights.served(), known)
         return functional.cross_entropy(logits, self._on_device(labels[known]))
 
     @torch.no_grad()
@@ -123,80 +92,38 @@ class DistillTraining:
         return Acceptance.sum(self._measured(sample, served) for sample in samples)
 
     def _measured(self, sample: Sample, served: Mapping[str, Tensor]) -> Acceptance:
-        count, steps = len(sample.token_ids), np.arange(self._loss.tokens)
+        count = len(sample.token_ids)
         behind = np.flatnonzero(sample.answer[1:-1] & sample.answer[2:]) + 1
         starts = behind[np.linspace(0, len(behind) - 1, min(len(behind), _MEASURED_STARTS)).astype(int)]
-        own = np.arange(count)
-        deep = steps[1:] if self._loss.masks else steps[:0]
-        layout = Layout(np.concatenate([own, np.tile(starts, len(deep))]), np.concatenate([0 * own, np.repeat(deep, len(starts))]))
-        logits = self.logits([sample], [layout], served)
+        logits = self.logits([sample], served)
         best, said = logits.argmax(-1).cpu().numpy(), chances(logits)
-        at = starts[:, None] + steps
-        labels = sample.token_ids[np.minimum(at + 1, count - 1)]
-        known = (at + 1 < count) & sample.answer[np.minimum(at + 1, count - 1)]
-        if self._loss.masks:
-            rows = np.concatenate([starts[None], count + np.arange(len(deep) * len(starts)).reshape(len(deep), -1)]).T
-        else:
-            rows = np.minimum(at, count - 1)
-        return Acceptance.of(best[rows] == labels, known, said[:, rows])
+        at = starts[:, None] + np.arange(self._num_tokens)
+        rows, following = np.minimum(at, count - 1), np.minimum(at + 1, count - 1)
+        known = (at + 1 < count) & sample.answer[following]
+        return Acceptance.of(best[rows] == sample.token_ids[following], known, said[:, rows])
 
-    def layout(self, count: int, rng: np.random.Generator) -> Layout:
-        """The rows of a text of `count` tokens in a step."""
-        starts, depths, kept = [np.arange(count)], [np.zeros(count, np.int64)], np.arange(count)
-        for depth in range(1, self._loss.tokens if self._loss.masks else 1):
-            number = round(max(self._loss.kept**depth, self._loss.least) * count)
-            kept = np.sort(rng.permutation(kept)[:number])
-            kept = kept[kept + depth < count]
-            starts.append(kept)
-            depths.append(np.full(len(kept), depth))
-        return Layout(np.concatenate(starts), np.concatenate(depths))
-
-    def logits(
-        self,
-        samples: Sequence[Sample],
-        layouts: Sequence[Layout],
-        served: Mapping[str, Tensor],
-        asked: NDArray[np.bool_] | None = None,
-    ) -> Tensor:
-        """Of all rows of all samples, [R, V], or of those that are asked for. served: what `ModelWeights.served` gives."""
-        weights = self.weights
-        tokens = [
-            np.where(layout.depth == 0, one.token_ids[layout.start], weights.mask_id or 0)
-            for one, layout in zip(samples, layouts, strict=True)
-        ]
-        embedded = functional.embedding(self._on_device(np.concatenate(tokens).astype(np.int64)), served["embed"])
-        places = np.concatenate([layout.start + layout.depth for layout in layouts])
+    def logits(self, samples: Sequence[Sample], served: Mapping[str, Tensor], asked: NDArray[np.bool_] | None = None) -> Tensor:
+        """Of all tokens of all samples, [T, V], or of those that are asked for. served: what `ModelWeights.served` gives."""
+        weights, counts = self.weights, [len(one.token_ids) for one in samples]
+        tokens = np.concatenate([one.token_ids for one in samples]).astype(np.int64)
+        embedded = functional.embedding(self._on_device(tokens), served["embed"])
+        places = np.concatenate([np.arange(count) for count in counts])
         wanted = None if asked is None else self._on_device(asked)
-        attention, config = _Attention(layouts, weights.device), weights.model.config
+        attention, config = _Attention(counts, weights.device), weights.model.config
         return decode(config, Rows(config, served, places, attention, embedded, asked=wanted))
-
-    def _labels(self, samples: Sequence[Sample], layouts: Sequence[Layout]) -> tuple[I64, NDArray[np.bool_]]:
-        """The token after each row, and whether it is one of an answer."""
-        labels, known = [], []
-        for one, layout in zip(samples, layouts, strict=True):
-            at = layout.start + layout.depth + 1
-            inside = np.minimum(at, len(one.token_ids) - 1)
-            labels.append(one.token_ids[inside].astype(np.int64))
-            known.append((at < len(one.token_ids)) & one.answer[inside])
-        return np.concatenate(labels), np.concatenate(known)
 
     def _on_device(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self.weights.device)
 
 
 class _Attention:
-    """A row sees the tokens up to the one that it stands after, and the masks between."""
+    """A token sees those of its text up to itself."""
 
-    def __init__(self, layouts: Sequence[Layout], device: torch.device) -> None:
-        ends = np.cumsum([0, *(len(layout.start) for layout in layouts)]).tolist()
-        self._parts = []
-        for layout, (start, end) in zip(layouts, pairwise(ends), strict=True):
-            of_text = (layout.depth == 0) & (layout.start <= layout.start[:, None])
-            between = (layout.depth > 0) & (layout.start == layout.start[:, None]) & (layout.depth <= layout.depth[:, None])
-            self._parts.append((slice(start, end), torch.from_numpy(of_text | between).to(device)))
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("a model injects nothing")
+    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
+        self._parts = [
+            (slice(start, start + count), torch.ones(count, count, dtype=torch.bool, device=device).tril())
+            for start, count in zip(accumulate(counts, initial=0), counts, strict=False)
+        ]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return torch.cat([attended(q[rows], k[rows], v[rows], mask, scale) for rows, mask in self._parts])

@@ -17,18 +17,17 @@ from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.kernels.isa import has_bf16_dots
 from cpuspec.platform import SYSTEM
 from cpuspec.train.adapter import AdapterWeights, LoraShape
-from cpuspec.train.block import BlockLoss, BlockTraining
 from cpuspec.train.chains import ChainLoss, ChainTraining
-from cpuspec.train.distill import DistillLoss, DistillTraining, Texts
+from cpuspec.train.distill import DistillTraining, Texts
 from cpuspec.train.loop import Measured, OnMeasured, OnStep, Schedule, train, train_and_held_back
 from cpuspec.train.model_files import ModelWeights
 from cpuspec.train.samples import SampleSet
-from cpuspec.train.start import HeadShape, start_block, start_eagle3, start_from, start_mtp
-from cpuspec.train.vocabulary import count, drafted_ids, tokens_of, unused_id
+from cpuspec.train.start import HeadShape, start_eagle3, start_from, start_mtp
+from cpuspec.train.vocabulary import count, drafted_ids
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
 
-STARTS = {"block": start_block, "eagle3": start_eagle3, "mtp": start_mtp}
+STARTS = {"eagle3": start_eagle3, "mtp": start_mtp}
 
 
 class TrainingJob(NamedTuple):
@@ -38,7 +37,7 @@ class TrainingJob(NamedTuple):
     `start_from` has it, or learn to draft. dtype: of the head's files. threads: None for every core.
     """
 
-    loss: BlockLoss | ChainLoss
+    loss: ChainLoss
     shape: HeadShape = HeadShape()
     schedule: Schedule = Schedule()
     source: Path | None = None
@@ -69,7 +68,7 @@ def train_head(
             )
     _begin(job.threads)
     device, first = find_device(job.device), out / "training" / "start"
-    method = "block" if isinstance(job.loss, BlockLoss) else job.loss.method
+    method = job.loss.method
     counted = partial(count, samples, train_and_held_back(samples, job.schedule)[0])
     with _alone_in(out):
         # Until a state is saved, nothing says with which options the beginning was made.
@@ -78,14 +77,10 @@ def train_head(
                 start_from(first, job.source, target, counted(), job.source_vocab_size)
             else:
                 STARTS[method](first, target, about, counted(), job.shape, job.schedule.seed)
-        training: BlockTraining | ChainTraining
-        if isinstance(job.loss, BlockLoss):
-            training = BlockTraining(first, target, about, job.loss, device)
-        else:
-            ids = drafted_ids(counted(), job.source_vocab_size or job.shape.vocab_size) if method == "mtp" else None
-            training = ChainTraining(first, target, about, job.loss, device, ids)
+        ids = drafted_ids(counted(), job.source_vocab_size or job.shape.vocab_size) if method == "mtp" else None
+        training = ChainTraining(first, target, about, job.loss, device, ids)
         settings = {
-            "method": training.method,
+            "method": method,
             "target": target.name,
             "loss": asdict(job.loss),
             "shape": asdict(job.shape),
@@ -96,16 +91,15 @@ def train_head(
 
 
 class ModelJob(NamedTuple):
-    """How a model is trained. mask_id: of rows for tokens to come; None for a token that no text has.
+    """How a model is trained. num_tokens: of the drafts that are measured.
 
     lora: of an adapter that is trained beside the model as it is; None for training all that the model has.
 
     The other fields are those of `TrainingJob`.
     """
 
-    loss: DistillLoss
+    num_tokens: int
     schedule: Schedule
-    mask_id: int | None = None
     device: str = "auto"
     dtype: str = "bf16"
     threads: int | None = None
@@ -120,24 +114,15 @@ def train_model(
     Raises as `train_head`.
     """
     _begin(job.threads)
-    if job.lora and job.loss.masks:
-        raise ConfigError("an adapter changes no embedding, so it cannot learn a mask's; give --lora or --masks")
-    if job.mask_id is not None and not job.loss.masks:
-        raise ConfigError("a mask's token is for rows of masks; give --masks, too, or no --mask-id")
-    mask_id = model.mask_id if job.mask_id is None else job.mask_id
-    if job.loss.masks and mask_id is None:
-        mask_id = unused_id(tokens_of(texts, model.config.vocab_size))
-    if mask_id is not None and not 0 <= mask_id < model.config.vocab_size:
-        raise ConfigError(f"the mask's token is {mask_id}; wanted an id below {model.config.vocab_size}")
     with _alone_in(out):
-        settings = {"method": "distill", "model": model.name, "loss": asdict(job.loss), "mask_id": mask_id}
+        settings = {"method": "distill", "model": model.name, "num_tokens": job.num_tokens}
         weights: ModelWeights | AdapterWeights
         if job.lora:
             weights = AdapterWeights(model, job.lora, job.schedule.seed, find_device(job.device))
             settings["lora"] = asdict(job.lora)
         else:
-            weights = ModelWeights(model, mask_id, find_device(job.device))
-        training = DistillTraining(weights, job.loss)
+            weights = ModelWeights(model, find_device(job.device))
+        training = DistillTraining(weights, job.num_tokens)
         return train(training, texts, out, job.schedule, settings, DTYPES[job.dtype], on_step, on_measured)
 
 

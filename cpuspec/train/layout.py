@@ -1,8 +1,7 @@
 """Heads as files, which vLLM loads and llama.cpp's converter reads (conversion/llama.py, conversion/qwen.py).
 
-EAGLE-3 and layers for multi-token prediction have the layout of speculators. Block heads have that of DeepSpec, because vLLM takes
-it that the first row of a block in speculators' layout drafts nothing (vllm, transformers_utils/configs/speculators/algos.py:
-dspark_bonus_anchor). Training starts from such files, read as any other head is, and ends with the same files and other numbers.
+EAGLE-3 and layers for multi-token prediction have the layout of speculators. Training starts from such files, read as any other
+head is, and ends with the same files and other numbers.
 """
 
 import json
@@ -29,18 +28,10 @@ from cpuspec.formats import QuantTensor, get_format
 WEIGHTS = "model.safetensors"
 _MOST_BYTES = 1 << 34
 
-_OUTSIDE = {
+_OF_EAGLE3 = {
     "encode": "fc.weight",
     "norm": "norm.weight",
     "output": "lm_head.weight",
-    "markov_w1": "markov_head.markov_w1.weight",
-    "markov_w2": "markov_head.markov_w2.weight",
-    "confidence": "confidence_head.proj.weight",
-    "confidence_bias": "confidence_head.proj.bias",
-}
-_OF_BLOCK = {**_OUTSIDE, "hidden_norm": "hidden_norm.weight"}
-_OF_EAGLE3 = {
-    **_OUTSIDE,
     "hidden_norm": "layers.0.hidden_norm.weight",
     "embed_norm": "layers.0.input_layernorm.weight",
 }
@@ -48,23 +39,19 @@ _LAYER = {ours: theirs for ours, (_, theirs) in FAMILIES["qwen3"].layer_names.it
 _OF_MTP = {ours: f"mtp_layers.0.{theirs}" for theirs, ours in MIMO.items()}
 
 
-def file_name(name: str, method: str) -> str:
-    """The name in the file of a tensor. method: of `Head`, but for "mtp"."""
-    outside = _OF_EAGLE3 if method == "eagle3" else _OF_BLOCK
-    if name in outside:
-        return outside[name]
-    _, layer, part = name.split(".")
-    return f"layers.{layer}.{_LAYER[part]}"
+def file_name(name: str) -> str:
+    """The name in the file of a tensor of an EAGLE-3 head."""
+    return _OF_EAGLE3.get(name) or f"layers.0.{_LAYER[name.removeprefix('layers.0.')]}"
 
 
-def layer_config(target: Checkpoint, num_layers: int, intermediate_size: int, model_type: str) -> dict[str, Any]:
-    """The shape of a head's layers, with the target's heads."""
+def layer_config(target: Checkpoint, intermediate_size: int) -> dict[str, Any]:
+    """The shape of a head's one layer, with the target's heads."""
     c = target.config
     return {
-        "model_type": model_type,
+        "model_type": "llama",
         "hidden_size": c.hidden_size,
         "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_layers,
+        "num_hidden_layers": 1,
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
@@ -125,7 +112,7 @@ def _tensors(arrays: Mapping[str, np.ndarray], method: str, target: ModelConfig)
     """As the file holds them."""
     if method == "mtp":
         return _mtp_tensors(target, arrays)
-    tensors = {file_name(name, method): torch.from_numpy(array) for name, array in arrays.items() if name != "token_ids"}
+    tensors = {file_name(name): torch.from_numpy(array) for name, array in arrays.items() if name != "token_ids"}
     ids = arrays.get("token_ids")
     if ids is not None:
         tensors["d2t"] = torch.from_numpy(ids - np.arange(len(ids)))
@@ -169,12 +156,10 @@ def rewrite_head(
         tensors |= _mtp_tensors(target.config, {name: values.detach().cpu().numpy() for name, values in trained.items()})
         trained = {}
     for name, values in trained.items():
-        theirs = file_name(name, method)
-        if name == "confidence_bias" and theirs not in tensors:  # a head may have none, and then it begins with 0
-            tensors[theirs] = values.detach().cpu()
+        theirs = file_name(name)
         if theirs not in tensors:
             raise CheckpointError(
-                f"{source / WEIGHTS} has no tensor {theirs}; only heads with the names of DeepSpec and speculators are trained"
+                f"{source / WEIGHTS} has no tensor {theirs}; only heads with the names of speculators are trained"
             )
         tensors[theirs] = values.detach().cpu().reshape(tensors[theirs].shape)
     write_directory(directory, read_json_object(source / "config.json", _MOST_BYTES), tensors, dtype)

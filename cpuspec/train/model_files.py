@@ -27,16 +27,13 @@ class ModelWeights:
     """The tensors of a model in f32 on a device, by canonical name; all are trained, the embedding too.
 
     formats: of the matrices of a GGUF file, which keeps them: a draft is as fast as its bytes are few. None for a directory.
-    mask_id: the token that stands for tokens to come, None for none. Raises ConfigError for a model that cannot be trained, and for
-    a mask in a GGUF file, which has no field for it.
+    Raises ConfigError for a model that cannot be trained.
     """
 
-    def __init__(self, model: Checkpoint, mask_id: int | None, device: torch.device) -> None:
+    def __init__(self, model: Checkpoint, device: torch.device) -> None:
         if unknown := not_computed(model.config):
             raise ConfigError(f"{model.name} sets {', '.join(unknown)}, which are not trained here; take another model")
-        if model.mask_id is None and mask_id is not None and not isinstance(model.vocabulary, HfTokenizerFiles):
-            raise ConfigError(f"{model.path} is a GGUF file, which cannot name a mask; start from the model's directory")
-        self.model, self.mask_id, self.device = model, mask_id, device
+        self.model, self.device = model, device
         self.trained: dict[str, Tensor] = {
             name: torch.from_numpy(tensor.dequantize()).to(device).requires_grad_() for name, tensor in model.tensors.items()
         }
@@ -80,8 +77,5 @@ class ModelWeights:
                 target = directory / name
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
-        config = config_to_write(model)
-        if self.mask_id is not None:
-            config["pard_token"] = self.mask_id
         arrays = {name: values.detach().cpu().numpy() for name, values in trained.items()}
-        write_directory(directory, config, hf_tensors(model.config, arrays), dtype)
+        write_directory(directory, config_to_write(model), hf_tensors(model.config, arrays), dtype)

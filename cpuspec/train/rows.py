@@ -1,6 +1,6 @@
 """The operations of the decoder on torch tensors that gradients flow through: `model.transformer.decode`, trained.
 
-A trained head and a served one are the same calls of `decode` and `inject` over other operations.
+A trained head and a served one are the same calls of `decode` over other operations.
 """
 
 from collections.abc import Mapping
@@ -37,11 +37,7 @@ def not_computed(config: ModelConfig) -> list[str]:
 
 
 class RowAttention(Protocol):
-    """What the rows of a forward see: keys and values of earlier rows, and of one another."""
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keep keys and values [T, G, D] that belong to no row of the forward."""
-        ...
+    """What the rows of a forward see of one another, and of earlier ones."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """softmax(scale q k) v, [T, H, D], for queries [T, H, D] and the rows' own keys and values [T, G, D]."""
@@ -49,7 +45,7 @@ class RowAttention(Protocol):
 
 
 class Rows:
-    """The rows of one forward (`model.transformer.Injection`).
+    """The rows of one forward (`model.transformer.Operations`).
 
     weights: tensors by canonical name. positions [T]: of rotation. embedded, given [T, C]: tokens and hidden states of the target.
     asked [T]: whether a row's logits are wanted; None for all rows.
@@ -116,9 +112,6 @@ class Rows:
         raise AssertionError("this operation is not trained")
 
     absorb = expand = layer_inputs = input_of = convolve = delta_net = short_conv = mamba2 = experts = refuse
-
-    def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
-        self._attention.append(layer.index, self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, layer.attention.value_dims)))
 
     def gate(self, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
         if activation == "sigmoid":

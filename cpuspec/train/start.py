@@ -1,7 +1,7 @@
 """Heads before their training: parts of the target where they fit, so that few samples go far, and small random numbers elsewhere.
 
-Embedding and output matrix are the target's own and stay so, as in DFlash and DSpark (arXiv 2602.06036, 2607.05147). Layers begin
-as those after the last one that the head reads, without biases of queries, keys and values.
+Embedding and output matrix are the target's own and stay so. The layer begins as the one after the last that the head reads,
+without biases of queries, keys and values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.train.layout import copy_head, layer_config, read_head, replace_output, speculators_config, write_new_head
 from cpuspec.train.rows import not_computed
 from cpuspec.train.samples import Extraction
-from cpuspec.train.vocabulary import Counts, bigram_factors, drafted_ids, unused_id
+from cpuspec.train.vocabulary import I64, drafted_ids
 
 F32 = NDArray[np.float32]
 
@@ -33,64 +33,22 @@ class HeadShape:
     """What a new head looks like.
 
     layers: of the target, from 0, whose outputs it reads; None for those that the samples have, without the last one.
-    num_layers: its own. intermediate_size: numbers inside its MLPs, 0 for the target's; fewer keep the largest ones.
-    vocab_size: tokens that it drafts, or that a layer for multi-token prediction learns to draft. copied: whether layers begin as
-    the target's.
-    block_size, markov_rank, mask_id: of block heads; mask_id None for a token that no answer has.
+    intermediate_size: numbers inside its MLP, 0 for the target's; fewer keep the largest ones. vocab_size: tokens that it drafts,
+    or that a layer for multi-token prediction learns to draft. copied: whether its layer begins as the target's.
     """
 
     layers: tuple[int, ...] | None = None
-    num_layers: int = 1
     intermediate_size: int = 0
     vocab_size: int = 16384
     copied: bool = True
-    block_size: int = 5
-    markov_rank: int = 64
-    mask_id: int | None = None
 
 
-def start_block(directory: Path, target: Checkpoint, about: Extraction, counts: Counts, shape: HeadShape, seed: int) -> None:
-    """Write an untrained block head in DSpark's layout. Raises ConfigError for a shape that the target or the samples forbid."""
-    layers, rng = _layers(target, about, shape, most=target.config.num_layers), np.random.default_rng(seed)
-    arrays, hidden = _arrays(target, shape, layers, rng, has_qk_norm=True), target.config.hidden_size
-    size = shape.intermediate_size or target.config.intermediate_size
-    if not 2 <= shape.block_size <= 32:
-        raise ConfigError(f"a block has 2 to 32 rows, got {shape.block_size}")
-    ids = drafted_ids(counts, shape.vocab_size)
-    w1, w2 = bigram_factors(counts, ids, shape.markov_rank, seed)
-    arrays |= _output(target, ids)
-    arrays |= {"markov_w1": w1, "markov_w2": w2, "confidence": np.zeros((1, hidden + w1.shape[1]), np.float32)}
-    arrays["confidence_bias"] = np.zeros(1, np.float32)
-    mask_id = unused_id(counts.tokens) if shape.mask_id is None else shape.mask_id
-    if not 0 <= mask_id < target.config.vocab_size:
-        raise ConfigError(f"the mask's token is {mask_id}; wanted an id below {target.config.vocab_size}")
-    config = {
-        **layer_config(target, shape.num_layers, size, "qwen3"),
-        "architectures": ["Qwen3DSparkModel"],
-        "layer_types": ["full_attention"] * shape.num_layers,
-        "num_target_layers": target.config.num_layers,
-        "target_layer_ids": list(layers),
-        "draft_vocab_size": target.config.vocab_size if ids is None else len(ids),
-        "block_size": shape.block_size,
-        "mask_token_id": mask_id,
-        "sample_from_anchor": True,
-        "num_anchors": 512,
-        "markov_rank": w1.shape[1],
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-    }
-    write_new_head(directory, config, "block", arrays, target)
-
-
-def start_eagle3(directory: Path, target: Checkpoint, about: Extraction, counts: Counts, shape: HeadShape, seed: int) -> None:
+def start_eagle3(directory: Path, target: Checkpoint, about: Extraction, counts: I64, shape: HeadShape, seed: int) -> None:
     """Write an untrained EAGLE-3 head. Raises ConfigError for a shape that the target or the samples forbid."""
-    if shape.num_layers != 1:
-        raise ConfigError(f"an EAGLE-3 head has one layer, got {shape.num_layers}")
-    layers, rng = _layers(target, about, shape, most=3), np.random.default_rng(seed)
+    layers, rng = _layers(target, about, shape), np.random.default_rng(seed)
     if len(layers) != 3:
         raise ConfigError(f"an EAGLE-3 head reads three layers of its target, got {list(layers)}; name three with --layers")
-    arrays, hidden = _arrays(target, shape, layers, rng, has_qk_norm=False), target.config.hidden_size
+    arrays, hidden = _arrays(target, shape, layers, rng), target.config.hidden_size
     for part in "qkv":
         of_hidden = arrays[f"layers.0.{part}"]
         of_token = _SMALL * rng.standard_normal(of_hidden.shape, np.float32)
@@ -99,7 +57,7 @@ def start_eagle3(directory: Path, target: Checkpoint, about: Extraction, counts:
     arrays["embed_norm"] = np.ones(hidden, np.float32)
     ids = drafted_ids(counts, shape.vocab_size)
     arrays |= _output(target, ids)
-    layer = layer_config(target, 1, shape.intermediate_size or target.config.intermediate_size, "llama")
+    layer = layer_config(target, shape.intermediate_size or target.config.intermediate_size)
     config = _eagle3_config(target, layer, layers, target.config.vocab_size if ids is None else len(ids))
     write_new_head(directory, config, "eagle3", arrays, target)
 
@@ -121,12 +79,12 @@ def _eagle3_config(
     }
 
 
-def start_mtp(directory: Path, target: Checkpoint, about: Extraction, counts: Counts, shape: HeadShape, seed: int) -> None:
+def start_mtp(directory: Path, target: Checkpoint, about: Extraction, counts: I64, shape: HeadShape, seed: int) -> None:
     """Write an untrained layer for multi-token prediction: the target's last one with attention, after its hidden state.
 
     Raises ConfigError for a shape that is not the target's own, and for a target with operations that are not trained.
     """
-    if (shape.layers, shape.num_layers, shape.intermediate_size) != (None, 1, 0):
+    if (shape.layers, shape.intermediate_size) != (None, 0):
         raise ConfigError("a layer for multi-token prediction is one layer of its target's shape, which reads its final state")
     config, last, rng = prediction_config(target.config, False), last_attending(target.config), np.random.default_rng(seed)
     if unknown := not_computed(config) + [name for name in target.tensors if name == f"layers.{last}.router"]:
@@ -151,26 +109,26 @@ def _mtp_config(target: Checkpoint, intermediate_size: int) -> dict[str, Any]:
         "architectures": ["MTPDraftModel"],
         "speculators_model_type": "mtp",
         "speculators_config": speculators_config(target, "mtp", 3),
-        "transformer_layer_config": layer_config(target, 1, intermediate_size, family.hf_types[0] or family.architecture),
+        "transformer_layer_config": layer_config(target, intermediate_size)
+        | {"model_type": family.hf_types[0] or family.architecture},
         "num_nextn_predict_layers": 1,
     }
 
 
-def start_from(directory: Path, source: Path, target: Checkpoint, counts: Counts, vocab_size: int | None) -> None:
+def start_from(directory: Path, source: Path, target: Checkpoint, counts: I64, vocab_size: int | None) -> None:
     """Write a head that exists as the beginning of another training.
 
     vocab_size: how many tokens it shall draft, those that the answers use most now; None for those that it drafts.
-    Raises CheckpointError for files that are no head, ConfigError for one whose other parts know its tokens by number, and for a
-    GGUF file of a kind that is not trained from one.
+    Raises CheckpointError for files that are no head, ConfigError for one of a kind that is not trained.
     """
+    if (method := read_head(source, target).method) not in ("eagle3", "mtp"):
+        raise ConfigError(f"{source} drafts by {method}, which is not trained here; wanted EAGLE-3 or multi-token prediction")
     if source.suffix == ".gguf":
         _unpack(directory, source, target)
         source = directory
-    if vocab_size is None or (method := read_head(source, target).method) == "mtp":  # which drafts all tokens anyway
+    if vocab_size is None or method == "mtp":  # which drafts all tokens anyway
         copy_head(source, directory)
         return
-    if method != "eagle3":
-        raise ConfigError(f"{source} has a Markov head of the tokens that it drafts; other tokens (--vocab) need a new head")
     ids = drafted_ids(counts, vocab_size)
     replace_output(source, directory, _output(target, ids) or _output(target, np.arange(target.config.vocab_size)), target)
 
@@ -179,26 +137,28 @@ def _unpack(directory: Path, source: Path, target: Checkpoint) -> None:
     """Write a head's GGUF file as the directory that training begins with, in f32."""
     head = read_head(source, target)
     own, config, theirs = head.model, head.model.config, {id(tensor) for tensor in target.tensors.values()}
-    if head.method not in ("eagle3", "mtp") or (head.method == "eagle3" and head.feature_norms):
-        raise ConfigError(f"{source} drafts by {head.method}, which is trained from its directory only; name that with --from")
+    if head.method == "eagle3" and head.feature_norms:
+        raise ConfigError(
+            f"{source} has norms of features, with which it is trained from its directory only; name that with --from"
+        )
     arrays: dict[str, Any] = {name: tensor.dequantize() for name, tensor in own.tensors.items() if id(tensor) not in theirs}
     if head.token_ids is not None:
         arrays["token_ids"] = head.token_ids
     settings = _mtp_config(target, config.intermediate_size)
     if head.method == "eagle3":
         num = target.config.vocab_size if head.token_ids is None else len(head.token_ids)
-        layer = layer_config(own, 1, config.intermediate_size, "llama")
+        layer = layer_config(own, config.intermediate_size)
         settings = _eagle3_config(target, layer, head.layers, num, bool(config.head and config.head.normed_residual))
     write_new_head(directory, settings, head.method, arrays, target)
 
 
-def _layers(target: Checkpoint, about: Extraction, shape: HeadShape, most: int) -> tuple[int, ...]:
+def _layers(target: Checkpoint, about: Extraction, shape: HeadShape) -> tuple[int, ...]:
     """The target's layers that the head reads.
 
     The last one's output is left out: others count the inputs of layers, and to many of them that one is already normed.
     """
     have = tuple(layer for layer in about.layers if type(layer) is int and layer < target.config.num_layers - 1)
-    layers = have[-most:] if shape.layers is None else shape.layers
+    layers = have[-3:] if shape.layers is None else shape.layers
     if not layers or not set(layers) <= set(have) or len(set(layers)) != len(layers):
         raise ConfigError(
             f"the head is to read layers {list(layers)}, and the samples have {list(have)}, the target's last one left out"
@@ -206,38 +166,28 @@ def _layers(target: Checkpoint, about: Extraction, shape: HeadShape, most: int) 
     return layers
 
 
-def _arrays(
-    target: Checkpoint, shape: HeadShape, layers: tuple[int, ...], rng: np.random.Generator, has_qk_norm: bool
-) -> dict[str, F32]:
-    """What both kinds of heads have, but for the output matrix."""
+def _arrays(target: Checkpoint, shape: HeadShape, layers: tuple[int, ...], rng: np.random.Generator) -> dict[str, F32]:
+    """An EAGLE-3 head as if it read no embedding, and without its output matrix."""
     c, inside = target.config, shape.intermediate_size or target.config.intermediate_size
     if c.latent:
         raise ConfigError(
             f"{target.name} has latent attention, whose shape no head that is trained here has; wanted another target"
         )
-    if not 1 <= inside <= c.intermediate_size or not 1 <= shape.num_layers <= c.num_layers - 1:
-        raise ConfigError(
-            f"the head is to have {shape.num_layers} layers and {inside} numbers inside; "
-            f"wanted at most {c.num_layers - 1} and {c.intermediate_size}"
-        )
+    if not 1 <= inside <= c.intermediate_size:
+        raise ConfigError(f"the head is to have {inside} numbers inside; wanted at most {c.intermediate_size}")
     if shape.copied and (c.norms, c.norm_kind, c.activation, c.gated, c.parallel) != ("before", "rms", "silu", True, False):
         raise ConfigError(f"layers of {target.name} have norms or an activation that its head has not; begin without them (--cold)")
-    hidden, first = c.hidden_size, min(max(layers) + 1, c.num_layers - shape.num_layers)
+    hidden, first = c.hidden_size, max(layers) + 1
     encode = np.float32(_SMALL) * rng.standard_normal((hidden, len(layers) * hidden), np.float32)
     arrays: dict[str, F32] = {"norm": target.tensors["norm"].dequantize(), "hidden_norm": np.ones(hidden, np.float32)}
     if shape.copied:
-        # The input of the first copied layer, or of the nearest before it.
-        at = max((i for i, layer in enumerate(layers) if layer < first), key=lambda i: layers[i], default=len(layers) - 1)
+        at = layers.index(first - 1)  # the input of the copied layer
         encode[:] = 0
         encode[:, at * hidden : (at + 1) * hidden] = np.eye(hidden, dtype=np.float32)
         arrays["hidden_norm"] = target.tensors[f"layers.{first}.attn_norm"].dequantize()
     arrays["encode"] = encode
-    for i in range(shape.num_layers):
-        layer = _copied(target, first + i, inside) if shape.copied else _random(target, inside, rng)
-        if has_qk_norm:
-            layer |= _qk_norms(target, first + i, layer)
-        arrays |= {f"layers.{i}.{part}": array for part, array in layer.items()}
-    return arrays
+    layer = _copied(target, first, inside) if shape.copied else _random(target, inside, rng)
+    return arrays | {f"layers.0.{part}": array for part, array in layer.items()}
 
 
 def _copied(target: Checkpoint, layer: int, inside: int) -> dict[str, F32]:
@@ -261,17 +211,7 @@ def _random(target: Checkpoint, inside: int, rng: np.random.Generator) -> dict[s
     return {part: _SMALL * rng.standard_normal(shape, np.float32) for part, shape in shapes.items()} | ones
 
 
-def _qk_norms(target: Checkpoint, layer: int, parts: Mapping[str, F32]) -> dict[str, F32]:
-    """Norms of queries and keys: the target's, or where it has none of about the size that they have without."""
-    found = {}
-    for part in "qk":
-        own = target.tensors.get(f"layers.{layer}.{part}_norm")
-        size = np.sqrt(np.mean(np.square(parts[part] * parts["attn_norm"]).sum(1)))
-        found[f"{part}_norm"] = own.dequantize() if own else np.full(target.config.head_dim, size, np.float32)
-    return found
-
-
-def _output(target: Checkpoint, ids: NDArray[np.int64] | None) -> dict[str, np.ndarray]:
+def _output(target: Checkpoint, ids: I64 | None) -> dict[str, np.ndarray]:
     """The rows of the target's output matrix that the head shares; none for all of them."""
     if ids is None:
         return {}

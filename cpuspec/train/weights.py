@@ -59,13 +59,8 @@ class HeadWeights:
         self.trained: dict[str, Tensor] = {}
         for name, tensor in head.model.tensors.items():
             if name not in _FROZEN:
-                self.add(name, tensor.dequantize())
+                self.trained[name] = self.on_device(tensor.dequantize()).requires_grad_()
         self.all = {**self.trained, "output": output}
-
-    def add(self, name: str, values: NDArray[np.float32]) -> Tensor:
-        """A tensor more that gradients change."""
-        self.trained[name] = self.on_device(values).requires_grad_()
-        return self.trained[name]
 
     def on_device(self, values: NDArray[np.generic]) -> Tensor:
         """A copy as a tensor."""

@@ -1,7 +1,7 @@
-"""A model that learns a target's answers, and to draft them in one pass."""
+"""A model that learns a target's answers."""
 
-import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from cpuspec.model.batch import ForwardBatch
 from cpuspec.text import make_tokenizer
 from cpuspec.train.adapter import AdapterWeights, LoraShape
 from cpuspec.train.answers import AnswerFiles, header_path
-from cpuspec.train.distill import DistillLoss, DistillTraining, Layout, Texts, read_answers
+from cpuspec.train.distill import DistillTraining, Texts, read_answers
 from cpuspec.train.job import ModelJob, train_model
 from cpuspec.train.loop import Schedule
 from cpuspec.train.model_files import GGUF_NAME, ModelWeights
@@ -29,7 +29,6 @@ from tools.make_tiny_model import make_tiny_hf
 
 CPU = torch.device("cpu")
 SHORT = Schedule(epochs=8, tokens=200, rate=3e-3, held_back=0.2, measured_every=1000)
-MASKED = DistillLoss(3, masks=True)
 
 
 def nothing(*_: object) -> None:
@@ -57,13 +56,8 @@ def test_answers_in_other_tokens_are_refused(model: Checkpoint, tmp_path: Path) 
         read_answers([path], AnswerFiles(tokenizer), tokenizer, model.config.vocab_size)
 
 
-def test_a_masks_token_without_masks_is_refused(model: Checkpoint, texts: Texts, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give --masks"):
-        train_model(model, texts, tmp_path / "out", job(DistillLoss(3))._replace(mask_id=5), nothing, nothing)
-
-
-def job(loss: DistillLoss, **changes: object) -> ModelJob:
-    return ModelJob(loss, replace(SHORT, **changes), device="cpu", dtype="f32", threads=1)  # type: ignore[arg-type]
+def job(**changes: object) -> ModelJob:
+    return ModelJob(3, replace(SHORT, **changes), device="cpu", dtype="f32", threads=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -71,19 +65,14 @@ def job(loss: DistillLoss, **changes: object) -> ModelJob:
 )
 def test_a_model_that_sets_what_training_does_not_compute_is_refused(model: Checkpoint, change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
-        ModelWeights(replace(model, config=replace(model.config, **change)), None, CPU)
+        ModelWeights(replace(model, config=replace(model.config, **change)), CPU)
 
 
-@pytest.mark.parametrize("loss", [DistillLoss(3), MASKED], ids=["one by one", "masks"])
-def test_a_model_learns_answers_and_is_written_as_it_came(
-    model: Checkpoint, texts: Texts, tmp_path: Path, loss: DistillLoss
-) -> None:
-    log = train_model(model, texts, tmp_path / "out", job(loss), nothing, nothing)
+def test_a_model_learns_answers_and_is_written_as_it_came(model: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+    log = train_model(model, texts, tmp_path / "out", job(), nothing, nothing)
     assert log[-1].mean_length > log[0].mean_length + 1
     written = open_checkpoint(tmp_path / "out")
     assert written.config == model.config
-    assert written.mask_id == (SMALL["vocab_size"] - 1 if loss.masks else None)
-    assert (json.loads((tmp_path / "out" / "config.json").read_text()).get("pard_token") is None) != loss.masks
     state = torch.load(tmp_path / "out" / "training" / "state.pt", weights_only=True)["trained"]
     best = max(log, key=lambda line: line.mean_length)
     if best == log[-1]:
@@ -91,33 +80,12 @@ def test_a_model_learns_answers_and_is_written_as_it_came(
         assert all(np.array_equal(written.tensors[name].dequantize(), state[name].numpy()) for name in state)
 
 
-def test_a_served_model_computes_the_rows_of_masks_that_it_was_trained_with(model: Checkpoint, texts: Texts) -> None:
-    training, sample, at = DistillTraining(ModelWeights(model, 319, CPU), MASKED), texts[0], 9
-    layout = training.layout(len(sample.token_ids), np.random.default_rng(0))
-    logits = training.logits([sample], [layout], training.weights.served()).detach().numpy()
-    at = int(layout.start[layout.depth == 2][0])  # a chain whose masks are all kept
-    backend, fed = make_backend("numpy", model, SETTINGS), [*sample.token_ids[: at + 1].tolist(), 319, 319]
-    served = backend.forward(ForwardBatch(fed, list(range(len(fed))), [0], [0, len(fed)]), backend.new_cache(1, 64)).logits
-    rows = [int(np.flatnonzero((layout.start == at) & (layout.depth == depth))[0]) for depth in range(3)]
-    assert np.abs(logits[rows] - served[-3:]).max() < 1e-4 * np.abs(served).max()
-
-
-def test_deeper_rows_are_fewer_and_stand_behind_kept_ones(model: Checkpoint) -> None:
-    training = DistillTraining(ModelWeights(model, 319, CPU), DistillLoss(6, masks=True))
-    layout = training.layout(100, np.random.default_rng(0))
-    kept = [set(layout.start[layout.depth == depth].tolist()) for depth in range(6)]
-    assert [len(one) for one in kept][:2] == [100, 70]
-    assert all(deeper <= one for one, deeper in itertools.pairwise(kept))
-    assert all(len(one) >= 14 for one in kept)
-    assert (layout.start + layout.depth).max() == 99
-
-
-def test_a_gguf_model_stays_one_and_has_no_mask(texts: Texts, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_gguf_model_stays_one(texts: Texts, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     target = tiny(tmp_path_factory, weight_format="q4_0", **SMALL)
-    log = train_model(target, texts, tmp_path / "out", job(DistillLoss(3)), nothing, nothing)
+    log = train_model(target, texts, tmp_path / "out", job(), nothing, nothing)
     assert log[-1].mean_length > log[0].mean_length + 0.5, "rounded to 4 bits, too, it learns"
     path = tmp_path / "out" / GGUF_NAME
-    written, weights = open_checkpoint(path), ModelWeights(target, None, CPU)
+    written, weights = open_checkpoint(path), ModelWeights(target, CPU)
     assert written.config == target.config
     state = torch.load(tmp_path / "out" / "training" / "state.pt", weights_only=True)["trained"]
     state["norm"] *= log[-1].sharpness
@@ -130,16 +98,14 @@ def test_a_gguf_model_stays_one_and_has_no_mask(texts: Texts, tmp_path: Path, tm
     prompt = [FIRST + WORDS, FIRST, FIRST + 1]
     with LLM(target, "none", settings=SETTINGS) as plain, LLM(target, str(path), settings=SETTINGS) as drafting:
         assert plain.generate([prompt])[0].token_ids == drafting.generate([prompt])[0].token_ids
-    with pytest.raises(ConfigError, match="cannot name a mask"):
-        train_model(target, texts, tmp_path / "masks", job(MASKED), nothing, nothing)
 
 
-def test_a_model_that_drafts_at_once_changes_no_answer(model: Checkpoint, texts: Texts, tmp_path: Path) -> None:
-    train_model(model, texts, tmp_path / "out", job(MASKED, epochs=1), nothing, nothing)
-    prompt = texts[0].token_ids[:6].tolist()
-    with LLM(model, "none", settings=SETTINGS) as plain, LLM(model, str(tmp_path / "out"), settings=SETTINGS) as drafting:
-        assert plain.generate([prompt])[0].token_ids == drafting.generate([prompt])[0].token_ids
-        assert sum(level.num_draft_tokens for level in drafting.levels.values()) > 0
+def test_a_model_that_drafts_at_once_stays_one(model: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+    pard = tmp_path / "pard"
+    shutil.copytree(model.path, pard)
+    (pard / "config.json").write_text(json.dumps({**json.loads((pard / "config.json").read_text()), "pard_token": 319}))
+    train_model(open_checkpoint(pard), texts, tmp_path / "out", job(epochs=1), nothing, nothing)
+    assert open_checkpoint(tmp_path / "out").mask_id == 319
 
 
 @pytest.mark.parametrize(("architecture", "targets"), [("llama", ()), ("phi3", ("qkv_proj", "down_proj")), ("qwen2", ("q_proj",))])
@@ -149,7 +115,7 @@ def test_an_adapter_learns_answers_and_is_what_peft_loads(
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     base, out = open_checkpoint(make_tiny_hf(tmp_path / "base", architecture, **SMALL)), tmp_path / "out"
     lora = LoraShape(4, 4.0, targets)
-    log = train_model(base, texts, out, job(DistillLoss(3), rate=0.02, epochs=3)._replace(lora=lora), nothing, nothing)
+    log = train_model(base, texts, out, job(rate=0.02, epochs=3)._replace(lora=lora), nothing, nothing)
     assert log[-1].step == 15
     facts = adapter_facts(out)
     assert facts is not None
@@ -161,7 +127,7 @@ def test_an_adapter_learns_answers_and_is_what_peft_loads(
 
     def loss() -> float:
         with torch.no_grad():
-            found = DistillTraining(weights, DistillLoss(3)).loss([texts[i] for i in range(8)], np.random.default_rng(0))
+            found = DistillTraining(weights, 3).loss([texts[i] for i in range(8)], np.random.default_rng(0))
         assert found is not None
         return found.item()
 
@@ -170,9 +136,7 @@ def test_an_adapter_learns_answers_and_is_what_peft_loads(
     assert loss() < before - 0.3
     weights.save(out, torch.float32)
     tokens = texts[0].token_ids[:20]
-    own = Layout(np.arange(20), np.zeros(20, np.int64))
-    training = DistillTraining(weights, DistillLoss(3))
-    trained = training.logits([replace(texts[0], token_ids=tokens)], [own], weights.served()).numpy()
+    trained = DistillTraining(weights, 3).logits([replace(texts[0], token_ids=tokens)], weights.served()).numpy()
     backend = make_backend("numpy", base, SETTINGS)
     adapters = [((open_adapter(out, base.config, "tiny"), 1.0),)]
     served = backend.forward(
@@ -186,9 +150,7 @@ def test_an_adapter_learns_answers_and_is_what_peft_loads(
     assert np.abs(served - loaded).max() < 1e-4
 
 
-def test_what_an_adapter_cannot_be_is_refused(model: Checkpoint, texts: Texts, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give --lora or --masks"):
-        train_model(model, texts, tmp_path / "out", job(MASKED)._replace(lora=LoraShape(4)), nothing, nothing)
+def test_what_an_adapter_cannot_be_is_refused(model: Checkpoint) -> None:
     with pytest.raises(ConfigError, match="has no module c_attn; wanted some of down_proj"):
         AdapterWeights(model, LoraShape(4, targets=("c_attn",)), 0, CPU)
     with pytest.raises(ConfigError, match="rank of 1 to 1024"):

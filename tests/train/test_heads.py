@@ -18,22 +18,22 @@ from cpuspec.model.batch import ForwardBatch
 from cpuspec.quantize.head_output import write_head
 from cpuspec.settings import SamplingParams
 from cpuspec.train.acceptance import Acceptance, chances
-from cpuspec.train.block import BlockLoss, BlockTraining
 from cpuspec.train.chains import ChainLoss, ChainTraining
 from cpuspec.train.job import TrainingJob, train_head
 from cpuspec.train.layout import read_head
 from cpuspec.train.loop import Measured, Schedule, read_log, step_samples, train_and_held_back
 from cpuspec.train.samples import Sample, SampleSet
 from cpuspec.train.start import HeadShape
-from cpuspec.train.vocabulary import bigram_factors, count, drafted_ids, unused_id
+from cpuspec.train.vocabulary import count, drafted_ids
 from tests.backends.models import tiny
+from tests.block_heads import make_block_head
 from tests.train.toy import FIRST, LAYERS, SETTINGS, SMALL, WORDS, make_samples, text
 from tools.make_tiny_model import make_tiny_gguf
 
 CPU = torch.device("cpu")
-SHAPE = HeadShape(vocab_size=96, block_size=4, markov_rank=8)
+SHAPE = HeadShape(vocab_size=96)
 SHORT = Schedule(epochs=1, tokens=100, rate=3e-3, held_back=0.2, measured_every=1000)
-LOSSES = {"block": BlockLoss(anchors=8), "eagle3": ChainLoss(steps=3), "mtp": ChainLoss("mtp", steps=3, decay=0.6)}
+LOSSES = {"eagle3": ChainLoss(steps=3), "mtp": ChainLoss("mtp", steps=3, decay=0.6)}
 each_method = pytest.mark.parametrize("method", LOSSES)
 
 
@@ -78,22 +78,20 @@ def test_a_step_with_a_loss_that_is_not_finite_changes_nothing(
 def test_training_replaces_no_files_of_something_else(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"a model")
     with pytest.raises(ConfigError, match="other files, which training would replace"):
-        trained(target, samples, tmp_path, "block")
+        trained(target, samples, tmp_path, "mtp")
     assert [one.name for one in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_a_beginning_that_failed_is_made_again(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
     trained(target, samples, tmp_path / "eagle", "eagle3")
     with pytest.raises(CheckpointError):
-        trained(target, samples, tmp_path / "head", "block", source=tmp_path / "eagle")
-    assert trained(target, samples, tmp_path / "head", "block")
+        trained(target, samples, tmp_path / "head", "mtp", source=tmp_path / "eagle")
+    assert trained(target, samples, tmp_path / "head", "mtp")
 
 
-def opened(directory: Path, target: Checkpoint, samples: SampleSet, method: str) -> BlockTraining | ChainTraining:
-    if method == "block":
-        return BlockTraining(directory, target, samples.about, LOSSES[method], CPU)  # type: ignore[arg-type]
+def opened(directory: Path, target: Checkpoint, samples: SampleSet, method: str) -> ChainTraining:
     ids = drafted_ids(count(samples, range(12)), SHAPE.vocab_size) if method == "mtp" else None
-    return ChainTraining(directory, target, samples.about, LOSSES[method], CPU, ids)  # type: ignore[arg-type]
+    return ChainTraining(directory, target, samples.about, LOSSES[method], CPU, ids)
 
 
 @each_method
@@ -138,32 +136,10 @@ def test_a_served_head_computes_the_rows_that_it_was_trained_with(
     training, sample = opened(tmp_path / "head", target, samples, method), samples[14]
     head, at = read_head(tmp_path / "head", target), 9
     backend = make_backend("numpy", head.model, SETTINGS)
-    cache = backend.new_cache(1, 64)
     tokens = sample.token_ids.astype(int).tolist()
     layers = ["final"] if method == "mtp" else head.layers
     features = sample.hidden[:, [samples.about.layers.index(layer) for layer in layers]].reshape(len(tokens), -1)
     encoded = features if method == "mtp" else backend.project(features, "encode")
-    if isinstance(training, BlockTraining):
-        blocks = training.blocks([sample], [np.array([at, at + 3])])
-        assert blocks
-        assert blocks.said is not None
-        block = head.block
-        assert block
-        assert block.markov
-        assert block.confidence is not None
-        backend.inject(ForwardBatch([0] * at, list(range(at)), [0], [0, at], hidden=encoded[:at]), cache)
-        fed = [tokens[at], *[head.mask_id] * (block.size - 1)]
-        last = head.model.config.num_layers - 1
-        rows = ForwardBatch(fed, list(range(at, at + len(fed))), [0], [0, len(fed)], None, None, (last,), None, True)
-        output = backend.forward(rows, cache)
-        assert head.state_norm
-        states = head.state_norm.applied(output.hidden[0])
-        w1 = block.markov.w1.rows(np.array(tokens[at : at + len(fed)]))
-        wanted = output.logits + w1 @ block.markov.w2.dequantize().T
-        said = np.concatenate([states, w1], axis=1) @ block.confidence + block.confidence_bias
-        assert np.abs(blocks.logits[0].detach().numpy() - wanted).max() < 1e-4 * np.abs(wanted).max()
-        assert np.abs(blocks.said[0].detach().numpy() - said).max() < 1e-4 * max(1, np.abs(said).max())
-        return
     check_chain(training, head, sample, encoded, at)
 
 
@@ -193,7 +169,6 @@ def test_a_layer_for_prediction_is_of_its_targets_family_and_drafts_from_a_file_
     samples = make_samples(tmp_path / "samples", target, 15, top=4)
     trained(target, samples, tmp_path / "head", "mtp")
     head, training = read_head(tmp_path / "head", target), opened(tmp_path / "head", target, samples, "mtp")
-    assert isinstance(training, ChainTraining)
     check_chain(training, head, samples[14], samples[14].hidden[:, -1], 9)
     for tokenizer in (True, False):
         write_head(tmp_path / "mtp-model.gguf", head, target, get_format("f32"), tokenizer)
@@ -216,31 +191,10 @@ def test_a_target_whose_last_layer_is_not_trained_gets_no_layer_for_prediction(t
         trained(target, samples, tmp_path / "head", "mtp")
 
 
-def test_a_block_sees_neither_later_tokens_nor_other_blocks(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
-    trained(target, samples, tmp_path / "head", "block")
-    training = opened(tmp_path / "head", target, samples, "block")
-    assert isinstance(training, BlockTraining)
-    sample, at = samples[14], 9
-    alone = training.blocks([sample], [np.array([at])])
-    rng = np.random.default_rng(5)
-    hidden = sample.hidden.copy()
-    hidden[at:] = rng.standard_normal(hidden[at:].shape)
-    later = replace(sample, hidden=hidden)
-    beside = training.blocks([samples[13], later], [np.array([4, 6]), np.array([at - 2, at, at + 5])])
-    assert alone
-    assert beside
-    assert torch.allclose(alone.logits[0], beside.logits[3], atol=1e-4)
-    hidden[at - 1] += 1
-    changed = training.blocks([replace(sample, hidden=hidden)], [np.array([at])])
-    assert changed
-    assert not torch.allclose(alone.logits[0], changed.logits[0], atol=1e-2), "the last token before the anchor counts"
-
-
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+@each_method
 def test_a_chain_sees_no_later_feature(target: Checkpoint, samples: SampleSet, tmp_path: Path, method: str) -> None:
     trained(target, samples, tmp_path / "head", method)
     training = opened(tmp_path / "head", target, samples, method)
-    assert isinstance(training, ChainTraining)
     sample, at = samples[14], 9
     hidden = sample.hidden.copy()
     hidden[at + 1 :] += 1
@@ -257,7 +211,7 @@ def test_answers_with_a_trained_head_are_those_without(target: Checkpoint, sampl
     trained(target, samples, tmp_path / "head", method, dtype="bf16")
     found = find_reader(tmp_path / "head")
     assert found
-    assert found[0].name == {"block": "DFlash", "eagle3": "EAGLE-3", "mtp": "multi-token prediction"}[method]
+    assert found[0].name == {"eagle3": "EAGLE-3", "mtp": "multi-token prediction"}[method]
     prompt = text(np.random.default_rng(3), 12).tolist()
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     with LLM(target, "none", settings=SETTINGS) as plain, LLM(target, str(tmp_path / "head"), settings=SETTINGS) as drafting:
@@ -266,17 +220,17 @@ def test_answers_with_a_trained_head_are_those_without(target: Checkpoint, sampl
         assert sum(level.num_draft_tokens for level in drafting.levels.values()) > 0
 
 
-def test_of_a_block_an_oracle_is_always_accepted() -> None:
+def test_an_oracle_is_always_accepted() -> None:
     right, known = np.ones((7, 4), bool), np.ones((7, 4), bool)
     known[3, 2:] = False
-    oracle = Acceptance.of(right, known, np.ones((1, 7, 4)))
+    oracle = Acceptance.of(right, known, np.ones((13, 7, 4)))
     assert (oracle.by_position, oracle.mean_length) == ([1.0] * 4, 5.0)
     assert oracle.num_reached.tolist() == [7, 7, 6, 6]
     right[0, 1] = right[1, 0] = False
-    some = Acceptance.of(right, known, np.full((1, 7, 4), 0.5))
+    some = Acceptance.of(right, known, np.full((13, 7, 4), 0.5))
     assert some.num_right.tolist() == [6, 5, 4, 4]
     assert some.num_reached.tolist() == [7, 6, 4, 4]
-    assert (some.said_by_position, some.sharpness) == ([0.5] * 4, 1.0)
+    assert some.said_by_position == [0.5] * 4
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.0, 1.8])
@@ -293,23 +247,14 @@ def test_chances_are_made_to_say_what_is_accepted(factor: float) -> None:
     assert (abs(as_it_is - found.by_position[0]) > 0.05) == (factor != 1), "what is off is told as such before"
 
 
-def test_bigrams_are_counted_and_their_factors_tell_them(target: Checkpoint, samples: SampleSet) -> None:
+def test_the_tokens_that_answers_use_are_drafted(samples: SampleSet) -> None:
     counts = count(samples, range(len(samples)))
-    _tokens, _answer = samples.tokens(0)
-    assert counts.tokens.sum() == samples.num_answer_tokens
-    assert counts.times.sum() == samples.num_answer_tokens
+    assert counts.sum() == samples.num_answer_tokens
     ids = drafted_ids(counts, 64)
     assert ids is not None
     assert len(ids) == 64
     assert set(range(FIRST, FIRST + WORDS)) <= set(ids.tolist())
     assert drafted_ids(counts, 320) is None
-    assert unused_id(counts.tokens) == 319
-    w1, w2 = bigram_factors(counts, ids, 20, 0)
-    assert (w1.shape, w2.shape) == ((320, 20), (64, 20))
-    scores = w1 @ w2.T
-    often = counts.times >= 8
-    seen = [scores[a, np.searchsorted(ids, b)] for a, b in counts.pairs[often].tolist()]
-    assert np.mean(seen) > 1 > 3 * abs(scores[FIRST : FIRST + WORDS].mean())
 
 
 def test_samples_are_held_back_and_every_epoch_sees_the_others_once(samples: SampleSet) -> None:
@@ -325,11 +270,8 @@ def test_samples_are_held_back_and_every_epoch_sees_the_others_once(samples: Sam
 @pytest.mark.parametrize(
     ("method", "shape", "told"),
     [
-        ("block", {"layers": (0, 3)}, "the samples have"),
-        ("block", {"block_size": 1}, "2 to 32 rows"),
-        ("block", {"num_layers": 9}, "at most 3"),
-        ("block", {"mask_id": 5000}, "below 320"),
-        ("eagle3", {"num_layers": 2}, "one layer"),
+        ("eagle3", {"layers": (0, 1, 3)}, "the samples have"),
+        ("eagle3", {"intermediate_size": 97}, "at most 96"),
         ("eagle3", {"layers": (1, 2)}, "three layers"),
         ("mtp", {"intermediate_size": 32}, "its target's shape"),
     ],
@@ -346,17 +288,17 @@ def test_samples_of_another_target_are_refused(
 ) -> None:
     other = tiny(tmp_path_factory, weight_format="f32", **{**SMALL, "vocab_size": 384})
     with pytest.raises(CheckpointError, match=r"vocabulary of the samples is 320, and that of .* is 384"):
-        trained(other, samples, tmp_path / "head", "block")
+        trained(other, samples, tmp_path / "head", "eagle3")
 
 
-@pytest.mark.parametrize("shape", [{"copied": False}, {"num_layers": 2}, {"intermediate_size": 40}, {"vocab_size": 320}])
+@pytest.mark.parametrize("shape", [{"copied": False}, {"intermediate_size": 40}, {"vocab_size": 320}])
 def test_heads_of_other_shapes_train_too(target: Checkpoint, samples: SampleSet, tmp_path: Path, shape: dict[str, object]) -> None:
-    log = trained(target, samples, tmp_path / "head", "block", shape=replace(SHAPE, **shape))
+    log = trained(target, samples, tmp_path / "head", "eagle3", shape=replace(SHAPE, **shape))
     assert log[-1].loss is not None
     assert np.isfinite(log[-1].loss)
     head = read_head(tmp_path / "head", target)
     assert (head.token_ids is None) == ("vocab_size" in shape)
-    again = trained(target, samples, tmp_path / "again", "block", source=tmp_path / "head")
+    again = trained(target, samples, tmp_path / "again", "eagle3", source=tmp_path / "head")
     assert again[0].mean_length == max(line.mean_length for line in log), "training goes on from the head"
 
 
@@ -375,10 +317,10 @@ def test_a_head_goes_on_with_other_tokens_to_draft(target: Checkpoint, samples: 
         assert np.array_equal(after.model.tensors["layers.0.q"].dequantize(), before.model.tensors["layers.0.q"].dequantize())
 
 
-def test_a_markov_head_keeps_the_tokens_that_it_drafts(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
-    trained(target, samples, tmp_path / "head", "block")
-    with pytest.raises(ConfigError, match="Markov head of the tokens that it drafts"):
-        trained(target, samples, tmp_path / "again", "block", source=tmp_path / "head", source_vocab_size=96)
+def test_a_head_of_another_kind_is_not_gone_on_with(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
+    path = make_block_head(tmp_path / "block", target.config).path
+    with pytest.raises(ConfigError, match="drafts by block, which is not trained here"):
+        trained(target, samples, tmp_path / "head", "eagle3", source=path)
 
 
 def test_a_copied_layer_sees_the_keys_that_the_target_has(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
@@ -392,10 +334,10 @@ def test_a_copied_layer_sees_the_keys_that_the_target_has(target: Checkpoint, sa
 
 
 def test_a_damaged_state_is_told(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
-    trained(target, samples, tmp_path / "head", "block")
+    trained(target, samples, tmp_path / "head", "mtp")
     (tmp_path / "head" / "training" / "state.pt").write_bytes(b"no state")
     with pytest.raises(CheckpointError, match="damaged"):
-        trained(target, samples, tmp_path / "head", "block")
+        trained(target, samples, tmp_path / "head", "mtp")
     (tmp_path / "head" / "training" / "log.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(CheckpointError, match="damaged"):
         read_log(tmp_path / "head")

@@ -31,9 +31,7 @@ def samples(target: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Sam
 SMALL_RUN = ("--vocab", "64", "--epochs", "1", "--batch-tokens", "128", "--held-back", "0.2", "--threads", "1")
 
 
-@pytest.mark.parametrize(
-    "command", [["block", "--block", "3", "--markov-rank", "4"], ["eagle3", "--steps", "2"], ["mtp", "--steps", "2"]]
-)
+@pytest.mark.parametrize("command", [["eagle3", "--steps", "2"], ["mtp", "--steps", "2"]])
 def test_a_head_is_trained_and_reported(target: Checkpoint, samples: SampleSet, tmp_path: Path, command: list[str]) -> None:
     out = tmp_path / "head"
     arguments = ["train", command[0], str(target.path), str(samples.path), str(out), *command[1:], *SMALL_RUN]
@@ -135,12 +133,12 @@ def test_a_model_is_distilled_from_a_file_of_answers(target: Checkpoint, tmp_pat
 def test_options_that_make_no_sense_are_wrong_usage(
     target: Checkpoint, samples: SampleSet, tmp_path: Path, options: list[str], told: str
 ) -> None:
-    done = RUN.invoke(app, ["train", "block", str(target.path), str(samples.path), str(tmp_path / "head"), *options])
+    done = RUN.invoke(app, ["train", "eagle3", str(target.path), str(samples.path), str(tmp_path / "head"), *options])
     assert done.exit_code == 2
     assert told in done.stderr
 
 
 def test_a_directory_without_samples_is_told(target: Checkpoint, tmp_path: Path) -> None:
-    done = RUN.invoke(app, ["train", "block", str(target.path), str(tmp_path), str(tmp_path / "head")])
+    done = RUN.invoke(app, ["train", "eagle3", str(target.path), str(tmp_path), str(tmp_path / "head")])
     assert done.exit_code == 1
     assert "extract.json" in done.stderr
