@@ -17,11 +17,18 @@ from tools.make_readme_tables import RESULTS, read_results, with_headline
 from tools.make_tiny_model import make_tiny_gguf
 
 ROOT = Path(cpuspec.__file__).parents[1]
-_PACKAGES = ("backends", "batch", "checkpoints", "evaluate", "kernels", "load", "platform", "server", "speculation", "text")
-DIRECTORIES = (".", "benchmarks", "models", "cpuspec", *(f"cpuspec/{package}" for package in _PACKAGES))
+PACKAGES = sorted(path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "cpuspec").glob("*/README.md"))
+DIRECTORIES = (".", "benchmarks", "models", "models/heads", "cpuspec", *PACKAGES)
 CONTRIBUTING = Path(".github/CONTRIBUTING.md")
 DECISIONS = Path("benchmarks/DECISIONS.md")
-READMES = (*(Path(directory, "README.md") for directory in DIRECTORIES), CONTRIBUTING, Path(".github/CHANGELOG.md"), DECISIONS)
+COMING_FROM = Path("cpuspec/cli/COMING_FROM.md")
+READMES = (
+    *(Path(directory, "README.md") for directory in DIRECTORIES),
+    CONTRIBUTING,
+    Path(".github/CHANGELOG.md"),
+    DECISIONS,
+    COMING_FROM,
+)
 TEXTS = {path.as_posix(): (ROOT / path).read_text("utf-8") for path in READMES}
 
 
@@ -68,6 +75,13 @@ def test_links_lead_to_files_and_headings(name: str) -> None:
         assert found.exists(), f"{name} links to {target}"
         if heading:
             assert heading in anchors(found.read_text("utf-8") if path else TEXTS[name]), f"{name} links to {target}"
+
+
+def test_the_readmes_of_packages_are_short_and_fit_a_terminal() -> None:
+    texts = [text for name, text in TEXTS.items() if name.startswith("cpuspec/")]
+    assert len(texts) > 15
+    assert sum(bool(re.search(r"\w", word)) for text in texts for word in text.split()) <= 14_000, "what repeats docstrings goes"
+    assert [line for text in texts for line in text.splitlines() if len(line) >= 200] == []
 
 
 def test_decisions_are_short_and_every_entry_that_is_named_exists() -> None:

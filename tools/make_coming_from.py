@@ -3,26 +3,28 @@
 python tools/make_coming_from.py
 """
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cpuspec.cli.spellings import LLAMA, OLLAMA, OTHER_COMMANDS, SPELLINGS, VLLM
 from cpuspec.server import llama_server
-from cpuspec.server.fields import NEUTRAL, REFUSED, SAME_NAMES, TRANSLATED
+from cpuspec.server.fields import REFUSED, SAME_NAMES, TRANSLATED
 from cpuspec.server.messages import MessagesBody
-from cpuspec.server.ollama import GenerateBody
 from cpuspec.server.responses import ResponsesBody
 from cpuspec.server.schema import Body, ChatBody, CompletionBody, SamplingFields
 
 BODIES: tuple[tuple[str, type[Body]], ...] = (
     ("`/v1/chat/completions`", ChatBody),
-    ("`/v1/completions`", CompletionBody),
+    ("`/v1/completions` (and of chats' fields those of answers, grammars and log-probabilities)", CompletionBody),
     ("`/v1/responses`", ResponsesBody),
     ("`/v1/messages`", MessagesBody),
     ("`/completion`", llama_server.CompletionBody),
     ("`/infill`", llama_server.InfillBody),
 )
+
+EVERYWHERE = frozenset({"max_tokens", "model", "stop", "stream"})
 
 # vLLM's and llama-cpp-python's Python.
 PYTHON = (
@@ -56,25 +58,22 @@ def page() -> str:
         "## Commands",
         _table(("there", "here"), [(f"`{name}`", f"`{here}`") for name, here in OTHER_COMMANDS.items()]),
         "## Options",
-        "An option with one of ours beside it may be typed as it is. What is left out is told on stderr; others are errors. An "
-        "option of the same name on both sides is not listed, and one that is neither listed nor ours has no counterpart.",
+        "An option with one of ours beside it may be typed as it is. What is left out is told on stderr; others are errors. "
+        "Options of the same name on both sides are not listed.",
     ]
     for program in (LLAMA, VLLM, OLLAMA):
-        rows = []
+        taken_here, others = list[tuple[str, str]](), dict[str, list[str]]()
         for one in (one for one in SPELLINGS if one.program == program):
-            here = (
-                f"`{one.ours} {one.part}`"
-                if one.part
-                else f"`{one.ours}`"
-                if one.ours
-                else f"left out: {one.why}"
-                if one.passes
-                else one.why
-            )
-            rows.append((", ".join(f"`{name}`" for name in one.names), here))
-        parts += [f"### {program}", _table(("there", "here"), rows)]
-    bodies: list[type[Body]] = [GenerateBody, *(body for _, body in BODIES)]
-    taken = set().union(*map(_taken, bodies))
+            names = ", ".join(f"`{name}`" for name in one.names)
+            if one.ours:
+                taken_here.append((names, f"`{one.ours} {one.part}`" if one.part else f"`{one.ours}`"))
+            else:
+                others.setdefault(f"{'left out' if one.passes else 'refused'}: {one.why}", []).append(names)
+        parts += [f"### {program}"]
+        parts += [_table(("there", "here"), taken_here)] if taken_here else []
+        parts += ["\n".join(_item(f"**{why}**", ", ".join(names)) for why, names in sorted(others.items()))]
+    both = _taken(ChatBody) & _taken(CompletionBody)
+    rows = [(path, body, both if body is CompletionBody else frozenset()) for path, body in BODIES]
     same = [(f"`{names[0]}`", ", ".join(f"`{name}`" for name in names[1:])) for names in SAME_NAMES]
     parts += [
         "## Python",
@@ -83,16 +82,25 @@ def page() -> str:
         "Names of one field; each endpoint takes all of them:",
         _table(("field", "other names"), same),
         f"Of sampling, taken by every endpoint that answers: {_listed(_taken(SamplingFields))}.",
-        _table(("endpoint", "takes besides"), [(path, _listed(_taken(body) - _taken(SamplingFields))) for path, body in BODIES]),
+        f"Nearly every endpoint takes {_listed(EVERYWHERE)}. Beside these:",
+        "\n".join(_item(path, _listed(_taken(body) - _taken(SamplingFields) - EVERYWHERE - like)) for path, body, like in rows),
         "Ollama's endpoints take what its API has, and the fields of chat completions.",
         f"Translated into fields of the endpoint: {_listed(TRANSLATED)}.",
-        "Ignored, with a note in the response's header where the value asks for something: unknown fields, those of others, "
-        f"and {_listed(NEUTRAL.keys() - TRANSLATED.keys() - REFUSED.keys() - taken)}.",
+        "Ignored, and named in the response's header where the value asks for something: unknown fields, and `NEUTRAL` in "
+        "`server/fields.py`.",
         "Refused, because the answer would be another one: "
         + ", ".join(f"`{name}` (send `{instead}`)" for name, instead in REFUSED.items())
         + ".",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part if part.startswith(("|", "*", "#")) else _wrapped(part) for part in parts) + "\n"
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 160, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _item(head: str, text: str) -> str:
+    return _wrapped(f"* {head}: {text}", "  ")
 
 
 def _taken(body: type[Body]) -> set[str]:
