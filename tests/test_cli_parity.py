@@ -5,7 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from cpuspec.backends import BACKENDS
 from tests import command
@@ -28,7 +30,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def recorded(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("records") / "there.json"
+    path = tmp_path_factory.mktemp("records") / "there.safetensors"
     result = run("numpy", "-m", model, "--record", str(path), "--tokens", "6", "--top", "16", "--draft", "ngram")
     assert result.exit_code == 0, result.output
     assert result.stdout == ""
@@ -63,7 +65,7 @@ def test_a_record_stands_for_the_backend_that_made_it(model: str, recorded: str)
         report = shown(*pair, "-m", model)
         assert (report["max_abs_logit_difference"], report["same_top"], report["greedy_identical"]) == (0, 1, True)
         assert not report["exact"]
-    assert [side["recorded"] for side in (report["a"], report["b"])] == [None, "there.json"]
+    assert [side["recorded"] for side in (report["a"], report["b"])] == [None, "there.safetensors"]
     assert report["b"]["drafted"]["num_answers"] == 6
     assert report["a"]["drafted"] is None
 
@@ -90,10 +92,11 @@ def test_two_records_need_no_model(recorded: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_people_are_told_what_differs_and_what_it_is_computed_from(model: str, recorded: str, tmp_path: Path) -> None:
-    value = json.loads(Path(recorded).read_text("utf-8"))
+    arrays = load_file(recorded)
+    value = json.loads(arrays["record"].tobytes())
     value["prompts"][0]["answer"]["ids"][3] ^= 1
-    changed = tmp_path / "changed.json"
-    changed.write_text(json.dumps(value), "utf-8")
+    changed = tmp_path / "changed.safetensors"
+    save_file({**arrays, "record": np.frombuffer(json.dumps(value).encode(), np.uint8)}, changed)
     result = run(str(changed), "numpy", "-m", model)
     assert result.exit_code == 0
     for wanted in (
@@ -102,7 +105,7 @@ def test_people_are_told_what_differs_and_what_it_is_computed_from(model: str, r
         "at least",
         "every logit of 2 rows",
         "ngram:",
-        "numpy (changed.json) (the reference) and numpy",
+        "numpy (changed.safetensors) (the reference) and numpy",
         "5 of 6 answers identical to plain ones",
     ):
         assert wanted in result.stdout
@@ -144,14 +147,14 @@ def test_a_limit_that_is_not_kept_exits_with_1_and_is_named(
         (("numpy:kv_format=q4_0", "numpy"), "f32, f16, bf16, int8, int4"),
         (("numpy",), "nothing to compare with"),
         (("RECORD",), "nothing to compare with"),
-        (("RECORD", "numpy", "--record", "x.json"), "is a record already"),
+        (("RECORD", "numpy", "--record", "x.safetensors"), "is a record already"),
         (("RECORD", "numpy", "--tokens", "3"), "the record's own"),
-        (("numpy", "numpy", "--record", "no/such/directory/x.json"), "directory that exists"),
+        (("numpy", "numpy", "--record", "no/such/directory/x.safetensors"), "directory that exists"),
         (("numpy", "numpy", "--draft", "telepathy"), "telepathy"),
         (("numpy", "numpy", "--prompts", "x"), "FILE:FIELD:COUNT"),
         (("numpy", "numpy", "--text", "x:many"), "FILE:TOKENS"),
         (("gone.json", "numpy"), "gone.json does not exist"),
-        (("MODEL", "numpy"), "not sound JSON"),
+        (("MODEL", "numpy"), "not safetensors"),
     ],
 )
 def test_what_cannot_be_compared_says_why(model: str, recorded: str, arguments: tuple[str, ...], wanted: str) -> None:
@@ -166,7 +169,7 @@ def test_a_record_of_another_model_is_refused_before_anything_is_loaded(
     monkeypatch.setattr("cpuspec.cli.parity.open_side", lambda *_, **__: pytest.fail("loaded"))
     result = run(recorded, "numpy", "-m", other_model)
     assert result.exit_code == 1
-    assert "there.json is of another model: tiny.gguf with sha256" in result.stderr
+    assert "there.safetensors is of another model: tiny.gguf with sha256" in result.stderr
 
 
 def test_help_names_what_can_be_compared() -> None:
@@ -175,7 +178,7 @@ def test_help_names_what_can_be_compared() -> None:
 
 
 def test_ctrl_c_ends_it_with_130_and_no_half_record(model: str, tmp_path: Path) -> None:
-    options = ("numpy", "-m", model, "--record", str(tmp_path / "x.json"), "--tokens", "400")
+    options = ("numpy", "-m", model, "--record", str(tmp_path / "x.safetensors"), "--tokens", "400")
     with started("parity", *options) as process:
         wait_for(process.stderr, b"recording numpy")
         interrupt(process)

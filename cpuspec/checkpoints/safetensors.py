@@ -4,8 +4,10 @@ Layout: u64 header length, a JSON header {name: {dtype, shape, data_offsets}}, t
 header (https://github.com/huggingface/safetensors). The header is checked like any stranger's word before a view is made.
 """
 
+import json
 import math
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from cpuspec.checkpoints.fields import Fields, parse_json_object, read_json_object
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
+from cpuspec.files import replacing
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.tensor import F32, U8
 
@@ -140,6 +143,26 @@ def _naturals(entry: Fields, key: str) -> tuple[int, ...]:
     if len(values) != len(entry.items(key)) or len(values) > 8:
         entry.fail(key, "up to 8 integers that are not negative")
     return values
+
+
+def header_of(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The beginning of a file whose tensors follow in this order: name, dtype, shape and bytes of each."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, dtype, shape, num_bytes in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + num_bytes]}
+        end += num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_arrays(path: Path, arrays: Mapping[str, tuple[str, NDArray[Any]]]) -> None:
+    """Write arrays, each with its dtype in the file, in the place of `path`; nobody ever sees half of it. Raises OSError."""
+    with replacing(path) as file:
+        file.write(header_of((name, dtype, array.shape, array.nbytes) for name, (dtype, array) in arrays.items()))
+        for _, array in arrays.values():
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -141,7 +141,7 @@ def read_side(text: str, settings: EngineConfig) -> NamedBackend | Recording:
 
     Raises BadParameter where it is neither.
     """
-    if text.partition(":")[0] not in BACKENDS and (Path(text).is_file() or text.endswith(".json")):
+    if text.partition(":")[0] not in BACKENDS and (Path(text).is_file() or text.endswith((".json", ".safetensors"))):
         return read_recording(Path(text))
     with options.usage_errors():
         backend, settings = read_backend(text, settings)
@@ -189,7 +189,7 @@ def shared_questions(sides: list[NamedBackend | Recording], model: ModelIdentity
         if run.questions != runs[0].questions:
             first, other = runs[0].about["recorded"], run.about["recorded"]
             raise ConfigError(f"{first} and {other} answer different prompts; record one of them beside the other")
-    return list(runs[0].questions) if runs else None
+    return runs[0].questions if runs else None
 
 
 def measure(

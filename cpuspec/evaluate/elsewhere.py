@@ -12,7 +12,7 @@ from typing import Any
 
 from cpuspec.errors import ConfigError, in_one_line
 from cpuspec.evaluate.parity import Recording
-from cpuspec.evaluate.parity_file import FORMAT, read_recording
+from cpuspec.evaluate.parity_file import is_recording, read_recording
 from cpuspec.files import read_file
 
 _MOST_BYTES = 64 << 20
@@ -61,6 +61,8 @@ FIGURES = tuple(one.name for one in fields(Run) if one.default is None and one.n
 
 def read_runs(path: Path, price_per_hour: float | None = None) -> list[Run]:
     """The runs of a file. Raises ConfigError for a file of another kind."""
+    if path.is_file() and is_recording(path):
+        return [replace(_parity(read_recording(path)), source=path.name, price_per_hour=price_per_hour)]
     try:
         value = json.loads(read_file(path, _MOST_BYTES, ConfigError))
     except (ValueError, RecursionError) as error:
@@ -80,8 +82,6 @@ def _runs(value: Any, path: Path) -> list[Run]:
             return [_bench_serve(value)]
         case {"avg_latency": latency}:
             return [_run("vLLM", {}, f"bench latency: {float(latency):.3f} s a batch")]
-        case {"format": kind} if kind == FORMAT:
-            return [_parity(read_recording(path))]
         case {"benchmark": "task"}:
             return [_task(value)]
         case {"benchmark": "arms", "arms": list(arms)}:
@@ -139,8 +139,8 @@ def _bench_serve(value: Mapping[str, Any]) -> Run:
 
 
 def _parity(run: Recording) -> Run:
-    answers = [one for one in run.answers if one.decode_s]
-    levels = [counts for one in run.drafts if one is not None for counts in (one.levels or {}).values()]
+    answers = [one.answer for one in run.prompts if one.answer.decode_s]
+    levels = [counts for one in run.prompts if one.drafted for counts in (one.drafted.levels or {}).values()]
     device = str(run.about.get("device", "cpu"))
     return _run(
         f"cpuspec {run.about['name']}",

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpuspec.backends import device_of, settings_of
 from cpuspec.checkpoints import Checkpoint
@@ -251,35 +252,61 @@ def open_side(
 
 
 @dataclass(frozen=True)
+class RecordedPrompt:
+    """A question and what one side said. fed: the tokens that its rows belong to."""
+
+    question: Question
+    answer: GreedyAnswer
+    drafted: GreedyAnswer | None
+    fed: list[int]
+
+
+@dataclass(frozen=True, eq=False)
 class Recording:
-    """The answers and rows of one side, recorded for a comparison on another day or machine. One entry for each question."""
+    """The answers and rows of one side, recorded for a comparison on another day or machine.
+
+    top_ids, top_logits [rows, top], logsumexp [rows]: a row for each token that was fed, prompt after prompt, as `LogitRow` has
+    them. whole_rows [w]: numbers of the rows of which every logit is known, whole_logits [w, V].
+    """
 
     about: Mapping[str, Any]
     model: ModelIdentity
-    questions: tuple[Question, ...]
-    answers: tuple[GreedyAnswer, ...]
-    drafts: tuple[GreedyAnswer | None, ...]
-    texts: tuple[list[int], ...]
-    kept: tuple[tuple[LogitRow, ...], ...]  # a row for each token of the text
-    whole: Mapping[tuple[int, int], LogitRow]  # (question, position) of those with every logit
+    prompts: tuple[RecordedPrompt, ...]
+    top_ids: I32
+    top_logits: F32
+    logsumexp: F64
+    whole_rows: NDArray[np.int64]
+    whole_logits: F32
+
+    @property
+    def questions(self) -> list[Question]:
+        """What was asked."""
+        return [one.question for one in self.prompts]
 
     def answer(self, number: int) -> GreedyAnswer:
         """The plain answer to a question."""
-        return self.answers[number]
+        return self.prompts[number].answer
 
     def drafted(self, number: int) -> GreedyAnswer | None:
         """The answer with drafts, if there were any."""
-        return self.drafts[number]
+        return self.prompts[number].drafted
 
     def text(self, number: int) -> list[int]:
         """The tokens that were fed."""
-        return self.texts[number]
+        return self.prompts[number].fed
+
+    def row(self, at: int) -> LogitRow:
+        """The row of that number, with every logit where that was kept."""
+        where = int(np.searchsorted(self.whole_rows, at))
+        if where < len(self.whole_rows) and self.whole_rows[where] == at:
+            return LogitRow.whole(self.whole_logits[where])
+        return LogitRow(self.top_logits[at], self.top_ids[at], float(self.logsumexp[at]))
 
     def rows(self, number: int, text: list[int]) -> Iterator[LogitRow]:
-        """The rows that were kept, with every logit where that was kept."""
-        assert shared_prefix(self.texts[number], text) == len(text), "a record has rows of its own text only"
-        for position, row in enumerate(self.kept[number][: len(text)]):
-            yield self.whole.get((number, position), row)
+        """The rows that were kept."""
+        assert shared_prefix(self.text(number), text) == len(text), "a record has rows of its own text only"
+        first = sum(len(one.fed) for one in self.prompts[:number])
+        return map(self.row, range(first, first + len(text)))
 
 
 def record(
@@ -297,20 +324,26 @@ def record(
     """
     starts = np.cumsum([0, *(len(one.ids) + one.num_tokens for one in questions)])
     chosen = set(np.linspace(0, starts[-1] - 1, whole_rows).round().astype(int).tolist())
-    answers, drafts, texts, kept, whole = [], [], [], [], {}
+    prompts, kept, whole = [], list[LogitRow](), dict[int, F32]()
     for number, question in enumerate(questions):
         on_progress(f"recording {side.about['name']}", number, len(questions))
-        answers.append(side.answer(number))
-        drafts.append(side.drafted(number))
-        texts.append(_text((side, *([beside] if beside else [])), number, question))
-        short = []
-        for position, row in enumerate(side.rows(number, texts[-1])):
-            short.append(row.likeliest(top))
+        fed = _text((side, *([beside] if beside else [])), number, question)
+        prompts.append(RecordedPrompt(question, side.answer(number), side.drafted(number), fed))
+        for position, row in enumerate(side.rows(number, fed)):
             if int(starts[number]) + position in chosen:
-                whole[number, position] = replace(row, logits=row.logits.copy())
-        kept.append(tuple(short))
+                whole[len(kept)] = row.logits.copy()
+            kept.append(row.likeliest(top))
     on_progress(f"recording {side.about['name']}", len(questions), len(questions))
-    return Recording(side.about, model, tuple(questions), tuple(answers), tuple(drafts), tuple(texts), tuple(kept), whole)
+    return Recording(
+        side.about,
+        model,
+        tuple(prompts),
+        np.array([row.ids for row in kept], np.int32),
+        np.array([row.logits for row in kept], np.float32),
+        np.array([row.logsumexp for row in kept]),
+        np.array(list(whole), np.int64),
+        np.array(list(whole.values()), np.float32).reshape(len(whole), model.vocab_size),
+    )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from cpuspec.checkpoints.canonical import HF, file_names, joined
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles, is_linear
 from cpuspec.checkpoints.families import FAMILIES, Family
 from cpuspec.checkpoints.huggingface import config_to_write
-from cpuspec.checkpoints.safetensors import INDEX
+from cpuspec.checkpoints.safetensors import INDEX, header_of
 from cpuspec.errors import ConfigError
 from cpuspec.files import write_file
 from cpuspec.formats import Format, QuantTensor, float_codes, get_format, int8
@@ -169,28 +169,24 @@ def _write_safetensors(
     # Pieces are made twice, for the header and to be written, because joined tensors are copies: one is in memory at a time.
     makers = [partial(joined_pieces, theirs, ours) for theirs, ours in file_names(family, HF, tensors).items()]
     makers += [partial(stored_piece, name, tensor) for name, tensor in as_they_are.items()]
-    shards: list[tuple[list[partial[dict[str, _Piece]]], dict[str, Any]]] = []
+    shards: list[tuple[list[partial[dict[str, _Piece]]], list[tuple[str, str, tuple[int, ...], int]]]] = []
     end, total = 0, 0
     for maker in makers:
         pieces = maker()
         num_bytes = sum(piece.num_bytes for piece in pieces.values())
         if not shards or (end and end + num_bytes > _SHARD_BYTES):
-            shards.append(([], {"__metadata__": {"format": "pt"}}))
+            shards.append(([], []))
             end = 0
         shards[-1][0].append(maker)
-        for name, piece in pieces.items():
-            told = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [end, end + piece.num_bytes]}
-            shards[-1][1][name] = told
-            end += piece.num_bytes
+        shards[-1][1].extend((name, piece.dtype, piece.shape, piece.num_bytes) for name, piece in pieces.items())
+        end += num_bytes
         total += num_bytes
     weight_map: dict[str, str] = {}
-    for number, (own, header) in enumerate(shards, 1):
+    for number, (own, told) in enumerate(shards, 1):
         file_name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
-        weight_map |= dict.fromkeys([name for name in header if name != "__metadata__"], file_name)
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
+        weight_map |= dict.fromkeys([name for name, *_ in told], file_name)
         with (directory / file_name).open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(header_of(told, {"format": "pt"}))
             for maker in own:
                 for name, piece in maker().items():
                     data = np.ascontiguousarray(piece.data())

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints.fields import Fields, read_json_object
-from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
+from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors, write_arrays
 from cpuspec.errors import CheckpointError
-from cpuspec.files import replacing, write_file
+from cpuspec.files import write_file
 from cpuspec.formats import FORMATS
 
 I32 = NDArray[np.int32]
@@ -210,20 +210,11 @@ def write_shard(path: Path, about: Extraction, samples: Sequence[Sample]) -> Non
         arrays["hidden_scales"] = np.concatenate(scales)
     arrays["hidden_states"] = np.concatenate(codes)
     arrays["answer"] = np.concatenate([one.answer for one in samples]).astype(np.uint8)
-    wanted, header, end = _wanted(about, len(arrays["token_ids"]), len(samples)), {}, 0
+    wanted = _wanted(about, len(arrays["token_ids"]), len(samples))
     assert wanted.keys() == arrays.keys(), f"a shard holds {sorted(wanted)}, got {sorted(arrays)}"
-    for name, array in arrays.items():
-        dtype, shape = wanted[name]
-        assert array.shape == shape, f"{name} is {list(shape)}, got {list(array.shape)}"
-        arrays[name] = np.ascontiguousarray(array, _NUMPY[dtype])
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + arrays[name].nbytes]}
-        end += arrays[name].nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with replacing(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays.values():
-            file.write(array.data)
+    for name, (_, shape) in wanted.items():
+        assert arrays[name].shape == shape, f"{name} is {list(shape)}, got {list(arrays[name].shape)}"
+    write_arrays(path, {name: (wanted[name][0], array.astype(_NUMPY[wanted[name][0]])) for name, array in arrays.items()})
 
 
 def _wanted(about: Extraction, num_tokens: int, num_samples: int) -> dict[str, tuple[str, tuple[int, ...]]]:

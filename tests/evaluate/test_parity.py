@@ -1,20 +1,19 @@
 """Parity figures against their definitions; records that say the same as what they were made from; and files that nobody wrote."""
 
-import base64
 import copy
 import json
-import zlib
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from typer import BadParameter
 
 from cpuspec.backends import BACKENDS
 from cpuspec.cli.parity import read_side
 from cpuspec.errors import BackendError, ConfigError
-from cpuspec.evaluate import parity_file, quality
+from cpuspec.evaluate import quality
 from cpuspec.evaluate.parity import (
     GreedyAnswer,
     LogitRow,
@@ -29,7 +28,6 @@ from cpuspec.evaluate.parity import (
 from cpuspec.evaluate.parity_file import read_recording, write_recording
 from cpuspec.settings import EngineConfig, SpecConfig
 from tests.backends.models import SMALL, tiny
-from tests.model_files import few_bytes
 
 RNG = np.random.default_rng(0)
 QUESTIONS = [Question([5, 9, 7, 5, 9, 8, 5, 9], 12), Question([300, 2, 11], 12), Question(RNG.integers(0, 300, 20).tolist(), 0)]
@@ -67,10 +65,11 @@ def live(two):
 
 @pytest.fixture(scope="module")
 def saved(two, checkpoints, tmp_path_factory):
-    """A record of the model, and what is in its file."""
-    path = tmp_path_factory.mktemp("records") / "run.json"
+    """A record of the model, and what is in its file: the JSON object, and the arrays."""
+    path = tmp_path_factory.mktemp("records") / "run.safetensors"
     write_recording(record(two[0], ModelIdentity.from_checkpoint(checkpoints[0]), QUESTIONS, top=TOP, whole_rows=3), path)
-    return path, json.loads(path.read_text("utf-8"))
+    arrays = load_file(path)
+    return path, json.loads(arrays.pop("record").tobytes()), arrays
 
 
 def whole_text(side, number):
@@ -279,19 +278,13 @@ def test_prompts_that_the_context_cannot_hold_are_refused_before_loading(checkpo
 
 def test_a_record_is_read_as_it_was_written(two, checkpoints, tmp_path):
     run = record(two[0], ModelIdentity.from_checkpoint(checkpoints[0]), QUESTIONS, top=TOP, whole_rows=3)
-    write_recording(run, tmp_path / "run.json")
-    read = read_recording(tmp_path / "run.json")
-    assert (read.model, read.questions, read.texts) == (run.model, run.questions, run.texts)
-    assert (read.answers, read.drafts) == (run.answers, run.drafts)
-    assert read.about == run.about | {"recorded": "run.json", "versions": {}}
-    assert read.whole.keys() == run.whole.keys() == {(0, 0), (1, 7), (2, 19)}
-    for mine, theirs in zip(run.kept, read.kept, strict=True):
-        for row, other in zip(mine, theirs, strict=True):
-            assert (row.ids.tolist(), row.logits.tolist(), row.logsumexp) == (
-                other.ids.tolist(),
-                other.logits.tolist(),
-                other.logsumexp,
-            )
+    write_recording(run, tmp_path / "run.safetensors")
+    read = read_recording(tmp_path / "run.safetensors")
+    assert (read.model, read.prompts) == (run.model, run.prompts)
+    assert read.about == run.about | {"recorded": "run.safetensors"}
+    assert read.whole_rows.tolist() == [0, 27, 54]
+    for name in ("top_ids", "top_logits", "logsumexp", "whole_rows", "whole_logits"):
+        assert np.array_equal(getattr(read, name), getattr(run, name)), name
 
 
 def test_a_side_agrees_with_its_own_record(two, saved):
@@ -328,8 +321,9 @@ def test_a_run_recorded_beside_another_has_rows_of_the_same_tokens(two, checkpoi
     first = read_recording(saved[0])
     beside = record(two[1], ModelIdentity.from_checkpoint(checkpoints[1]), QUESTIONS, first)
     alone = record(two[1], ModelIdentity.from_checkpoint(checkpoints[1]), QUESTIONS)
-    assert beside.texts == first.texts
-    assert compare_sides(first, beside, QUESTIONS).num_rows == sum(map(len, first.texts))
+    fed = [one.fed for one in first.prompts]
+    assert [one.fed for one in beside.prompts] == fed
+    assert compare_sides(first, beside, QUESTIONS).num_rows == sum(map(len, fed))
     fewer = compare_sides(first, alone, QUESTIONS)
     asked = [one for one in fewer.prompts if one.first_difference]
     assert asked
@@ -347,84 +341,85 @@ def test_another_model_is_refused(checkpoints, tmp_path_factory):
 # ------------------------------------------------------------------------------------------------------------------ bad files
 
 
-def array(values, dtype):
-    return base64.b64encode(zlib.compress(np.asarray(values, dtype).tobytes())).decode()
+def _change(change):
+    """A change of the arrays."""
+    return lambda head, arrays: change(arrays)
 
 
-def numbers(record, key, dtype):
-    return np.frombuffer(zlib.decompress(base64.b64decode(record["prompts"][0][key])), dtype).copy()
+def _swap_ids(arrays):
+    arrays["top_ids"][0, 1] = arrays["top_ids"][0, 0]
 
 
-def _swap_ids(record):
-    ids = numbers(record, "top_ids", "<i4")
-    ids[1] = ids[0]
-    record["prompts"][0]["top_ids"] = array(ids, "<i4")
+def _unsorted(arrays):
+    arrays["top_logits"] = np.ascontiguousarray(arrays["top_logits"][:, ::-1])
 
 
-def _unsorted(record):
-    logits = numbers(record, "top_logits", "<f4")
-    record["prompts"][0]["top_logits"] = array(logits[::-1], "<f4")
+def _of(name, *index_and_value):
+    """One number of an array, or all of it, is another."""
+    *index, value = index_and_value
+    return _change(lambda arrays: arrays[name].__setitem__(tuple(index) or ..., value))
 
 
-def _too_likely(record):
-    record["prompts"][0]["logsumexp"] = array(numbers(record, "logsumexp", "<f8") - 9, "<f8")
-
-
-def _other_whole_row(record):
-    record["prompts"][0]["whole_logits"] = array(numbers(record, "whole_logits", "<f4")[::-1], "<f4")
+def _instead(name, array):
+    return _change(lambda arrays: arrays.__setitem__(name, array))
 
 
 def _set(*path):
     *where, key, value = path
 
-    def change(record):
+    def change(head, arrays=None):
         for step in where:
-            record = record[step]
-        record[key] = value
+            head = head[step]
+        head[key] = value
 
     return change
 
 
 WRONG = {
-    "another program's file": (_set("format", "benchmark"), "format is 'benchmark', wanted 'cpuspec parity run'"),
-    "a later version": (_set("version", 2), "version is 2, wanted 1"),
-    "no prompts": (_set("prompts", []), "prompts is .*wanted at least one"),
-    "no objects": (_set("prompts", [1]), "prompts is .*wanted objects"),
-    "no files": (_set("model", "files", []), "files is .*wanted the name"),
-    "no digest": (_set("model", "files", 0, "sha256", "../x"), "sha256 is '../x'"),
-    "another vocabulary": (_set("model", "vocab_size", 5), "wanted"),
-    "a vocabulary of millions": (_set("model", "vocab_size", 1 << 40), "vocab_size is"),
-    "an id beyond the vocabulary": (_set("prompts", 0, "ids", [9999]), "whole numbers from 0 to 383"),
-    "no ids": (_set("prompts", 0, "ids", []), "fed is .*wanted token ids that begin with"),
-    "ids that are no numbers": (_set("prompts", 0, "answer", "ids", ["1"] * 12), "whole numbers"),
+    "another program's file": (_set("format", "benchmark"), "format is 'benchmark': Input should be 'cpuspec parity run'"),
+    "an earlier version": (_set("version", 1), "version is 1: Input should be 2"),
+    "no prompts": (_set("prompts", []), "prompts is wrong, wanted at least one"),
+    "no objects": (_set("prompts", [1]), r"prompts\.0 is 1: "),
+    "no files": (_set("model", "files", []), "files is wrong, wanted the sha256"),
+    "no digest": (_set("model", "files", 0, {"name": "x"}), "files is wrong, wanted the sha256"),
+    "another vocabulary": (_set("model", "vocab_size", 50), "wanted ids below 50"),
+    "a vocabulary of millions": (_set("model", "vocab_size", 1 << 40), "vocab_size is wrong"),
+    "an id beyond the vocabulary": (_set("prompts", 0, "fed", 3, 9999), "wanted ids below 384"),
+    "no ids": (_set("prompts", 0, "question", "ids", []), "fed of prompt 0 is wrong, wanted token ids that begin with"),
+    "ids that are no numbers": (_set("prompts", 0, "answer", "ids", ["1"] * 12), "valid integer"),
     "too few answers": (_set("prompts", 0, "answer", "ids", [1]), "wanted 12 token ids"),
-    "tokens without time": (_set("prompts", 0, "answer", "num_decoded", 99), "num_decoded is 99"),
-    "time that runs back": (_set("prompts", 0, "answer", "decode_s", -1), "decode_s is -1"),
-    "an array that is no array": (_set("prompts", 0, "top_ids", "@@"), "top_ids is '@@', wanted a deflated array"),
-    "an array that is too short": (_set("prompts", 0, "top_logits", array([1.0], "<f4")), r"shape \[20, 16\]"),
-    "an array that is a bomb": (_set("prompts", 0, "top_logits", array(np.zeros(1 << 26), "<f4")), r"shape \[20, 16\]"),
-    "NaN": (_set("prompts", 0, "top_logits", array([np.nan] * 320, "<f4")), "wanted finite numbers"),
-    "no numbers": (_set("prompts", 0, "logsumexp", array([np.nan] * 20, "<f8")), "logsumexp is"),
-    "an id twice": (_swap_ids, "each once in a row"),
-    "rows in no order": (_unsorted, "the largest of a row first"),
-    "more than all probability": (_too_likely, "logsumexp is"),
-    "two rows for a position": (_other_whole_row, "whole_logits is"),
-    "a row of no position": (_set("prompts", 0, "whole_positions", [20]), "whole numbers from 0 to 19"),
-    "a position twice": (_set("prompts", 0, "whole_positions", [0, 0]), "different positions"),
-    "terminal codes": (_set("run", "processor", "\x1b[2J"), "printable"),
-    "a name of megabytes": (_set("run", "name", "x" * 10**6), "1 to 200 printable characters"),
-    "bytes beyond every float": (_set("model", "files", 0, "bytes", 10**400), "wanted a count up to"),
-    "threads beyond every float": (_set("run", "threads", 10**400), "wanted a count up to"),
-    "no name": (_set("run", "name", None), "name is absent"),
+    "tokens without time": (_set("prompts", 0, "answer", "num_decoded", 99), "num_decoded of prompt 0 is wrong, wanted at most 12"),
+    "time that runs back": (_set("prompts", 0, "answer", "decode_s", -1), "decode_s is -1, wanted a number from 0"),
+    "rows of other tokens": (_set("prompts", 2, "fed", [*QUESTIONS[2].ids, 1]), r"top_ids is wrong, wanted I32 \[56, 16\]"),
+    "an array of another type": (_instead("top_logits", np.zeros((55, 16), np.int32)), r"wanted F32 \[55, 16\]"),
+    "an array without ids": (_instead("top_ids", np.zeros(55, np.int32)), r"wanted I32 \[55, 55\]"),
+    "NaN": (_of("top_logits", np.nan), "the largest of a row first"),
+    "no numbers": (_of("logsumexp", np.nan), "logsumexp is wrong"),
+    "an id twice": (_change(_swap_ids), "each once in a row"),
+    "a negative id": (_of("top_ids", 3, 3, -1), "each once in a row"),
+    "rows in no order": (_change(_unsorted), "the largest of a row first"),
+    "more than all probability": (_of("logsumexp", 4, -9.0), "logsumexp is wrong"),
+    "two rows for a position": (_of("whole_logits", 1, 3, 99.0), "whole_logits is wrong"),
+    "a row of no position": (_of("whole_rows", 2, 55), "rising numbers below 55"),
+    "a position twice": (_of("whole_rows", 1, 0), "rising numbers"),
+    "terminal codes": (_set("about", "processor", "\x1b[2J"), "printable"),
+    "a name of megabytes": (_set("about", "name", "x" * 10**6), "200 printable characters"),
+    "bytes beyond every float": (_set("model", "files", 0, "bytes", 10**400), "wanted a number from 0 to"),
+    "threads beyond every float": (_set("about", "threads", 10**400), "wanted a number from 0 to"),
+    "no name": (_set("about", "name", None), "about is wrong, wanted a name"),
 }  # fmt: skip
+
+
+def write(path, head, arrays):
+    save_file({**arrays, "record": np.frombuffer(json.dumps(head).encode(), np.uint8)}, path)
 
 
 @pytest.mark.parametrize(("change", "wanted"), WRONG.values(), ids=WRONG)
 def test_a_file_that_no_run_wrote_is_refused_with_what_is_wrong(saved, tmp_path, change, wanted):
-    value = copy.deepcopy(saved[1])
-    change(value)
-    path = tmp_path / "wrong.json"
-    path.write_text(json.dumps(value), "utf-8")
+    head, arrays = copy.deepcopy(saved[1:])
+    change(head, arrays)
+    path = tmp_path / "wrong.safetensors"
+    write(path, head, arrays)
     with pytest.raises(ConfigError, match=wanted) as raised:
         read_recording(path)
     assert str(path) in str(raised.value)
@@ -441,11 +436,11 @@ def paths(value, *above):
 
 @pytest.mark.parametrize("instead", [None, True, -1, 1.5, "", [], {}, [[]], 10**400], ids=repr)
 def test_whatever_stands_in_a_fields_place_the_error_is_one_line_or_there_is_none(saved, tmp_path, instead):
-    path, errors = tmp_path / "wrong.json", []
+    path, errors = tmp_path / "wrong.safetensors", []
     for place in paths(saved[1]):
         value = copy.deepcopy(saved[1])
         _set(*place, instead)(value)
-        path.write_text(json.dumps(value), "utf-8")
+        write(path, value, saved[2])
         try:
             read_recording(path)
         except ConfigError as error:
@@ -455,39 +450,16 @@ def test_whatever_stands_in_a_fields_place_the_error_is_one_line_or_there_is_non
 
 
 def test_a_file_that_was_cut_short_is_refused(saved, tmp_path):
-    text, path = saved[0].read_text("utf-8"), tmp_path / "cut.json"
-    for length in (0, 1, 100, len(text) // 2, len(text) - 3):
-        path.write_text(text[:length], "utf-8")
-        with pytest.raises(ConfigError, match="not sound JSON"):
+    content, path = saved[0].read_bytes(), tmp_path / "cut.safetensors"
+    for length in (1, 100, len(content) // 2, len(content) - 3):
+        path.write_bytes(content[:length])
+        with pytest.raises(ConfigError, match=r"cut\.safetensors"):
             read_recording(path)
 
 
-def test_more_rows_than_memory_should_hold_are_refused_before_they_are_made(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(parity_file, "MAX_ROW_BYTES", 1000)
-    with pytest.raises(ConfigError, match="wanted at most 1000"):
-        read_recording(saved[0])
-
-
-def test_a_small_file_cannot_ask_for_much_memory(saved, tmp_path):
-    value, num_rows = copy.deepcopy(saved[1]), 1 << 18
-    prompt = value["prompts"][0]
-    value |= {"top": 384, "prompts": [prompt]}
-    prompt["fed"] = prompt["ids"] + [0] * (num_rows - len(prompt["ids"]))
-    packed = zlib.compressobj(9)
-    deflated = b"".join(packed.compress(bytes(1 << 20)) for _ in range(num_rows * 384 * 4 >> 20)) + packed.flush()
-    prompt["top_ids"] = prompt["top_logits"] = base64.b64encode(deflated).decode()
-    path = tmp_path / "bomb.json"
-    path.write_text(json.dumps(value), "utf-8")
-    assert path.stat().st_size < 8 << 20
-    del value, prompt, deflated
-    wanted = r"its rows would take [0-9]+ bytes, wanted at most [0-9]+ for a file of its size"
-    with few_bytes(30 * path.stat().st_size), pytest.raises(ConfigError, match=wanted):
-        read_recording(path)
-
-
 def test_a_file_that_cannot_be_read_or_written_is_named(two, checkpoints, tmp_path):
-    with pytest.raises(ConfigError, match=r"gone\.json does not exist"):
-        read_recording(tmp_path / "gone.json")
+    with pytest.raises(ConfigError, match=r"gone\.safetensors does not exist"):
+        read_recording(tmp_path / "gone.safetensors")
     run = record(two[0], ModelIdentity.from_checkpoint(checkpoints[0]), QUESTIONS[:1], top=1, whole_rows=0)
     with pytest.raises(ConfigError, match="cannot be written"):
         write_recording(run, tmp_path / "no directory" / "run.json")

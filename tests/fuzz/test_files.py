@@ -9,13 +9,14 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from cpuspec.backends import packed
 from cpuspec.checkpoints.download import fetch
 from cpuspec.checkpoints.recipes import find_named, load_all
 from cpuspec.cli.parity import describe_parity
 from cpuspec.engine.assemble import check_spec, model_and_spec
-from cpuspec.evaluate.parity import GreedyAnswer, LogitRow, ModelIdentity, Question, Recording, compare_sides
+from cpuspec.evaluate.parity import GreedyAnswer, LogitRow, ModelIdentity, Question, RecordedPrompt, Recording, compare_sides
 from cpuspec.evaluate.parity_file import read_recording, write_recording
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import pack
@@ -139,32 +140,38 @@ def test_damaged_machine_code_is_never_run() -> None:
 def run_of(seed: int) -> Recording:
     rng, vocab = np.random.default_rng(seed), 40
     ids = [5, 6, 7, 8]
-    whole = [LogitRow.whole(rng.standard_normal(vocab).astype(np.float32)) for _ in range(8)]
+    rows = [LogitRow.whole(rng.standard_normal(vocab).astype(np.float32)) for _ in range(8)]
+    top = [row.likeliest(6) for row in rows]
     levels = {"ngram": LevelCounters(num_drafts=2, num_draft_tokens=4, num_accepted_tokens=1, num_accepted_tokens_per_pos=[1, 0])}
     answer, drafted = GreedyAnswer([1, 2, 3, 4], 3, 0.5), GreedyAnswer([1, 2, 3, 4], 3, 0.25, levels)
     about = {"name": "numpy", "backend": "numpy", "threads": 1, "row_invariant": True, "versions": {"numpy": "2"}}
     return Recording(
         about,
         ModelIdentity("m.gguf", "llama", vocab, ({"name": "m.gguf", "bytes": 9, "sha256": "0" * 64},)),
-        (Question(ids, 4),),
-        (answer,),
-        (drafted,),
-        ([*ids, *answer.ids],),
-        (tuple(row.likeliest(6) for row in whole),),
-        {(0, 2): whole[2]},
+        (RecordedPrompt(Question(ids, 4), answer, drafted, [*ids, *answer.ids]),),
+        np.array([row.ids for row in top]),
+        np.array([row.logits for row in top]),
+        np.array([row.logsumexp for row in top]),
+        np.array([2]),
+        rows[2].logits[None],
     )
 
 
 @cache
-def record_sample() -> dict:
+def record_sample() -> dict[str, np.ndarray]:
     with tempfile.TemporaryDirectory() as directory:
-        write_recording(run_of(1), Path(directory) / "run.json")
-        return json.loads((Path(directory) / "run.json").read_text())
+        write_recording(run_of(1), Path(directory) / "run.safetensors")
+        return load_file(Path(directory) / "run.safetensors")
 
 
 def parity_record(rng: random.Random, directory: Path) -> None:
-    path = directory / "run.json"
-    path.write_bytes(mutate_json(record_sample(), rng))
+    path, arrays = directory / "run.safetensors", record_sample()
+    if rng.random() < 0.5:
+        changed = mutate_json(json.loads(arrays["record"].tobytes()), rng)
+        save_file({**arrays, "record": np.frombuffer(changed, np.uint8)}, path)
+    else:
+        save_file(arrays, path)
+        path.write_bytes(mutate_bytes(path.read_bytes(), rng))
     run = read_recording(path)
     other = run_of(2)
     found = compare_sides(run, other, run.questions) if run.questions == other.questions else compare_sides(run, run, run.questions)
