@@ -36,7 +36,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
-def templated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Running]]:
+def templated(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, prompt_arithmetic: str
+) -> Iterator[tuple[str, Running]]:
     directory = make_model(tmp_path_factory.mktemp("model") / "hf", TEMPLATES[request.param])
     with serving(lambda: load(directory)) as found:
         yield request.param, found

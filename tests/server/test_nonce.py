@@ -48,7 +48,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def twins(path: Path) -> Iterator[tuple[Application, Application]]:
+def twins(path: Path, prompt_arithmetic: str) -> Iterator[tuple[Application, Application]]:
     """One that drafts, and one that does not and has fewer places."""
     with (
         asyncio.Runner() as loop,

@@ -27,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running(path: Any) -> Iterator[Running]:
+def running(path: Any, prompt_arithmetic: str) -> Iterator[Running]:
     with serving(lambda: load(path), pooling="mean") as found:
         yield found
 
