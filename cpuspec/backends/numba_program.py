@@ -6,6 +6,7 @@ It knows the model and where operands lie. The kernels (`kernels/operations.py`)
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from cpuspec.kernels import (
     products,
 )  # fmt: skip
 from cpuspec.kernels.layout import MAX_QUERIES
+from cpuspec.kernels.machine_code import first_sound
 from cpuspec.layers import Layer
 from cpuspec.model.batch import F32, I32
 from cpuspec.model.recurrence import LENGTH_EPS
@@ -313,12 +315,13 @@ class ProgramWriter:
         self._rotate(layer, q, k, v)
         value_dims = mixer.mixed_dims
         out, kv_format = self._rows("attention", mixer.heads * value_dims), self._kv_format.name
-        kernel, together = attention.attend_kernel, attention.QUERIES
-        if self.of_prompts and isa.has_bf16_dots() and mixer.dims % 2 == 0:
-            kernel, together = attention_bf16.attend_kernel, MAX_QUERIES
-        address = kernel(kv_format, mixer.window is not None, mixer.softcap > 0)
-        if mixer.latent:
-            address, together = latent.attend_kernel(kv_format, mixer.latent.turned), attention.QUERIES
+        facts, turned = (kv_format, mixer.window is not None, mixer.softcap > 0), mixer.latent and mixer.latent.turned
+        ways = [lambda: (attention.attend_kernel(*facts), attention.QUERIES)]
+        if turned is not None:
+            ways = [lambda: (latent.attend_kernel(kv_format, turned), attention.QUERIES)]
+        elif self.of_prompts and isa.has_bf16_dots() and mixer.dims % 2 == 0:
+            ways.insert(0, lambda: (attention_bf16.attend_kernel(*facts), MAX_QUERIES))
+        address, together = first_sound(ways)
         attend = {
             "heads": mixer.heads, "kv_heads": mixer.kv_heads, "key_dims": mixer.dims, "value_dims": value_dims,
             **self._kv_places.of(layer)._asdict(), "plan": self._plans.number(layer),
@@ -578,9 +581,19 @@ class ProgramWriter:
             self.operations += [("shrink", of_adapters), ("expand", of_adapters)]
 
     def _encoding(self, name: str, logits: bool = False) -> str:
-        """The encoding in which a matrix reads its activations."""
+        """The encoding in which a matrix reads its activations. One that needs tile registers has another in reserve."""
         encoding_of = linear.prompt_encoding if self.of_prompts and not logits else linear.activation_encoding
-        return encoding_of(self._matrices[name].format.name, _is_precise(self._config, name))
+        format_name, precise = self._matrices[name].format.name, _is_precise(self._config, name)
+        encodings = [encoding_of(format_name, precise)]
+        if encodings == ["bf16"]:
+            is_paired = "rounded" in linear.encodings(format_name)
+            encodings.append("rounded" if is_paired else linear.activation_encoding(format_name, precise))
+
+        def compiled(encoding: str) -> str:
+            linear.linear_kernel(format_name, encoding)
+            return encoding
+
+        return first_sound([partial(compiled, encoding) for encoding in encodings])
 
     def _prepare(self, x: _Rows, norm: str | None, features: int, to: Mapping[str, U8]) -> dict[str, Any]:
         """Rows to activations. to: where they go, by their encoding."""

@@ -56,7 +56,7 @@ def _show(report: Report) -> None:
 def kernels() -> Iterator[Finding]:
     """Whether the default backend can compile and run its kernels."""
     try:
-        from cpuspec.kernels import compiled_before, isa  # imports numba
+        from cpuspec.kernels import compiled_before, isa, kernel_directory, passed_over  # imports numba
 
         isa.check_processor()
     except CpuspecError as error:
@@ -72,6 +72,9 @@ def kernels() -> Iterator[Finding]:
         yield Finding("kernels", "ok", "compiled before: a start compiles only what a new model needs besides")
     else:
         yield Finding("kernels", "ok", "not compiled yet: the first start takes about half a minute longer")
+    for name, why in passed_over().items():
+        remedy = f"report this; once {kernel_directory() / name}.differs is removed, the kernel is compiled and checked again"
+        yield Finding("kernels", "slow", f"{name} is not used: {why}", remedy)
 
 
 def processors(system: System, load: float) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ if not SYSTEM.may_execute_memory():  # where LLVM would end the process, or Pyth
         "policy forbids it; allow it, or use --backend numpy"
     )
 try:
-    from cpuspec.kernels.machine_code import compiled_before, kernel_directory
+    from cpuspec.kernels.machine_code import compiled_before, kernel_directory, passed_over
 except ImportError as error:
     if error.name not in ("numba", "llvmlite"):
         raise
@@ -21,4 +21,4 @@ except ImportError as error:
         f"system and Python ({error}); use --backend numpy, or torch"
     ) from error
 
-__all__ = ["compiled_before", "kernel_directory"]
+__all__ = ["compiled_before", "kernel_directory", "passed_over"]

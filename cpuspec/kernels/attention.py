@@ -22,7 +22,7 @@ from functools import cache
 from numba import types
 
 from cpuspec.formats.kv import get_kv_format, stored_dims
-from cpuspec.kernels import isa, machine_code, simd
+from cpuspec.kernels import isa, machine_code, selfcheck, simd
 from cpuspec.kernels.kv_rows import (
     CHUNK,
     CODINGS,
@@ -144,7 +144,8 @@ def attend_kernel(format_name: str, windowed: bool = False, capped: bool = False
     behind position 0; capped: scores are soft-capped.
     """
     name = f"attend-{format_name}{'-windowed' * windowed}{'-capped' * capped}"
-    return machine_code.address(name, 8, lambda: _attend(format_name, *row_shape(format_name), windowed, capped))
+    check = selfcheck.Attention(format_name, QUERIES, windowed, capped).check
+    return machine_code.address(name, 8, lambda: _attend(format_name, *row_shape(format_name), windowed, capped), check=check)
 
 
 _fetch = simd.operation((types.int64,), types.void, lambda o, at: at.fetch(0, 64, into_first=False))

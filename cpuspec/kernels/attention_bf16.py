@@ -10,7 +10,7 @@ from functools import cache, partial
 
 from numba import types
 
-from cpuspec.kernels import isa, machine_code, simd
+from cpuspec.kernels import isa, machine_code, selfcheck, simd
 from cpuspec.kernels.attention import (
     GATHERED,
     POWERS,
@@ -40,7 +40,8 @@ _ROWS = 8  # that vectors multiply at a time: sixteen sums
 def attend_kernel(format_name: str, windowed: bool = False, capped: bool = False) -> int:
     """Address of what `attention.attend_kernel` has, for queries of prompts: up to MAX_QUERIES, no tree."""
     name = f"attend-bf16-{format_name}{'-windowed' * windowed}{'-capped' * capped}"
-    return machine_code.address(name, 8, lambda: _attend(format_name, *row_shape(format_name), windowed, capped))
+    check = selfcheck.Attention(format_name, MAX_QUERIES, windowed, capped, numbers="bf16").check
+    return machine_code.address(name, 8, lambda: _attend(format_name, *row_shape(format_name), windowed, capped), check=check)
 
 
 def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windowed: bool, capped: bool) -> Callable[..., None]:

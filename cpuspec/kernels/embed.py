@@ -5,7 +5,7 @@ here; formats with others are decoded by numpy, in front of a forward.
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from cpuspec.formats import FORMATS, Format
 from cpuspec.formats.nl4 import LEAST_MOVE
-from cpuspec.kernels import machine_code, simd
+from cpuspec.kernels import machine_code, selfcheck, simd
 from cpuspec.kernels.options import compiled
 
 Decoder = Callable[[int, int, int], None]  # (address of the first block, blocks, address of the values) -> None
@@ -154,4 +154,5 @@ def row_decoder(format_name: str) -> int | None:
     """Address of the compiled (address of blocks, number of blocks, address of f32 values), or None where there is none."""
     if format_name not in _DECODERS:
         return None
-    return machine_code.address(f"decode-{format_name}", 3, lambda: _DECODERS[format_name])
+    check = partial(selfcheck.decoder, format_name)
+    return machine_code.address(f"decode-{format_name}", 3, lambda: _DECODERS[format_name], check=check)

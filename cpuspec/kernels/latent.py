@@ -11,8 +11,8 @@ from functools import cache
 
 from llvmlite import ir
 
-from cpuspec.kernels import isa, machine_code, simd
-from cpuspec.kernels.attention import GATHERED, POWERS, SCORES, SCORES_STRIDE, even_step, score, softmax_weights, walk_end
+from cpuspec.kernels import isa, machine_code, selfcheck, simd
+from cpuspec.kernels.attention import GATHERED, POWERS, QUERIES, SCORES, SCORES_STRIDE, even_step, score, softmax_weights, walk_end
 from cpuspec.kernels.kv_rows import CHUNK, CODINGS, copy_position, num_units, parts_of_group, row_shape
 from cpuspec.kernels.layout import WALK, walk_at
 from cpuspec.kernels.ops import I32, I64, Ops, Value, fma, vector_of
@@ -56,7 +56,8 @@ def attend_kernel(format_name: str, turned: int) -> int:
     turned: `Latent.turned`, numbers that are no values. Their results are 0 where the format has no groups of numbers.
     """
     name = f"attend-latent-{format_name}-{turned}"
-    return machine_code.address(name, 8, lambda: _attend(format_name, turned, *row_shape(format_name)))
+    check = selfcheck.Attention(format_name, QUERIES, turned=turned).check
+    return machine_code.address(name, 8, lambda: _attend(format_name, turned, *row_shape(format_name)), check=check)
 
 
 def _attend(name: str, turned: int, size: int, header: int, unit: int, unit_bytes: int) -> Callable[..., None]:

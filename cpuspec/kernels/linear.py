@@ -15,7 +15,7 @@ from functools import cache, partial
 from cpuspec.errors import BackendError
 from cpuspec.formats import FORMATS, get_format
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
-from cpuspec.kernels import isa, machine_code, tiles, ymm
+from cpuspec.kernels import isa, machine_code, selfcheck, tiles, ymm
 from cpuspec.kernels.ops import F32, F32X16, I1, Ops, Value, Variable, fma
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.passes import Operands, Pass, block_of, pass_of
@@ -269,20 +269,26 @@ def linear_kernel(format_name: str, encoding: str) -> int:
     out, stride)
 
     all int64, addresses and byte counts. Writes out[row * stride + 64 * tile] for tiles first..end and all rows.
-    Raises BackendError for an encoding in which the format does not read activations.
+    Raises BackendError for an encoding in which the format does not read activations, KernelDiffersError if its check fails.
     """
     if encoding not in (known := encodings(format_name)):
         raise BackendError(f"{format_name} weights are multiplied with {' or '.join(known)} activations, got {encoding}")
-    return machine_code.address(f"linear-{format_name}-{encoding}", 12, lambda: made(format_name, encoding))
+    name, check = f"linear-{format_name}-{encoding}", partial(selfcheck.linear, format_name, encoding)
+
+    def compiled(in_tiles: bool) -> int:
+        return machine_code.address(name + "-tiles" * in_tiles, 12, lambda: made(format_name, encoding, in_tiles), check=check)
+
+    has_two = isa.has_tiles() and format_name in READERS and encoding in ("int8", "int16")
+    return machine_code.first_sound([partial(compiled, in_tiles) for in_tiles in ((True, False) if has_two else (False,))])
 
 
-def made(format_name: str, encoding: str) -> Callable[..., None]:
-    """The Python function of `linear_kernel`."""
+def made(format_name: str, encoding: str, in_tiles: bool = True) -> Callable[..., None]:
+    """The Python function of `linear_kernel`. in_tiles: with tile registers for many rows, where the processor has them."""
     if encoding == "bf16":
         return _bf16_linear() if format_name == PAIRED else _dequantized_linear(format_name)
     if isa.has_sixteen_registers() and format_name in READERS:
         return _ymm_linear(format_name, encoding)
-    return _linear(format_name, encoding)
+    return _linear(format_name, encoding, in_tiles)
 
 
 @compiled
@@ -368,9 +374,9 @@ def _ymm_linear(name: str, encoding: str) -> Callable[..., None]:
     return linear
 
 
-def _linear(name: str, encoding: str) -> Callable[..., None]:
+def _linear(name: str, encoding: str, in_tiles: bool) -> Callable[..., None]:
     """The kernel of a format, to be compiled."""
-    in_tiles = isa.has_tiles() and name in READERS and encoding != "rotated"
+    in_tiles = in_tiles and isa.has_tiles() and name in READERS and encoding != "rotated"
     most = _MOST_ROWS if name in READERS and not in_tiles else _MOST_OF_NUMBERS
     few = BLOCK_ROWS if in_tiles else BLOCK_ROWS - 1  # whose passes have streams
     streamed_rows = few if name in READERS else 0

@@ -20,11 +20,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numba
 from llvmlite import binding
@@ -59,7 +59,21 @@ _one_at_a_time = threading.RLock()
 _COMPILER_BYTES = 1 << 30  # that compiling takes, and some more
 _MOST_DIRECTORIES = 24  # of other sources, compilers and processors; a directory has some megabytes
 _LONGEST_WAIT_S = 120.0  # for another process that compiles: it may have been stopped
+_ENDED = "a process ended while it ran the kernel for the first time"
 _elsewhere: dict[str, "subprocess.Popen[bytes]"] = {}  # by the name of a kernel, the process that compiles it
+_differing: dict[Path, str] = {}  # what this process found against kernels, by the place of the verdict
+
+_Way = TypeVar("_Way")
+Check = Callable[[int], str]  # (address of a kernel) -> what its results differ in from those of its twin; "" for nothing
+
+
+class KernelDiffersError(BackendError):
+    """A kernel that was compiled for this processor, and whose results are not those that it should have."""
+
+    def __init__(self, name: str, why: str) -> None:
+        self.fact = f"the kernel {name}, compiled for {isa.describe()}, does not compute what it should: {why}"
+        super().__init__(f"{self.fact}; use --backend numpy, and report this")
+
 
 # Taken once: sources edited under a running process must not get its machine code.
 _FINGERPRINT = _fingerprint()
@@ -81,11 +95,14 @@ def compiled_before() -> bool:
     return (kernel_directory() / "run.o").exists()
 
 
-def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]], returns: bool = False) -> int:
+def address(
+    name: str, num_arguments: int, make: Callable[[], Callable[..., Any]], returns: bool = False, check: Check | None = None
+) -> int:
     """Address of a C function of `num_arguments` int64s that returns an int64 or nothing, compiled unless it is on the disk.
 
     name: tells it from every other kernel. make: gives the Python function that Numba compiles; it allocates and raises nothing,
-    because Numba's runtime is not there when it comes from the disk. Raises BackendError if it cannot be compiled.
+    because Numba's runtime is not there when it comes from the disk. check: run once, when the function was compiled; what it finds
+    is kept in the function's place. Raises BackendError if it cannot be compiled, KernelDiffersError if the check found something.
     A directory that this user cannot write, or another user can, costs a compilation at every start, which is told, and nothing
     else.
     """
@@ -95,6 +112,8 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
         others = _who_else_fills(directory)
         if not others:
             _note_use(directory)
+        if (why := _verdict(path, others)) and why != _ENDED:
+            raise KernelDiffersError(name, why)
         found = None if others else _load(path)
         if found is None and (child := _elsewhere.get(name)) and child.poll() is None:
             with suppress(subprocess.TimeoutExpired):
@@ -107,6 +126,8 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
             with _compiling_alone(path) if not others else nullcontext():
                 found = None if others else _load(path)
                 if found is None:
+                    if why := _verdict(path, others):
+                        raise KernelDiffersError(name, why)
                     try:
                         body = _compile(make(), num_arguments, returns)
                     except Exception as error:
@@ -115,12 +136,59 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
                             f"the kernel {name} cannot be compiled for {isa.describe()}; use --backend numpy and report this: {why}"
                         ) from error
                     found = _link(body)
+                    if check and (why := _checked(path, others, check, found)):
+                        raise KernelDiffersError(name, why)
                     if not others:
                         try:
                             _keep(body, path)
                         except OSError as error:  # told already, unless the disk was filled by this very file
                             _log.debug("%s was not kept: %s", path, error)
     return found
+
+
+def first_sound(ways: Sequence[Callable[[], _Way]]) -> _Way:
+    """What the first of some ways to compute something gives whose kernels pass their checks, the quickest way first. Ways that are
+    passed over are logged. Raises KernelDiffersError if all are.
+    """
+    *quicker, last = ways
+    for way in quicker:
+        try:
+            return way()
+        except KernelDiffersError as error:
+            _tell_of_passing_over(error.fact)
+    return last()
+
+
+def passed_over() -> dict[str, str]:
+    """Kernels of `kernel_directory` that are not used, by name, and what was found when they were run for the first time."""
+    directory = kernel_directory()
+    paths = {*_differing, *([] if _who_else_fills(directory) else directory.glob("*.differs"))}
+    return {path.stem: why for path in sorted(paths) if path.parent == directory and (why := _verdict(path, ""))}
+
+
+def _verdict(path: Path, others: str) -> str:
+    """What a check found against the kernel whose place is `path`; "" for nothing, or if it was not checked."""
+    note = path.with_suffix(".differs")
+    return _differing.get(note) or ("" if others else (_read(note) or b"").decode())
+
+
+def _checked(path: Path, others: str, check: Check, found: int) -> str:
+    """What a check finds against a kernel, kept in its place. Whether a process ends in the check is seen by the next one."""
+    note, why = path.with_suffix(".differs"), ""
+    try:
+        with suppress(OSError):
+            if not others:
+                _keep(_ENDED.encode(), note)
+        why = check(found)
+        if why:
+            _differing[note] = why
+            with suppress(OSError):
+                if not others:
+                    _keep(why.encode(), note)
+    finally:
+        if not why and not others:
+            note.unlink(missing_ok=True)
+    return why
 
 
 def compile_elsewhere(name: str, code: str) -> None:
@@ -182,6 +250,11 @@ def _note_use(directory: Path) -> None:
 def _warn_of(directory: Path, instead: Path | None) -> None:
     place = f"in {instead}" if instead else "in memory, at every start: remove it, or set CPUSPEC_CACHE to a directory of your own"
     _log.warning("no machine code is loaded from %s, because it %s; it is kept %s", directory, _who_else_fills(directory), place)
+
+
+@cache
+def _tell_of_passing_over(fact: str) -> None:
+    _log.warning("%s; a slower one is used in its place, please report this", fact)
 
 
 @cache
@@ -261,7 +334,7 @@ def _remove(lock: Path, file: BinaryIO) -> None:
 
 
 def _keep(body: bytes, path: Path) -> None:
-    """Write a compiled function and its checksum."""
+    """Write a compiled function, or a verdict, and its checksum."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with open(unfinished, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
@@ -273,7 +346,13 @@ def _keep(body: bytes, path: Path) -> None:
 
 
 def _load(path: Path) -> int | None:
-    """The address of a function that was kept; None if there is none, or the file is damaged or may be another user's."""
+    """The address of a function that was kept; None as `_read` says."""
+    body = _read(path)
+    return None if body is None else _link(body)
+
+
+def _read(path: Path) -> bytes | None:
+    """What `_keep` was given; None if there is no such file, or it is damaged or may be another user's."""
     try:
         with path.open("rb") as file:
             others = who_else_writes(os.fstat(file.fileno()))
@@ -281,7 +360,7 @@ def _load(path: Path) -> int | None:
     except OSError:
         return None
     digest, body = content[:32], content[32:]
-    return None if others or hashlib.sha256(body).digest() != digest else _link(body)
+    return None if others or hashlib.sha256(body).digest() != digest else body
 
 
 def _link(body: bytes) -> int:

@@ -13,22 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from cpuspec.formats import FORMATS, QuantTensor
-from cpuspec.formats.format import F32, U8, hadamard, per_group, scales_of
+from cpuspec.formats.format import F32, hadamard, per_group, scales_of
 from cpuspec.formats.packing import GROUP, PANEL
-from cpuspec.kernels.products import (
-    CODE_SUM,
-    ENCODINGS,
-    LOW_BYTES,
-    MINUS_8_SUMS,
-    MINUS_16_SUMS,
-    MINUS_32_HIGH,
-    MINUS_32_LOW,
-    MINUS_40_SUMS,
-    MINUS_128_SUMS,
-    SCALE,
-    SHIFT,
-    VALUE_SUM,
-)
+from cpuspec.kernels.selfcheck import Inputs
 from tests.backends.models import CLASSES
 
 _Integers = NDArray[np.int64]
@@ -39,15 +26,6 @@ def compiled_sparingly(cases: Iterable[tuple[str, str]]) -> list[Any]:
     16 bits are slow, except one for each reader.
     """
     return [pytest.param(*case, marks=pytest.mark.slow if case[1] == "int16" and case[0] not in CLASSES else ()) for case in cases]
-
-
-class Inputs(NamedTuple):
-    """Rows as groups of 32 codes: x = scale * code + shift."""
-
-    codes: _Integers  # [T, groups, 32]
-    scale: F32  # [T, groups]
-    shift: F32  # [T, groups]
-    value_sum: F32  # [T, groups]: of the group's x
 
 
 class Weights(NamedTuple):
@@ -132,41 +110,6 @@ def quantized(x: F32, order: str) -> Inputs:
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
     codes = np.rint((groups - shift[:, :, None]) * inverse[:, :, None]).astype(np.int64)
     return Inputs(codes, scale, shift, fma(scale, codes.sum(2).astype(np.float32), np.float32(GROUP) * shift))
-
-
-def records(inputs: Inputs, order: str, in_words: bool) -> U8:
-    """The bytes of records, [T, groups, bytes]. in_words: whether "int16" numbers lie as words (see `products`)."""
-    codes = inputs.codes
-    out = np.zeros((*inputs.scale.shape, ENCODINGS[order]), np.uint8)
-
-    def put(offset: int, values: NDArray[Any], kind: str) -> None:
-        data = np.ascontiguousarray(values.astype(kind)).view(np.uint8).reshape(*out.shape[:2], -1)
-        out[:, :, offset : offset + data.shape[2]] = data
-
-    low_bytes = codes.astype(np.int8)
-    if order == "rotated":
-        put(0, codes, "i1")
-        put(SCALE, inputs.scale, "<f4")
-        put(MINUS_40_SUMS, -40 * codes.sum(2), "<i4")
-        put(CODE_SUM, codes.sum(2), "<i4")
-        return out
-    if order == "int8":
-        put(0, codes, "i1")
-    elif in_words:
-        swapped = codes.reshape(*out.shape[:2], -1, 4)[:, :, :, [0, 2, 1, 3]].reshape(codes.shape)
-        put(0, swapped[:, :, : GROUP // 2], "<i2")
-        put(LOW_BYTES, swapped[:, :, GROUP // 2 :], "<i2")
-    else:
-        put(0, (codes - low_bytes) >> 8, "i1")
-        put(LOW_BYTES, low_bytes, "i1")
-    for offset, numbers in ((SCALE, inputs.scale), (SHIFT, inputs.shift), (VALUE_SUM, inputs.value_sum)):
-        put(offset, numbers, "<f4")
-    low, high = codes[:, :, : GROUP // 2].sum(2), codes[:, :, GROUP // 2 :].sum(2)
-    for offset, zero in ((MINUS_8_SUMS, 8), (MINUS_16_SUMS, 16), (MINUS_128_SUMS, 128)):
-        put(offset, -zero * (low + high), "<i4")
-    put(MINUS_32_LOW, -32 * low, "<i4")
-    put(MINUS_32_HIGH, -32 * high, "<i4")
-    return out
 
 
 def weights(tensor: QuantTensor) -> Weights:

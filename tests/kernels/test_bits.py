@@ -15,6 +15,7 @@ from cpuspec.kernels.linear import activation_encoding, prompt_encoding
 from cpuspec.kernels.pointwise import GELU, NORM, SILU, prepare_row
 from cpuspec.kernels.products import BLOCK_ROWS
 from cpuspec.kernels.readers import FLOAT_CODES, NUMBERS, READERS
+from cpuspec.kernels.selfcheck import random_tensor, records
 from tests.kernels import reference
 
 ROWS = (*range(1, 17), 33, 130)  # of one block each, of three, and more than one pass of any kernel serves
@@ -23,24 +24,6 @@ OUT_FEATURES = 83  # six tiles, the last in part: with few rows four are read in
 
 def _bits(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint32)
-
-
-def _codes(name: str) -> QuantTensor:
-    """Random codes and factors, with a panel in part where the format's blocks allow it. The first row has the largest codes."""
-    format = FORMATS[name]
-    in_features = PANEL + 3 * format.block_size if format.block_size < PANEL else 2 * PANEL
-    rng = np.random.default_rng(1)
-    parts = format.split(rng.integers(0, 256, (OUT_FEATURES, format.row_bytes(in_features)), np.uint8))
-    levels = format.affine.levels if format.affine else None
-    if format.reader != "grids":
-        parts["codes"][0] = ((1 << format.code_bits) if levels is None else len(levels)) - 1
-    for part in {"d", "base"} & parts.keys():
-        parts[part] = (0.01 * rng.standard_normal(parts[part].shape)).astype("<f2")
-    if "e" in parts:
-        parts["e"] = rng.integers(110, 140, parts["e"].shape, np.uint8)
-    if name in ("nl4_xs", "nl4_r"):  # scales of every size that a group's steps can be taken from
-        parts["head"] = parts["head"] & ~np.uint32(0xFF) | rng.integers(7, 100, parts["head"].shape, np.uint32)
-    return QuantTensor(format, (OUT_FEATURES, in_features), format.join(parts))
 
 
 def _rows(rows: int, features: int) -> np.ndarray:
@@ -76,24 +59,24 @@ CODES = [(name, order) for name in READERS for order in (("rotated",) if FORMATS
 
 @pytest.mark.parametrize(("name", "order"), reference.compiled_sparingly(CODES))
 def test_products_of_codes_are_those_of_the_reference_for_any_number_of_rows(name: str, order: str) -> None:
-    tensor = _codes(name)
+    tensor = random_tensor(FORMATS[name], OUT_FEATURES)
     x = _rows(max(ROWS), tensor.shape[1])
     _check(tensor, order, x, _wanted(tensor, reference.quantized(x, order)))
 
 
 @pytest.mark.parametrize("name", FLOAT_CODES)
 def test_products_of_codes_of_floats_are_those_of_the_reference_for_any_number_of_rows(name: str) -> None:
-    tensor = _codes(name)
-    x = _rows(max(ROWS), tensor.shape[1])
+    finite = random_tensor(FORMATS[name], OUT_FEATURES)
+    x = _rows(max(ROWS), finite.shape[1])
+    wanted = reference.float_codes_times(finite, x)
+    assert np.isfinite(wanted).all()
+    _check(finite, "f32", x, wanted)
+    parts = finite.format.split(finite.data)
+    parts["codes"][3::5, 70] = 2**finite.format.code_bits - 1  # nan in fp8
+    tensor = QuantTensor(finite.format, finite.shape, finite.format.join(parts))
     with np.errstate(invalid="ignore"):
         wanted = reference.float_codes_times(tensor, x)
-    assert name.startswith("fp8") == np.isnan(wanted).any()  # random bytes, of which two are nan
-    parts = tensor.format.split(tensor.data)
-    parts["codes"] = np.where(parts["codes"] & 0x7F == 0x7F, 0x7E, parts["codes"])
-    finite = QuantTensor(tensor.format, tensor.shape, tensor.format.join(parts))
-    wanted_of_finite = reference.float_codes_times(finite, x)
-    assert np.isfinite(wanted_of_finite).all()
-    _check(finite, "f32", x, wanted_of_finite)
+    assert name.startswith("fp8") == np.isnan(wanted).any()
     for rows in ROWS:
         assert np.array_equal(np.isnan(_products(tensor, "f32", x[:rows])), np.isnan(wanted[:rows])), f"{rows} rows"
 
@@ -124,7 +107,7 @@ def test_products_of_bf16_are_those_of_the_reference_for_any_number_of_rows(
 @pytest.mark.skipif(not isa.has_bf16_tiles(), reason="this processor has no bf16 tile registers")
 @pytest.mark.parametrize("name", [name for name in READERS if not FORMATS[name].rotated])
 def test_products_of_dequantized_codes_are_those_of_bf16_weights_for_any_number_of_rows(name: str) -> None:
-    tensor = _codes(name)
+    tensor = random_tensor(FORMATS[name], OUT_FEATURES)
     x = _rows(max(ROWS), tensor.shape[1])
     wanted = reference.pairs_times(reference.dequantized(tensor), QuantTensor.encode(FORMATS["bf16"], x).dequantize())
     assert np.isfinite(wanted).all()
@@ -152,7 +135,7 @@ def test_norms_and_gates_are_those_of_the_reference(kind: int, features: int) ->
 @pytest.mark.parametrize(("order", "features"), [("int8", PANEL + 96), ("int16", PANEL + 96), ("rotated", 3 * PANEL)])
 def test_records_of_inputs_are_those_of_the_reference(order: str, features: int) -> None:
     x = _rows(BLOCK_ROWS + 4, features)
-    wanted = reference.records(reference.quantized(x, order), order, in_words=isa.dot_isa() == "avx2")
+    wanted = records(reference.quantized(x, order), order, in_words=isa.dot_isa() == "avx2")
     blocks = [block.swapaxes(0, 1).ravel() for block in (wanted[:BLOCK_ROWS], wanted[BLOCK_ROWS:])]  # [group][row]
     assert np.array_equal(activations(x, order)[: wanted.size], np.concatenate(blocks))
 
@@ -160,7 +143,7 @@ def test_records_of_inputs_are_those_of_the_reference(order: str, features: int)
 @pytest.mark.parametrize("order", ["int8", "int16"])
 @pytest.mark.parametrize("name", ["q4_0", "q4_k", "q2_k", "q6_k"])
 def test_another_order_of_sums_or_another_rounding_has_other_bits(name: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = _codes(name)
+    tensor = random_tensor(FORMATS[name], OUT_FEATURES)
     x = _rows(5, tensor.shape[1])
     own = _products(tensor, order, x)
     weights, inputs = reference.weights(tensor), reference.quantized(x, order)

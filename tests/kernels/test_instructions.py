@@ -17,6 +17,7 @@ from cpuspec.kernels import isa
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
 from cpuspec.kernels.ops import I64, VOID, Value
 from cpuspec.kernels.readers import READERS
+from cpuspec.kernels.selfcheck import Inputs, records
 from tests.kernels import reference
 
 
@@ -142,7 +143,7 @@ def _memory(products: Products, rows: int) -> tuple[list[bytearray], np.ndarray]
     numbers = rng.integers(-largest, largest + 1, (rows, GROUP))
     numbers[0] = 127 * 256 - 128 if wide else 127
     scale, shift, value_sum = rng.random(rows).astype("f4") + 1, *rng.standard_normal((2, rows)).astype("f4")
-    inputs = reference.Inputs(numbers, scale, shift * products.shifted, value_sum)
+    inputs = Inputs(numbers, scale, shift * products.shifted, value_sum)
     totals = rng.standard_normal((rows, TILE)).astype("f4")
 
     vectors = codes.reshape(TILE, 8, 4).swapaxes(0, 1).astype("u1").reshape(8, 64)
@@ -155,8 +156,8 @@ def _memory(products: Products, rows: int) -> tuple[list[bytearray], np.ndarray]
     factors = [*scales.T, *(minima.T * np.float32(-1 / 32) if products.num_minima == 2 else minima.T)]
     factors += [reference.sum_of_weights(weights)] if products.shifted else []
     factors += [(moves & 0xFFFF).astype("<u4").view("f4")] if products.moved else []
-    records = reference.records(reference.Inputs(*(part[:, None] for part in inputs)), products.encoding, products.in_words)
-    memory = [laid.tobytes(), np.array(factors).tobytes(), records.tobytes(), totals.tobytes(), bytes(SCRATCH_BYTES)]
+    rows_of_inputs = records(Inputs(*(part[:, None] for part in inputs)), products.encoding, products.in_words)
+    memory = [laid.tobytes(), np.array(factors).tobytes(), rows_of_inputs.tobytes(), totals.tobytes(), bytes(SCRATCH_BYTES)]
     add_group = reference.add_rotated_group if products.encoding == "rotated" else reference.add_group
     return [bytearray(part) for part in memory], add_group(totals, weights, inputs)
 

@@ -1,0 +1,266 @@
+"""A kernel that computes something wrong is found when it is compiled, and passed over."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpuspec.backends import make_backend
+from cpuspec.checkpoints import open_checkpoint
+from cpuspec.cli import doctor
+from cpuspec.errors import BackendError
+from cpuspec.kernels import attention, attention_bf16, embed, isa, latent, linear, machine_code, selfcheck, tiles
+from cpuspec.kernels.machine_code import KernelDiffersError, address, function, kernel_directory, passed_over
+from cpuspec.kernels.team import Team
+from cpuspec.model.batch import ForwardBatch
+from cpuspec.settings import EngineConfig
+from tests.backends.models import SMALL
+from tools.make_tiny_model import make_tiny_gguf
+
+needs_tiles = pytest.mark.skipif(not isa.has_tiles(), reason="this processor has no tile registers")
+needs_bf16_tiles = pytest.mark.skipif(not isa.has_bf16_tiles(), reason="this processor has no bf16 tile registers")
+KERNELS: tuple[Any, ...] = (
+    linear.linear_kernel,
+    attention.attend_kernel,
+    attention_bf16.attend_kernel,
+    latent.attend_kernel,
+    embed.row_decoder,
+)
+
+
+def start_anew() -> None:
+    """Forget what this process compiled and found, as a new one has not."""
+    for kernel in KERNELS:
+        kernel.cache_clear()
+    machine_code._differing.clear()
+    machine_code._tell_of_passing_over.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path) -> Iterator[Path]:
+    """Machine code of other tests is not seen here, and none of here by other tests."""
+    start_anew()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPUSPEC_CACHE", str(tmp_path))
+        yield tmp_path
+    start_anew()
+
+
+@pytest.fixture
+def team_kernels(cache: Path) -> None:
+    """Kernels that take long to compile, and have no check, from other tests' machine code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CPUSPEC_CACHE")
+        ordinary = kernel_directory()
+        Team(1).close()
+    kernel_directory().mkdir(parents=True)
+    for name in ("run", "lead", "work", "publish"):
+        shutil.copy(ordinary / f"{name}.o", kernel_directory())
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was compiled since this list was last cleared."""
+    done, compile_ = list[object](), machine_code._compile
+
+    def watched(python: Callable[..., Any], *rest: Any) -> bytes:
+        done.append(python)
+        return compile_(python, *rest)
+
+    monkeypatch.setattr(machine_code, "_compile", watched)
+    return done
+
+
+def doubled(a):  # type: ignore[no-untyped-def]
+    return 2 * a
+
+
+def checked(check: Callable[[int], str]) -> int:
+    return function(address("doubled", 1, lambda: doubled, True, check), 1, True)(21)
+
+
+def is_42(address: int) -> str:
+    return "" if function(address, 1, True)(21) == 42 else "21 doubled is not 42"
+
+
+def is_odd(address: int) -> str:
+    return "the result is even"
+
+
+def test_a_kernel_is_checked_when_it_is_compiled_and_never_again(compiles: list[object]) -> None:
+    asked: list[int] = []
+
+    def check(address: int) -> str:
+        asked.append(address)
+        return is_42(address)
+
+    assert checked(check) == checked(check) == 42
+    assert len(asked) == len(compiles) == 1
+    assert [path.name for path in kernel_directory().iterdir()] == ["doubled.o"]
+    assert passed_over() == {}
+
+
+def test_a_verdict_is_kept_with_the_machine_code(compiles: list[object]) -> None:
+    for _ in range(2):  # starts
+        for _ in range(2):
+            with pytest.raises(KernelDiffersError, match=r"the kernel doubled, compiled for .*: the result is even; use"):
+                checked(is_odd)
+        assert passed_over() == {"doubled": "the result is even"}
+        start_anew()
+    assert len(compiles) == 1
+    assert [path.name for path in kernel_directory().iterdir()] == ["doubled.differs"]
+
+
+def test_a_verdict_that_cannot_be_kept_holds_for_the_process(cache: Path, monkeypatch, compiles: list[object]) -> None:  # type: ignore[no-untyped-def]
+    (cache / "file").touch()
+    monkeypatch.setenv("CPUSPEC_CACHE", str(cache / "file"))
+    for _ in range(2):
+        with pytest.raises(KernelDiffersError):
+            checked(is_odd)
+    assert passed_over() == {"doubled": "the result is even"}
+    assert len(compiles) == 1
+
+
+def test_a_verdict_that_is_damaged_is_found_anew(compiles: list[object]) -> None:
+    with pytest.raises(KernelDiffersError):
+        checked(is_odd)
+    start_anew()
+    (kernel_directory() / "doubled.differs").write_bytes(b"the result is even")
+    assert checked(is_42) == 42
+    assert len(compiles) == 2
+    assert passed_over() == {}
+
+
+def test_an_interrupted_check_is_made_anew() -> None:
+    def interrupted(address: int) -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checked(interrupted)
+    assert not list(kernel_directory().iterdir())
+    assert checked(is_42) == 42
+
+
+ENDED = """
+import os
+from tests.kernels.test_selfcheck import checked
+checked(lambda address: os._exit(3))
+"""
+
+
+def test_a_kernel_in_which_a_process_ended_is_not_run_again(compiles: list[object]) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", ENDED], env=environment, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 3
+    with pytest.raises(KernelDiffersError, match="a process ended while it ran the kernel for the first time"):
+        checked(is_42)
+    assert compiles == []
+    (kernel_directory() / "doubled.differs").unlink()  # as `doctor` says
+    assert checked(is_42) == 42
+
+
+def test_doctor_says_which_kernels_are_not_used_and_what_to_do() -> None:
+    assert not any("not used" in finding.fact for finding in doctor.kernels())
+    with pytest.raises(KernelDiffersError):
+        checked(is_odd)
+    [finding] = [finding for finding in doctor.kernels() if "not used" in finding.fact]
+    assert (finding.state, finding.fact) == ("slow", "doubled is not used: the result is even")
+    assert str(kernel_directory() / "doubled.differs") in finding.remedy
+
+
+def products_are_right(kernel: int, format_name: str, encoding: str) -> bool:
+    return selfcheck.linear(format_name, encoding, kernel) == ""
+
+
+@needs_tiles
+def test_a_wrong_constant_in_tiles_is_found_and_vectors_multiply_instead(monkeypatch, compiles: list[object], caplog) -> None:  # type: ignore[no-untyped-def]
+    own = tiles._minus_bytes
+    monkeypatch.setattr(tiles, "_minus_bytes", lambda codes, zero: own(codes, zero + 1))
+    for _ in range(2):  # starts
+        assert products_are_right(linear.linear_kernel("q4_0", "int8"), "q4_0", "int8")
+        assert list(passed_over()) == ["linear-q4_0-int8-tiles"]
+        [record] = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert "the kernel linear-q4_0-int8-tiles" in record.getMessage()
+        assert "a slower one is used" in record.getMessage()
+        caplog.clear()
+        start_anew()
+    assert len(compiles) == 2
+    [finding] = [finding for finding in doctor.kernels() if "not used" in finding.fact]
+    assert finding.fact.startswith("linear-q4_0-int8-tiles is not used: 130 rows are ")
+
+
+def wrong_reader(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let every instruction set read the scales of a format as a thousandth more than they are."""
+    readers = dict(linear.READERS)
+    own = readers[name]
+
+    def read(*operands: Any) -> Any:
+        group = own(*operands)
+        return replace(group, scales=[scale * 1.001 for scale in group.scales])
+
+    readers[name] = read
+    for module in (linear, tiles, linear.ymm):
+        monkeypatch.setattr(module, "READERS", readers)
+
+
+def test_a_kernel_with_no_other_in_reserve_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong_reader(monkeypatch, "q4_0")
+    with pytest.raises(BackendError, match=r"the kernel linear-q4_0-int8, compiled for .* use --backend numpy, and report this"):
+        linear.linear_kernel("q4_0", "int8")
+    assert {name.removesuffix("-tiles") for name in passed_over()} == {"linear-q4_0-int8"}
+
+
+def test_wrong_kernels_of_attention_and_of_embeddings_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = attention.fma
+    monkeypatch.setattr(attention, "fma", lambda x, y, z: own(x, y, z) * 1.0001)
+    monkeypatch.setattr(embed, "_DECODERS", {**embed._DECODERS, "f16": embed._DECODERS["bf16"]})
+    for kernel in (
+        lambda: attention.attend_kernel("f16", capped=True),
+        lambda: latent.attend_kernel("int8", 16),
+        lambda: embed.row_decoder("f16"),
+    ):
+        with pytest.raises(KernelDiffersError):
+            kernel()
+    monkeypatch.undo()
+    for path in kernel_directory().glob("*.differs"):
+        path.unlink()
+    start_anew()
+    assert attention.attend_kernel("f16", capped=True)
+    assert latent.attend_kernel("int8", 16)
+    assert embed.row_decoder("f16")
+
+
+@needs_bf16_tiles
+@pytest.mark.usefixtures("team_kernels")
+def test_prompts_are_multiplied_in_codes_where_kernels_in_bf16_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor without tile registers for bf16."""
+    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", "qwen3", weight_format="q4_0", **SMALL))
+
+    def logits() -> np.ndarray:
+        backend = make_backend("numba", checkpoint, EngineConfig(threads=1, max_rows=32, prompt_arithmetic="bf16"))
+        tokens = np.arange(5, 25, dtype=np.int32)
+        batch = ForwardBatch(tokens, tokens - 5, np.zeros(1, np.int32), np.array([0, 20], np.int32), of_prompts=True)
+        found = np.array(backend.forward(batch, backend.new_cache(1, 64)).logits)
+        backend.close()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "prompt_encoding", linear.activation_encoding)
+        wanted_linears = logits()
+    own, own_pairs = tiles.dequantized, attention_bf16.bf16_pairs
+    monkeypatch.setattr(tiles, "dequantized", lambda group: [words.like(0) + 1 for words in own(group)])
+    start_anew()
+    assert np.array_equal(logits(), wanted_linears)
+    assert all(name.startswith("linear-") and name.endswith("-bf16") for name in passed_over())
+    monkeypatch.setattr(attention_bf16, "bf16_pairs", lambda even, odd: own_pairs(odd, even))
+    (kernel_directory() / "attend-bf16-f16.o").unlink()
+    start_anew()
+    assert not np.array_equal(logits(), wanted_linears)
+    assert "attend-bf16-f16" in passed_over()
