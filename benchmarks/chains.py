@@ -18,11 +18,13 @@ differ from those of their own plain decoding is counted and no error. One train
         --llama-cpp-draft "draft-eagle3 --spec-draft-model my-head.gguf --spec-draft-n-max 3"
 """
 
+import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Annotated, Any
 
 import typer
@@ -50,8 +52,8 @@ from cpuspec.cli.answer import rounds_table
 from cpuspec.engine.assemble import check_spec
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.environment import usable_cores
-from cpuspec.errors import CpuspecError
-from cpuspec.evaluate.prompts import prompt_ids, random_words, read_prompts, read_quotes
+from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.evaluate.prompts import PromptSet, prompt_ids, read_count, read_prompts, read_text
 from cpuspec.evaluate.statistics import geometric_mean, mean_ratio
 from cpuspec.formats import get_format
 from cpuspec.metrics import sum_levels
@@ -61,6 +63,24 @@ from cpuspec.text import make_tokenizer
 
 _NO_REPEATS, _MORE_THAN_ANY_LOGIT = "no repeats", 1e4
 _WARM_UP, _WARM_UP_TOKENS = "one two three one two three one two", 32
+
+
+def read_quotes(text: str) -> PromptSet:
+    """Passages of a text file, given as FILE:COUNT, to be summarized and quoted: its first paragraphs of a fair length."""
+    path, _, count = text.rpartition(":")
+    number = read_count(count, text, "wanted FILE:COUNT")
+    passages = [line.strip() for line in read_text(Path(path)).splitlines() if len(line.strip()) in range(400, 1200)]
+    if len(passages) < number:
+        raise ConfigError(f"{path} has {len(passages)} paragraphs of a fair length, and {text!r} asks for {number}")
+    asked = "Summarize this passage in two sentences. Then quote it word for word.\n\n"
+    return PromptSet(f"{Path(path).stem}:quote", tuple([{"role": "user", "content": asked + one}] for one in passages[:number]))
+
+
+def random_words(count: int, seed: int = 0) -> PromptSet:
+    """Prompts of 60 words of random letters, in which nothing can be looked up."""
+    rng = random.Random(seed)
+    words = [["".join(rng.choices(ascii_lowercase, k=rng.randint(3, 9))) for _ in range(60)] for _ in range(count)]
+    return PromptSet("random words", tuple(map(" ".join, words)))
 
 
 def main(

@@ -26,7 +26,7 @@ from cpuspec.evaluate.prompts import prompt_ids, read_prompts
 from cpuspec.sequence import Sequence
 from cpuspec.settings import LevelSpec, SamplingParams
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.drafters.suffix import SuffixProposer, make_suffix
+from cpuspec.speculation.drafters.lookups import LookupProposer, make_lookup
 from cpuspec.speculation.planner.costs import Costs, find_costs
 from cpuspec.speculation.planner.planner import Planner
 from cpuspec.speculation.proposer import Floors, Proposer, goes_on
@@ -50,7 +50,7 @@ class TimedLookup(Proposer):
     name = "suffix"
 
     def __init__(self, clock: Clock) -> None:
-        self._inner: SuffixProposer = make_suffix(LevelSpec("suffix:tree", 24, 0.05))
+        self._inner: LookupProposer = make_lookup(LevelSpec("suffix:tree", 24, 0.05))
         self._clock, self.begin, self.end = clock, self._inner.begin, self._inner.end  # type: ignore[method-assign]
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:

@@ -70,7 +70,7 @@ def find_fetched(model: Recipe | HubModel) -> Path | None:
     if model.sha256 and _is_verified(model, path := model_path(model)):
         return path
     for source in model.sources:
-        if isinstance(source, HubModel) and (found := find_cached(source)) and _has_size(found, model.num_bytes):
+        if isinstance(source, HubModel) and (found := find_cached(source)) and model.num_bytes in (None, found.stat().st_size):
             return found
         own = model.by(source)
         if own is not model and _is_verified(own, path := model_path(own)):
@@ -88,7 +88,7 @@ def fetch(model: Recipe | HubModel, progress: Progress | None = None, refresh: b
     packages leave a `.part` that the next call continues; huggingface_hub continues within a call, and keeps whole files.
     Raises DownloadError with every source's reason if none delivered the model, ConfigError if the hub has no file of that name.
     """
-    report = progress or _silent
+    report: Progress = progress or (lambda done_bytes, total_bytes, what: None)
     if isinstance(model, HubModel):
         return _fetch_hub(model, report, refresh)
     if (found := find_fetched(model)) is not None:
@@ -184,14 +184,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # a name too long, or with a null byte
         return False
-
-
-def _has_size(path: Path, num_bytes: int | None) -> bool:
-    return num_bytes is None or path.stat().st_size == num_bytes
-
-
-def _silent(done_bytes: int, total_bytes: int, what: str) -> None:
-    pass
 
 
 def _marker(path: Path) -> Path:

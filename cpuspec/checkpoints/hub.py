@@ -216,10 +216,11 @@ def cached_models() -> Iterator[tuple[HubModel, Path, int]]:
             files = _files_of(snapshot)
             revision = named.get(snapshot.name, snapshot.name)
             # The name has the quantization if that is unique, else the file.
-            candidates = [
-                HubModel(repository, "", quantization, revision) for quantization in (*_quantizations(files), SAFETENSORS)
-            ]
-            candidates += [HubModel(repository, gguf.parts[0], "", revision) for gguf in _ggufs(files) if gguf.parts[0]]
+            ggufs = _ggufs(files)
+            names = [gguf.quantization for gguf in ggufs if _QUANTIZATION.search(gguf.stem)]
+            names = [*(name for name in names if names.count(name) == 1), SAFETENSORS]
+            candidates = [HubModel(repository, "", name, revision) for name in names]
+            candidates += [HubModel(repository, gguf.parts[0], "", revision) for gguf in ggufs if gguf.parts[0]]
             seen: set[str] = set()
             for model in candidates:
                 with suppress(ConfigError, CheckpointError):
@@ -325,11 +326,6 @@ def _safetensors(model: HubModel, files: Mapping[str, int | None], read_shards: 
     has = f"it has {_choices(files)}" if _ggufs(files) else ""
     what = f"{model.repository} has no {'' if has else 'GGUF file and no '}whole safetensors model"
     raise ConfigError("; ".join([what, *reasons[:1], *filter(None, [has])]))
-
-
-def _quantizations(files: Mapping[str, int | None]) -> list[str]:
-    names = [gguf.quantization for gguf in _ggufs(files) if _QUANTIZATION.search(gguf.stem)]
-    return [name for name in names if names.count(name) == 1]
 
 
 def _choices(files: Mapping[str, int | None]) -> str:

@@ -352,7 +352,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         **_scales(fields, family, hidden_size, None if pre_attention == head_dim else 1 / math.sqrt(pre_attention)),
         attention_softcap=fields.number("attn_logit_softcapping", 0.0),
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
-        local_rope_base=local.number("rope_theta", _local_base(fields, rope_base)) if has_local_rope else 1e4,
+        local_rope_base=local.number("rope_theta", fields.number("rope_local_base_freq", rope_base)) if has_local_rope else 1e4,
         **layer_flags(window, slides, rotated, has_local_rope),
         **{
             "qk_norm": "use_qk_norm" in family.hf_defaults and fields.boolean("use_qk_norm"),
@@ -516,11 +516,6 @@ def _rope_settings(fields: Fields, has_local_rope: bool) -> tuple[Fields, Fields
         added = added.over({key: rope.value(key) for key in ("rope_theta", "partial_rotary_factor")})
         rope, local = added, local if has_local_rope else added
     return rope, local
-
-
-def _local_base(fields: Fields, base: float) -> float:
-    """The rotary base of layers with a window, where their own settings have none."""
-    return fields.number("rope_local_base_freq") if "rope_local_base_freq" in fields else base
 
 
 def _read_rope_scaling(rope: Fields, context_length: int, original: int, family: Family) -> RopeScaling | None:

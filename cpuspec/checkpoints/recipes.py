@@ -8,7 +8,7 @@ A name is looked up by its file name, so a recipe that cannot be read is an erro
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -244,7 +244,7 @@ def _size(name: str) -> tuple[float, str]:
 def _read(path: Path) -> Recipe | ChainRecipe:
     """Read and check one file. Raises ConfigError: file, key, got, wanted."""
     raw = _read_toml(path)
-    return _chain(path, raw) if _is_chain(raw) else _recipe(path, raw)
+    return _chain(path, raw) if "target" in raw else _recipe(path, raw)
 
 
 def _read_toml(path: Path) -> dict[str, object]:
@@ -259,10 +259,6 @@ def _read_toml(path: Path) -> dict[str, object]:
         raise ConfigError(f"recipe {path} is nested too deep") from None
     except ValueError as error:
         raise ConfigError(f"recipe {path} is not TOML: {error}") from error
-
-
-def _is_chain(raw: dict[str, object]) -> bool:
-    return "target" in raw
 
 
 def _chain(path: Path, raw: dict[str, object]) -> ChainRecipe:
@@ -281,8 +277,8 @@ def _chain(path: Path, raw: dict[str, object]) -> ChainRecipe:
 
 def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
     table = _Table(f"recipe {path}", raw)
-    packages = [row for row in _list(raw.get("sources")) if isinstance(row, dict) and row.get("kind") == "pypi"]
-    only_hub = all("sha256" in row for row in packages)
+    rows = sources if isinstance(sources := raw.get("sources"), list) else []
+    only_hub = all("sha256" in row for row in rows if isinstance(row, dict) and row.get("kind") == "pypi")
     recipe = Recipe(
         name=table.text("name", _NAME, "lower-case letters, digits, dots and dashes"),
         description=table.text("description"),
@@ -310,10 +306,6 @@ def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
         if isinstance(source, PackageSource) and source.num_bytes != wanted:
             raise ConfigError(f"recipe {path}: parts of {source} have {source.num_bytes} bytes; wanted {wanted}, as `bytes` says")
     return recipe
-
-
-def _list(value: object) -> Iterable[object]:
-    return value if isinstance(value, list) else ()
 
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")

@@ -122,7 +122,8 @@ def converse(chat: Chat) -> None:
     """
     at_terminal = chat.at_terminal = sys.stdin is not None and sys.stdin.isatty()
     if at_terminal:
-        _enable_editing()
+        with contextlib.suppress(ImportError):
+            import_module("readline")  # line editing and history, where Python has them: input() uses it from then on
         chosen = describe_sampling(chat.params, chat.llm.sampling_defaults)
         note(f"{chat.model}: {chosen}; /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
     interrupted = False
@@ -142,12 +143,6 @@ def converse(chat: Chat) -> None:
             if not at_terminal:
                 raise
             note(f"error: {error}")
-
-
-def _enable_editing() -> None:
-    """Line editing and history, where Python has them."""
-    with contextlib.suppress(ImportError):
-        import_module("readline")  # input() uses it from then on
 
 
 def _read_message(at_terminal: bool) -> str | None:
@@ -317,7 +312,8 @@ def _make_room(chat: Chat) -> bool:
     num_dropped = next((count for count in range(1, num_old + 1) if _num_tokens(chat, count) < room), None)
     if num_dropped is None:
         raise ConfigError(f"{full}; this message is too long for it: shorten it, or start with a larger --context-length")
-    if not (chat.at_terminal and _agreed(f"{full}. Forget the {_exchanges(num_dropped)} to make room? [y/N] ")):
+    question = f"{full}. Forget the {_exchanges(num_dropped)} to make room? [y/N] "
+    if not chat.at_terminal or (_read_line(True, question) or "").strip().lower() not in ("y", "yes"):
         raise ConfigError(
             f"{full}; /drop {num_dropped} forgets the {_exchanges(num_dropped)} and makes room, /undo the last one, /reset all "
             "(/save FILE keeps them); or start with a larger --context-length"
@@ -329,11 +325,6 @@ def _make_room(chat: Chat) -> bool:
 def _num_tokens(chat: Chat, num_dropped: int) -> int:
     """The tokens of the prompt that the messages make without the `num_dropped` oldest exchanges."""
     return len(chat.llm.tokenizer.encode_chat(chat.messages_after(num_dropped), variables=chat.given_to_template))
-
-
-def _agreed(question: str) -> bool:
-    answer = _read_line(True, question)
-    return answer is not None and answer.strip().lower() in ("y", "yes")
 
 
 def _exchanges(count: int) -> str:

@@ -84,7 +84,7 @@ def generate(
         answer = stream_answer(llm, question, params, *shows, variables=variables)
         shown = {
             "model": model,
-            "revision": _revision(model),
+            "revision": revision_of(resolve_model(model_and_spec(model, None)[0])),
             "backend": running.backend,
             "threads": llm.threads,
             "draft": str(llm.spec),
@@ -122,8 +122,3 @@ def generate(
         raise typer.Exit(INTERRUPTED)
     if check and not check.passed:
         raise typer.Exit(ERROR)
-
-
-def _revision(model: str) -> str | None:
-    """The commit of the model of that name, or of the target of that chain, which was fetched, if it is the hub's."""
-    return revision_of(resolve_model(model_and_spec(model, None)[0]))

@@ -212,7 +212,7 @@ def note_errors(answers: Sequence[RequestResult]) -> None:
 def show_load(report: Mapping[str, Any]) -> None:
     """Print a report as tables."""
     drafted, taken, cached = (report[f"total_{name}"] for name in ("draft_tokens", "accepted_draft_tokens", "cached_tokens"))
-    good = report["request_goodput"]
+    good, within = report["request_goodput"], ", ".join(f"{name} {most:g} ms" for name, most in (report["goodput"] or {}).items())
     facts = [
         ("requests", f"{report['completed']} answered, {report['failed']} failed, {report['max_concurrent_requests']} at once"),
         ("duration", f"{report['duration']:.2f} s{', ' + report['stopped'] if report['stopped'] else ''}"),
@@ -221,20 +221,13 @@ def show_load(report: Mapping[str, Any]) -> None:
         *([("drafts", accepted(taken, drafted))] if drafted is not None and taken is not None else []),
         ("throughput", f"{report['request_throughput']:.3g} requests/s, {report['output_throughput']:.1f} tokens/s of answers"),
         ("with prompts", f"{report['total_token_throughput']:.1f} tokens/s"),
-        *([("goodput", f"{good:.3g} requests/s within {_targets(report['goodput'])}")] if good is not None else []),
+        *([("goodput", f"{good:.3g} requests/s within {within}")] if good is not None else []),
     ]
     print_facts(facts)
     names = [name for name in _TITLES if f"mean_{name}_ms" in report]
     if names:
         emit("\n")
         columns = [key.removesuffix(f"_{names[0]}_ms") for key in report if key.endswith(f"_{names[0]}_ms")]
-        rows = [(_TITLES[name], *(_milliseconds(report[f"{column}_{name}_ms"]) for column in columns)) for name in names]
+        values = {name: [report[f"{column}_{name}_ms"] for column in columns] for name in names}
+        rows = [(_TITLES[name], *("" if one is None else f"{one:.2f}" for one in values[name])) for name in names]
         print_table(("milliseconds", *(f"{column}>" for column in columns)), rows)
-
-
-def _targets(goodput: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {most:g} ms" for name, most in goodput.items())
-
-
-def _milliseconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"

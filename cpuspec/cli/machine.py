@@ -143,7 +143,8 @@ def versions() -> dict[str, str]:
 def show_machine(report: Report) -> None:
     """Print `describe_machine` as a table."""
     telling = [name for name in TELLING_FEATURES if name in report["features"]]
-    limit = report["memory_limit_bytes"]
+    limit, quota = report["memory_limit_bytes"], report["cpu_quota"]
+    limited = "" if quota is None else f"; a quota of {quota:g} processors limits them"
     memory = [
         ("there", report["memory_bytes"]),
         ("available", report["available_memory_bytes"]),
@@ -159,7 +160,7 @@ def show_machine(report: Report) -> None:
         ("", f"4-bit codes that stand for values are looked up with {report['lookup_isa']} instructions"),
         ("", f"thirteen rows and more {'are multiplied in' if report['tile_registers'] else 'have no'} tile registers (AMX)"),
         *(("", _kind(one)) for one in report["cores"] if len(report["cores"]) > 1),
-        ("threads", f"{report['default_threads']} by default{_limit_of_threads(report)}"),
+        ("threads", f"{report['default_threads']} by default{limited}"),
         ("memory", ", ".join(f"{size(value)} {what}" for what, value in memory if value is not None) or "unknown"),
         ("", _nodes(report)),
         ("", f"{size(report['prefix_cache_bytes'])} by default for the keys and values of finished requests (prefix cache)"),
@@ -192,12 +193,6 @@ def _kind(cores: Report) -> str:
     """Cores of one kind and speed, on a machine with several."""
     kind = f" of kind {cores['kind']}" if cores["kind"] else ""
     return f"{counted(cores['count'], 'core')}{kind}, {cores['speed']:.0%} of the top speed"
-
-
-def _limit_of_threads(report: Report) -> str:
-    """Why there are no more threads, if it is not the number of cores."""
-    quota = report["cpu_quota"]
-    return "" if quota is None else f"; a quota of {quota:g} processors limits them"
 
 
 def _nodes(report: Report) -> str:

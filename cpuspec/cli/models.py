@@ -45,8 +45,8 @@ def pull(
 
     For a name of the hub's, it is asked whether there is a newer one.
     """
-    wanted = dict.fromkeys(model for name in names for model in _named_models(options.checked_text(name, "NAME")))
-    found = {name: find_model(name) for name in wanted}
+    named = [model_and_spec(options.checked_text(name, "NAME"), None) for name in names]
+    found = {name: find_model(name) for target, spec in named for name in (target, *draft_models(spec))}
     done = []
     for name, model in found.items():
         was_there = path = model if isinstance(model, Path) else find_fetched(model)
@@ -64,12 +64,6 @@ def pull(
             emit(f"{path}\n")
     if as_json:
         emit_json(done)
-
-
-def _named_models(name: str) -> list[str]:
-    """The model of that name, or the target and the draft models of that chain."""
-    target, spec = model_and_spec(name, None)
-    return [target, *draft_models(spec)]
 
 
 @exit_codes()

@@ -25,7 +25,6 @@ from cpuspec.evaluate.parity import (
     TOP,
     WHOLE_ROWS,
     ModelIdentity,
-    OnStep,
     Parity,
     ParityLimits,
     Question,
@@ -33,7 +32,9 @@ from cpuspec.evaluate.parity import (
     Side,
     compare_sides,
     open_side,
-    record,
+)
+from cpuspec.evaluate.parity import (
+    record as record_side,
 )
 from cpuspec.evaluate.parity_file import read_recording, write_recording
 from cpuspec.evaluate.prompts import Prompt, prompt_ids, read_prompts, read_text_ids
@@ -87,7 +88,8 @@ def parity(
     """
     names = [a] if b is None else [a, b]
     sides = [read_side(options.checked_text(name, "AB"[number]), running.settings) for number, name in enumerate(names)]
-    check_record(record)
+    if record is not None and (record.is_dir() or not record.parent.is_dir()):  # told before minutes of measuring
+        raise typer.BadParameter(f"--record {record}: wanted a file in a directory that exists")
     if b is None and record is None:
         raise typer.BadParameter("there is nothing to compare with; name a second backend or record, or a file with --record")
     if record is not None and isinstance(sides[0], Recording):
@@ -115,7 +117,10 @@ def parity(
             with nullcontext() if isinstance(side, Recording) else busy(f"loading {side.name}"):
                 loaded.append(stack.enter_context(loaded_side(side, checkpoint, questions, spec)))
         with step_progress(tenths=False) as progress:
-            found = measure(loaded, identity, questions, record, (top, whole_rows), progress)
+            if record is not None:
+                beside = loaded[1] if b is not None else None
+                write_recording(record_side(loaded[0], identity, questions, beside, top, whole_rows, progress), record)
+            found = compare_sides(loaded[0], loaded[1], questions, progress) if b is not None else None
     if record is not None:
         note(f"{record} has what {a} said ({size(record.stat().st_size)})")
     if found is None:
@@ -148,12 +153,6 @@ def read_side(text: str, settings: EngineConfig) -> NamedBackend | Recording:
         check_backend(backend, settings)
         get_kv_format(settings.kv_format)
     return NamedBackend(text, backend, settings)
-
-
-def check_record(path: Path | None) -> None:
-    """Raise BadParameter where nothing can be written. Call it before minutes of measuring."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise typer.BadParameter(f"--record {path}: wanted a file in a directory that exists")
 
 
 @contextmanager
@@ -190,21 +189,6 @@ def shared_questions(sides: list[NamedBackend | Recording], model: ModelIdentity
             first, other = runs[0].about["recorded"], run.about["recorded"]
             raise ConfigError(f"{first} and {other} answer different prompts; record one of them beside the other")
     return runs[0].questions if runs else None
-
-
-def measure(
-    sides: list[Side],
-    model: ModelIdentity,
-    questions: list[Question],
-    path: Path | None,
-    keep: tuple[int, int],
-    on_progress: OnStep,
-) -> Parity | None:
-    """Record the first side where a path is given, then compare the two, if there are two. keep: ids of a row, whole rows."""
-    if path is not None:
-        beside = sides[1] if len(sides) > 1 else None
-        write_recording(record(sides[0], model, questions, beside, *keep, on_progress=on_progress), path)
-    return compare_sides(sides[0], sides[1], questions, on_progress) if len(sides) > 1 else None
 
 
 def describe_parity(model: ModelIdentity, found: Parity, failures: list[str]) -> Report:

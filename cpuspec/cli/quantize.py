@@ -32,10 +32,6 @@ ContextOption = Annotated[int, option("N", "Tokens of such a piece.", "--context
 ThreadsOption = Annotated[int | None, option("N", "Threads; by default every core.", "--threads", "-t", min=1)]
 
 
-def _read_methods(text: str) -> tuple[str, ...]:
-    return () if text == "round" else options.split_list(text.lower())
-
-
 JOB = {
     "type_name": (
         option(
@@ -52,7 +48,7 @@ JOB = {
             "round, the default; or gptq, awq, smoothquant, or several with commas, as awq,gptq: they need a calibration text.",
             "--method",
         ),
-        _read_methods,
+        lambda text: () if text == "round" else options.split_list(text.lower()),
     ),
     "pure": flag("--pure", "Give every matrix the type's own format instead of a mix."),
     "output": option("FORMAT", "The format of the output matrix.", "--output-tensor-type"),

@@ -38,8 +38,7 @@ from cpuspec.speculation.combine import Combined, Rule, first_hit, one_after_ano
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.drafters import masks
 from cpuspec.speculation.drafters.heads import RULES, TREE_RULES, HeadProposer
-from cpuspec.speculation.drafters.ngram import make_ngram
-from cpuspec.speculation.drafters.suffix import make_suffix
+from cpuspec.speculation.drafters.lookups import NUM_TOKENS, make_lookup
 from cpuspec.speculation.drafters.translate import TranslatedProposer
 from cpuspec.speculation.drafters.user import UserProposer, is_import_path
 from cpuspec.speculation.drafters.vocab import SharedTokens, same_tokens
@@ -78,7 +77,7 @@ def _fewer_layers(target: Checkpoint, skipped: str) -> Weights:
 
 
 # Drafters without a model. They look drafts up in text and verify none, so they come first in a spec.
-LOOKUPS: Mapping[str, Callable[[LevelSpec], Proposer]] = {"ngram": make_ngram, "suffix": make_suffix}
+LOOKUPS: Mapping[str, Callable[[LevelSpec], Proposer]] = dict.fromkeys(NUM_TOKENS, make_lookup)
 
 # How a head drafts, if not a chain of its likeliest tokens: a tree of the likeliest, or a chain of tokens that it draws.
 HEAD_STYLES = ("tree", "draw")

@@ -1,11 +1,9 @@
-"""Prompts for measurements: fields of JSON-lines files, raw or in chat form; passages to summarize and quote; random words."""
+"""Prompts for measurements: fields of JSON-lines files, raw or in chat form."""
 
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from string import ascii_lowercase
 from typing import Any
 
 from cpuspec.errors import ConfigError, in_one_line
@@ -18,9 +16,6 @@ CHAT_FORMS: Mapping[str, str] = {
     "chat": "{}",
     "complete": "Complete this function. Answer with the whole function.\n\n```python\n{}\n```",
 }
-_QUOTE = "Summarize this passage in two sentences. Then quote it word for word.\n\n{}"
-_PASSAGE_CHARACTERS = range(400, 1200)
-_WORDS_IN_A_PROMPT = 60
 _CHARACTERS_OF_A_TOKEN = 32  # at most, so that a long file is not encoded for its beginning
 _SHAPE = f"wanted FILE:FIELD:COUNT, and for conversations :{' or :'.join(CHAT_FORMS)} after it"
 
@@ -42,44 +37,24 @@ def read_prompts(text: str) -> PromptSet:
     if form not in CHAT_FORMS:
         file, form = text, ""
     path, field, count = [*file.rsplit(":", 2), "", ""][:3]
-    number = _count(count, text, _SHAPE)
+    number = read_count(count, text, _SHAPE)
     lines = [line for line in read_text(Path(path)).splitlines() if line.strip()]
     if len(lines) < number:
         raise ConfigError(f"{path} has {len(lines)} lines, and {text!r} asks for {number}")
     texts = [_field(line, field, f"{path}, line {i}") for i, line in enumerate(lines[:number], 1)]
     name = ":".join([Path(path).stem, *([form] if form else [])])
-    return PromptSet(name, tuple(_said(CHAT_FORMS[form], one) if form else one for one in texts))
-
-
-def read_quotes(text: str) -> PromptSet:
-    """Passages of a text file, given as FILE:COUNT, to be summarized and quoted: its first paragraphs of a fair length."""
-    path, _, count = text.rpartition(":")
-    number = _count(count, text, "wanted FILE:COUNT")
-    paragraphs = [line.strip() for line in read_text(Path(path)).splitlines()]
-    passages = [paragraph for paragraph in paragraphs if len(paragraph) in _PASSAGE_CHARACTERS]
-    if len(passages) < number:
-        raise ConfigError(f"{path} has {len(passages)} paragraphs of a fair length, and {text!r} asks for {number}")
-    return PromptSet(f"{Path(path).stem}:quote", tuple(_said(_QUOTE, passage) for passage in passages[:number]))
+    said: list[Prompt] = [[{"role": "user", "content": CHAT_FORMS[form].replace("{}", one)}] if form else one for one in texts]
+    return PromptSet(name, tuple(said))
 
 
 def read_text_ids(text: str, tokenizer: Tokenizer) -> list[int]:
     """The first ids of a text file, given as FILE:TOKENS. Raises ConfigError where it has fewer."""
     path, _, count = text.rpartition(":")
-    number = _count(count, text, "wanted FILE:TOKENS")
+    number = read_count(count, text, "wanted FILE:TOKENS")
     ids = tokenizer.encode(read_text(Path(path))[: number * _CHARACTERS_OF_A_TOKEN])[:number]
     if len(ids) < number:
         raise ConfigError(f"{path} has {len(ids)} tokens, and {text!r} asks for {number}")
     return ids
-
-
-def random_words(count: int, seed: int = 0) -> PromptSet:
-    """Prompts of random letters, in which nothing can be looked up."""
-    rng = random.Random(seed)
-
-    def word() -> str:
-        return "".join(rng.choices(ascii_lowercase, k=rng.randint(3, 9)))
-
-    return PromptSet("random words", tuple(" ".join(word() for _ in range(_WORDS_IN_A_PROMPT)) for _ in range(count)))
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
@@ -87,11 +62,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
 
 
-def _said(form: str, text: str) -> Prompt:
-    return [{"role": "user", "content": form.replace("{}", text)}]
-
-
-def _count(count: str, text: str, wanted: str) -> int:
+def read_count(count: str, text: str, wanted: str) -> int:
     if not (count.isascii() and count.isdigit() and 0 < len(count) < 7 and int(count)):
         raise ConfigError(f"cannot read the prompts {text!r}; {wanted}")
     return int(count)

@@ -86,7 +86,8 @@ def _run(job: dict[str, Any], result: int) -> None:
         _call(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
         if job["isolated"]:
             _enter_directory(job)
-            _drop_capabilities()
+            header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+            _call(_libc.syscall(_CAPSET, header, (ctypes.c_uint32 * 6)()), "capset")
         _limit(job)
         _filter_system_calls(required=job["isolated"])
     except (OSError, ValueError) as error:
@@ -149,11 +150,6 @@ def _show(place: str, root: str) -> None:
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
     _call(_libc.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
-
-
-def _drop_capabilities() -> None:
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    _call(_libc.syscall(_CAPSET, header, (ctypes.c_uint32 * 6)()), "capset")
 
 
 def _limit(job: dict[str, Any]) -> None:

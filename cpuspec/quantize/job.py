@@ -149,7 +149,9 @@ def quantize(
         most = int(job.bits_per_weight * sum(math.prod(shape) for shape in matrices.values()) / 8)
         budget.check(sizes, most)
     of_inputs: dict[str, F32] = of_matrices(importance, weights, name_of) if importance else {}
-    lacking = _lacking_importance(formats, of_inputs, job.type_name) if importance else []
+    # Formats for which llama-quantize demands importance.
+    needy = (_NEEDY | ({"q2_k"} if job.type_name == "q2_k_s" else set())) if importance else set()
+    lacking = [name for name in formats if formats[name].name in needy and name not in {*of_inputs, "embed", "output"}]
     if lacking and chunks is None:
         raise ConfigError(
             f"the importance matrix has no entry for {len(lacking)} matrices, as {name_of(lacking[0])}, which would become "
@@ -251,12 +253,6 @@ def _made(
         num_resumed=num_resumed,
         num_left_out=0 if is_kept else len(checkpoint.prediction_layers),
     )
-
-
-def _lacking_importance(formats: Mapping[str, Format], of_inputs: Mapping[str, F32], type_name: str) -> list[str]:
-    """Matrices without importance, in formats for which llama-quantize demands it."""
-    needy = _NEEDY | ({"q2_k"} if type_name == "q2_k_s" else set())
-    return [name for name in formats if formats[name].name in needy and name not in of_inputs and name not in ("embed", "output")]
 
 
 def _with_tied_embedding(of_inputs: Mapping[str, F32], matrices: Mapping[str, tuple[int, ...]]) -> dict[str, F32]:

@@ -5,7 +5,7 @@ written when it is full, so a run that is interrupted loses what the unfinished 
 compared the tokens of the finished ones with its texts, writes the same bytes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -262,16 +262,12 @@ def _write(path: Path, about: Extraction, samples: list[Sample], summary: Extrac
 
 def _check_same(there: Extraction, wanted: Extraction, out: Path) -> None:
     """Raise ConfigError unless a directory's samples are of the same model and settings."""
-    mine, theirs = (asdict(one) | {"files": _digests(one.files)} for one in (wanted, there))
+    mine, theirs = (asdict(one) | {"files": sorted(file["sha256"] for file in one.files)} for one in (wanted, there))
     for name in mine.keys() - {"model"}:
         if mine[name] != theirs[name]:
             raise ConfigError(
                 f"{out} has samples with {name} {theirs[name]}, and this run has {mine[name]}; name another directory"
             )
-
-
-def _digests(files: Sequence[Mapping[str, Any]]) -> list[str]:
-    return sorted(file["sha256"] for file in files)
 
 
 def _go_past(there: SampleSet, texts: Iterator[ReadText], out: Path) -> None:

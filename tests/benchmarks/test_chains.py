@@ -6,6 +6,7 @@ import pytest
 
 from cpuspec import LLM
 from cpuspec.checkpoints import open_checkpoint
+from cpuspec.errors import ConfigError
 from cpuspec.formats import FORMATS, get_format
 from tests.backends.models import SMALL
 from tools.make_tiny_model import make_tiny_gguf
@@ -114,3 +115,22 @@ def test_a_target_in_bf16_has_every_matrix_in_bf16_with_the_values_of_the_file(m
         else:
             assert cast.tensors[name] is tensor
     assert {"embed", "output"} <= cast.tensors.keys()
+
+
+def test_passages_are_paragraphs_of_a_fair_length(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("short\n" + "a" * 500 + "\n\n" + "b" * 600 + "\n" + "c" * 5000 + "\n", "utf-8")
+    first, second = chains.read_quotes(f"{path}:2").prompts
+    assert first[0]["content"].endswith("a" * 500)
+    assert second[0]["content"].endswith("b" * 600)
+    with pytest.raises(ConfigError, match="has 2 paragraphs"):
+        chains.read_quotes(f"{path}:3")
+    with pytest.raises(ConfigError, match="FILE:COUNT"):
+        chains.read_quotes(str(path))
+
+
+def test_random_words_are_always_the_same_and_never_alike():
+    words = chains.random_words(3)
+    assert words == chains.random_words(3)
+    assert len(set(words.prompts)) == 3
+    assert len(set(words.prompts[0].split())) > 50

@@ -18,7 +18,7 @@ from cpuspec.speculation.chain import DEFAULT_NUM_TOKENS, ChainProposer
 from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.combine import Combined
 from cpuspec.speculation.context import Context
-from cpuspec.speculation.drafters.ngram import NgramProposer
+from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.oracles import ToyBackend, ToyTokenizer
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
@@ -178,10 +178,10 @@ def test_what_is_no_table_of_levels_is_a_clear_error(value: Any) -> None:
 def test_sources_are_made_with_their_number_of_tokens() -> None:
     assert isinstance(built("none"), NullProposer)
     ngram = built("ngram@3")
-    assert isinstance(ngram, NgramProposer)
+    assert isinstance(ngram, LookupProposer)
     assert (ngram.num_tokens, ngram.tree) == (3, False)
     tree = built("ngram:tree@9:0.3")
-    assert isinstance(tree, NgramProposer)
+    assert isinstance(tree, LookupProposer)
     assert (tree.num_tokens, tree.min_prob, tree.tree) == (9, 0.3, True)
     for name in LOOKUPS:
         assert built(name).name == name
@@ -249,10 +249,10 @@ def test_models_verify_what_stands_before_them(models: Path) -> None:
         assert isinstance(joined, Combined)
         cast, continuing = joined.proposers
         assert isinstance(cast, ChainProposer)
-        assert isinstance(continuing, NgramProposer)
+        assert isinstance(continuing, LookupProposer)
         draft = cast.inner
         assert isinstance(draft, ChainProposer)
-        assert isinstance(draft.inner, NgramProposer)
+        assert isinstance(draft.inner, LookupProposer)
         assert [(level.name, level.num_tokens, level.min_confidence) for level in (draft, cast, skip)] == [
             ("draft.gguf", 3, 0),
             ("self:q4_0", 5, 0.5),

@@ -19,7 +19,7 @@ from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.combine import Combined, first_hit, one_after_another
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.drafters.ngram import NgramProposer
+from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.planner.costs import Costs
 from cpuspec.speculation.planner.planner import Planner
 from cpuspec.speculation.proposer import NullProposer, Proposer
@@ -62,14 +62,18 @@ PROPOSER_FACTORIES: dict[str, Callable[[], Proposer]] = {
     "planned": lambda: planned(CHEAP_ROWS),
     "draft model": lambda: chain_over(NullProposer(), 0),
     "unsure draft model of fewer tokens": lambda: chain_over(NullProposer(), 0, VOCAB - 1, 6, 0.3),
-    "chain of two": lambda: chain_over(NgramProposer(), 4),
+    "chain of two": lambda: chain_over(LookupProposer("ngram"), 4),
     "chain over suffix": lambda: chain_over(source("suffix"), 4),
     "unsure chain over suffix": lambda: chain_over(source("suffix"), 4, num_tokens=6, min_confidence=0.3),
     "chain over a tree": lambda: chain_over(SampledProposer(VOCAB, TREE, hidden_layers=(0,)), 4),
-    "first hit": lambda: Combined((NgramProposer(2), SampledProposer(VOCAB, hidden_layers=(1,))), first_hit, "first hit"),
-    "one after another": lambda: Combined((SampledProposer(VOCAB), NgramProposer(2)), one_after_another, "one after another"),
+    "first hit": lambda: Combined((LookupProposer("ngram", 2), SampledProposer(VOCAB, hidden_layers=(1,))), first_hit, "first hit"),
+    "one after another": lambda: Combined(
+        (SampledProposer(VOCAB), LookupProposer("ngram", 2)), one_after_another, "one after another"
+    ),
     "chain over one after another": lambda: chain_over(
-        Combined((NgramProposer(1), chain_over(NullProposer(), 2, num_tokens=2)), one_after_another, "both"), 4, num_tokens=7
+        Combined((LookupProposer("ngram", 1), chain_over(NullProposer(), 2, num_tokens=2)), one_after_another, "both"),
+        4,
+        num_tokens=7,
     ),
     "chain of three, of more tokens": lambda: chain_over(chain_over(SampledProposer(VOCAB), 2, VOCAB + 2, 3), 4, VOCAB + 1, 7, 0.3),
 }
@@ -262,7 +266,7 @@ def test_the_greedy_requests_above_exercise_acceptance_rejection_and_every_endin
     reasons, accepted, evaluated = Counter[str](), 0, 0
     for seed in range(6):
         model = ToyBackend(seed, VOCAB, memory=[0.0, 0.3, 1.0][seed % 3])
-        engine = engine_over(model, NgramProposer())
+        engine = engine_over(model, LookupProposer("ngram"))
         reasons.update(outputs[-1].finish_reason or "" for outputs in run(engine, *random_requests(seed)))
         accepted += engine.levels["ngram"].num_accepted_tokens
         evaluated += engine.levels["ngram"].num_evaluated_tokens
@@ -583,7 +587,7 @@ def test_a_prompt_that_continues_an_earlier_conversation_feeds_only_what_is_new(
 
 def test_figures_count_what_happened() -> None:
     model = ToyBackend(0, VOCAB, memory=0.0, max_rows=256)
-    engine = engine_over(model, NgramProposer(3))
+    engine = engine_over(model, LookupProposer("ngram", 3))
     (outputs,) = run(engine, [[0, 4, 5, 4, 5]], [SamplingParams(max_tokens=40, ignore_eos=True)])
     stats = outputs[-1].stats
     assert stats is not None
@@ -602,7 +606,7 @@ def test_figures_count_what_happened() -> None:
 
 def test_every_level_of_a_chain_has_figures_of_its_own_cheapest_first() -> None:
     model = ToyBackend(0, VOCAB, memory=0.8, max_rows=256)
-    chain = chain_over(chain_over(NgramProposer(), 4, num_tokens=3), 0, num_tokens=6)
+    chain = chain_over(chain_over(LookupProposer("ngram"), 4, num_tokens=3), 0, num_tokens=6)
     engine = engine_over(model, chain)
     prompts, params = [[0, 4, 5, 4, 5], [0, 6, 6]], [SamplingParams(max_tokens=20, ignore_eos=True)] * 2
     stats = [outputs[-1].stats for outputs in run(engine, prompts, params)]
@@ -621,7 +625,7 @@ def test_every_level_of_a_chain_has_figures_of_its_own_cheapest_first() -> None:
 
 def test_speculation_that_drafts_nothing_runs_the_same_forwards_as_none() -> None:
     counts = []
-    for proposer in (NullProposer(), NgramProposer()):
+    for proposer in (NullProposer(), LookupProposer("ngram")):
         model = ToyBackend(1, 100, memory=3.0)  # over so many tokens nothing repeats soon
         engine = Engine(Context(model, 1, 64), proposer, ToyTokenizer(100))  # type: ignore[arg-type]
         run(engine, [[0, 4, 5]], [SamplingParams(max_tokens=4, ignore_eos=True)])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cpuspec.errors import ConfigError
-from cpuspec.evaluate.prompts import PromptSet, random_words, read_prompts, read_quotes, read_text_ids
+from cpuspec.evaluate.prompts import PromptSet, read_prompts, read_text_ids
 
 
 @pytest.fixture
@@ -51,18 +51,6 @@ def test_a_file_that_is_not_json_is_said(tmp_path):
         read_prompts(f"{path}:a:1")
 
 
-def test_passages_are_paragraphs_of_a_fair_length(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("short\n" + "a" * 500 + "\n\n" + "b" * 600 + "\n" + "c" * 5000 + "\n", "utf-8")
-    first, second = read_quotes(f"{path}:2").prompts
-    assert first[0]["content"].endswith("a" * 500)
-    assert second[0]["content"].endswith("b" * 600)
-    with pytest.raises(ConfigError, match="has 2 paragraphs"):
-        read_quotes(f"{path}:3")
-    with pytest.raises(ConfigError, match="FILE:COUNT"):
-        read_quotes(str(path))
-
-
 def test_a_text_gives_its_first_ids_and_no_fewer_than_asked(tmp_path):
     class Letters:
         def encode(self, text):
@@ -74,10 +62,3 @@ def test_a_text_gives_its_first_ids_and_no_fewer_than_asked(tmp_path):
     for text, wanted in ((f"{path}:7", "has 6 tokens"), (str(path), "FILE:TOKENS"), (f"{path}.gone:1", "cannot be read")):
         with pytest.raises(ConfigError, match=wanted):
             read_text_ids(text, Letters())
-
-
-def test_random_words_are_always_the_same_and_never_alike():
-    words = random_words(3)
-    assert words == random_words(3)
-    assert len(set(words.prompts)) == 3
-    assert len(set(words.prompts[0].split())) > 50

@@ -21,7 +21,7 @@ from cpuspec.server.figures import completion_logprobs
 from cpuspec.server.response_store import ResponseStore
 from cpuspec.server.runner import Runner
 from cpuspec.settings import SamplingParams, SpecConfig
-from cpuspec.speculation.drafters.suffix import SuffixProposer
+from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.text.tokenizer import Tokenizer
 from tests.server.running import LONGEST_CALLBACK_S, Running, load, serving, with_free_loop
 from tests.server.test_admission import Desk
@@ -217,7 +217,7 @@ def test_a_closed_runner_lets_nobody_wait(path: Path) -> None:
 
 
 def test_many_salts_leave_few_texts_behind() -> None:
-    proposer = SuffixProposer()
+    proposer = LookupProposer("suffix")
     for number in range(500):
         seq = Sequence.new(number, [1, 2], SamplingParams(cache_salt=str(number)))
         proposer.begin(seq, 0)

@@ -1,6 +1,7 @@
 """Chains against the target's own distribution, enumerated exactly, and what a chain does with limits, batches and retractions."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.combine import Combined, Rule, first_hit, one_after_another
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.drafters.ngram import NgramProposer
+from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.proposer import Floors, NullProposer, Proposer
 from tests.oracles import ToyBackend
 from tests.speculation.exact import ExactContext, ExactSource, distance
@@ -90,7 +91,7 @@ def drafting(
     return chain, seqs, model
 
 
-INNER = {"none": NullProposer, "ngram": NgramProposer}
+INNER = {"none": NullProposer, "ngram": partial(LookupProposer, "ngram")}
 every_inner = pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 PENALISED = SamplingParams(temperature=0.9, top_k=6, frequency_penalty=0.6, repetition_penalty=1.2, logit_bias={3: 1.5}, seed=5)
 
@@ -182,7 +183,7 @@ def test_a_prompt_alone_is_read_in_whole_forwards() -> None:
 def test_inner_drafts_save_forwards_and_their_verifications_are_handed_up_for_metrics() -> None:
     plain, (seq,), model = drafting(NullProposer(), [SamplingParams()], num_tokens=20)
     (expected,) = plain.propose([seq], [20])
-    chain, (seq,), fewer = drafting(NgramProposer(), [SamplingParams()], num_tokens=20)
+    chain, (seq,), fewer = drafting(LookupProposer("ngram"), [SamplingParams()], num_tokens=20)
     (draft,) = chain.propose([seq], [20])
     assert draft.tokens.tolist() == expected.tokens.tolist()
     assert len(draft.cycles) == fewer.num_forwards < model.num_forwards == 20
@@ -254,7 +255,7 @@ def test_drafts_end_where_the_draft_models_context_does() -> None:
 
 
 def test_levels_are_known_from_the_cheapest_on() -> None:
-    first, _, _ = drafting(NgramProposer(), [SamplingParams()])
+    first, _, _ = drafting(LookupProposer("ngram"), [SamplingParams()])
     second = ChainProposer(first, Context(ToyBackend(1), 1, 64))
     assert second.levels == (first, second)
-    assert NgramProposer().levels == ()
+    assert LookupProposer("ngram").levels == ()

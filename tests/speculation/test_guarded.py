@@ -12,7 +12,7 @@ from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.combine import Combined, first_hit, one_after_another
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.drafters.ngram import NgramProposer
+from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.drafters.user import UserProposer
 from cpuspec.speculation.guarded import GuardedProposer
 from cpuspec.speculation.proposer import NullProposer, Proposer
@@ -79,8 +79,8 @@ def shapes(failing: Any) -> dict[str, Proposer]:
     context = Context(ToyBackend(2, memory=0.2), 2, 64)
     return {
         "alone": failing,
-        "first": Combined((failing, NgramProposer()), first_hit, "first"),
-        "then": Combined((NgramProposer(), failing), one_after_another, "then"),
+        "first": Combined((failing, LookupProposer("ngram")), first_hit, "first"),
+        "then": Combined((LookupProposer("ngram"), failing), one_after_another, "then"),
         "chain": ChainProposer(failing, context),
     }
 

@@ -1,6 +1,7 @@
 """Matches, frequencies and drafts against definitions written out: every occurrence compared, every order of context counted."""
 
 from fractions import Fraction
+from functools import partial
 from itertools import cycle, islice
 
 import numpy as np
@@ -23,8 +24,7 @@ from cpuspec.speculation.drafters.lookup import (
     draft_likely,
     next_probs,
 )
-from cpuspec.speculation.drafters.ngram import NgramProposer
-from cpuspec.speculation.drafters.suffix import SuffixProposer
+from cpuspec.speculation.drafters.lookups import LookupProposer
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 NUM_AHEAD = 5
@@ -213,8 +213,8 @@ def test_a_tree_is_made_of_the_likeliest_paths(sources: list[Evidence], num_toke
     assert [expected[path] for path in drafted] == pytest.approx(sorted(expected.values(), reverse=True)[:num_tokens])
 
 
-@pytest.mark.parametrize("proposer", [NgramProposer(8), SuffixProposer(8)], ids=["ngram", "suffix"])
-def test_a_prediction_is_drafted_from_the_first_token_on_and_again_after_a_change(proposer: NgramProposer | SuffixProposer) -> None:
+@pytest.mark.parametrize("proposer", [LookupProposer("ngram", 8), LookupProposer("suffix", 8)], ids=["ngram", "suffix"])
+def test_a_prediction_is_drafted_from_the_first_token_on_and_again_after_a_change(proposer: LookupProposer) -> None:
     prediction = list(range(100, 130))
     seq = Sequence.new(3, [1, 2, 3, 4], SamplingParams(), prediction=prediction)
     proposer.begin(seq, 0)
@@ -260,7 +260,7 @@ def test_a_long_text_is_indexed_in_parts_and_then_matches_as_a_short_one_does(gr
 
 LOOKUPS = {
     f"{name}{':tree' if tree else ''}": lambda kind=kind, tree=tree: kind(8, 0.0, tree=tree)
-    for name, kind in (("ngram", NgramProposer), ("suffix", SuffixProposer))
+    for name, kind in (("ngram", partial(LookupProposer, "ngram")), ("suffix", partial(LookupProposer, "suffix")))
     for tree in (False, True)
 }
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from cpuspec.sequence import Sequence
 from cpuspec.settings import SamplingParams
 from cpuspec.speculation.drafters.lookup import MAX_MATCH, STRENGTH
-from cpuspec.speculation.drafters.ngram import NgramProposer
+from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.verify import Verdict
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
@@ -28,7 +28,7 @@ def rescanned(tokens: list[int], num_tokens: int) -> list[int]:
 @settings(max_examples=150)
 @given(TOKENS, st.lists(TOKENS, max_size=6))
 def test_drafts_equal_a_full_rescan_after_every_round(prompt: list[int], rounds: list[list[int]]) -> None:
-    proposer, seq = NgramProposer(4, min_prob=0.0), Sequence.new(7, prompt, SamplingParams())
+    proposer, seq = LookupProposer("ngram", 4, min_prob=0.0), Sequence.new(7, prompt, SamplingParams())
     proposer.begin(seq, 0)
     for new in rounds:
         (draft,) = proposer.propose([seq], [3])
@@ -39,14 +39,14 @@ def test_drafts_equal_a_full_rescan_after_every_round(prompt: list[int], rounds:
 
 
 def test_a_repetition_is_carried_on_beyond_its_end() -> None:
-    proposer, seq = NgramProposer(), Sequence.new(0, [5, 6, 7] * 3, SamplingParams())
+    proposer, seq = LookupProposer("ngram"), Sequence.new(0, [5, 6, 7] * 3, SamplingParams())
     proposer.begin(seq, 0)
     assert proposer.propose([seq], [9])[0].tokens.tolist() == [5, 6, 7, 5, 6, 7, 5]
 
 
 def test_each_token_that_agrees_makes_the_next_one_likelier_and_an_unlikely_draft_ends() -> None:
     for prompt, min_prob, length, num_tokens in (([4, 9, 9, 9, 4], 0.0, 1, 7), ([3, 4, 9, 9, 9, 3, 4], 0.15, 2, 2)):
-        proposer, seq = NgramProposer(min_prob=min_prob), Sequence.new(0, prompt, SamplingParams())
+        proposer, seq = LookupProposer("ngram", min_prob=min_prob), Sequence.new(0, prompt, SamplingParams())
         proposer.begin(seq, 0)
         (draft,) = proposer.propose([seq], [9])
         confidence = [1 - (STRENGTH / (STRENGTH + 1)) ** (length + i) for i in range(num_tokens)]
@@ -56,7 +56,7 @@ def test_each_token_that_agrees_makes_the_next_one_likelier_and_an_unlikely_draf
 
 def test_a_tree_has_the_latest_occurrence_and_the_other_ones_beside_it() -> None:
     prompt = [4, 5, 6, 9, 4, 5, 6, 8, 4, 5, 7, 4, 5]
-    tree, chain = NgramProposer(6, min_prob=0.0, tree=True), NgramProposer(2, min_prob=0.0)
+    tree, chain = LookupProposer("ngram", 6, min_prob=0.0, tree=True), LookupProposer("ngram", 2, min_prob=0.0)
     seq = Sequence.new(0, prompt, SamplingParams())
     drafts = []
     for proposer in (tree, chain):

@@ -10,7 +10,7 @@ from cpuspec.model.batch import ForwardBatch
 from cpuspec.settings import SamplingParams
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context
-from cpuspec.speculation.drafters.ngram import NgramProposer
+from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.oracles import RecurrentBackend, SampledProposer, ToyTokenizer, plain_greedy
 
@@ -34,9 +34,9 @@ def chain_over(inner: Proposer, kept: Callable[[int, int], Iterable[int]]) -> Pr
 
 PROPOSERS: dict[str, Callable[[Callable[[int, int], Iterable[int]]], Proposer]] = {
     "none": lambda kept: NullProposer(),
-    "ngram": lambda kept: NgramProposer(),
+    "ngram": lambda kept: LookupProposer("ngram"),
     "tree": lambda kept: SampledProposer(8, TREE, independent=True),
-    "chain": lambda kept: chain_over(NgramProposer(), kept),
+    "chain": lambda kept: chain_over(LookupProposer("ngram"), kept),
     "chain over a tree": lambda kept: chain_over(SampledProposer(8, TREE), kept),
 }
 

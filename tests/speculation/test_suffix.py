@@ -7,7 +7,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.sequence import Sequence
 from cpuspec.settings import SamplingParams, SpecConfig
 from cpuspec.speculation.drafters.lookup import MIN_PROB
-from cpuspec.speculation.drafters.suffix import DEFAULT_NUM_TOKENS, SuffixProposer, make_suffix
+from cpuspec.speculation.drafters.lookups import NUM_TOKENS, LookupProposer, make_lookup
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
@@ -18,8 +18,8 @@ def request(id: int, prompt: list[int], answer: list[int] | None = None) -> Sequ
     return seq
 
 
-def remembering(answers: list[list[int]], **settings: int | bool) -> SuffixProposer:
-    proposer = SuffixProposer(min_prob=0.0, **settings)  # type: ignore[arg-type]
+def remembering(answers: list[list[int]], **settings: int | bool) -> LookupProposer:
+    proposer = LookupProposer("suffix", min_prob=0.0, **settings)  # type: ignore[arg-type]
     for id, answer in enumerate(answers):
         seq = request(1000 + id, [9])
         proposer.begin(seq, 0)
@@ -28,7 +28,7 @@ def remembering(answers: list[list[int]], **settings: int | bool) -> SuffixPropo
     return proposer
 
 
-def drafted(proposer: SuffixProposer, prompt: list[int], limit: int = 64) -> list[int]:
+def drafted(proposer: LookupProposer, prompt: list[int], limit: int = 64) -> list[int]:
     seq = request(0, prompt)
     proposer.begin(seq, 0)
     (draft,) = proposer.propose([seq], [limit])
@@ -45,7 +45,7 @@ def test_past_answers_are_drafted_from_and_end_where_they_ended() -> None:
 
 
 def test_only_an_answer_is_remembered_and_only_once_it_ended() -> None:
-    proposer, seq = SuffixProposer(min_prob=0.0), request(1, [4, 5, 6])
+    proposer, seq = LookupProposer("suffix", min_prob=0.0), request(1, [4, 5, 6])
     proposer.begin(seq, 0)
     proposer.propose([seq.ahead([7, 8])], [4])
     seq.extend([7, 3])
@@ -60,7 +60,7 @@ def test_answers_are_remembered_for_requests_of_their_salt_alone_and_the_bound_i
     def salted(id: int, tokens: list[int], salt: str) -> Sequence:
         return Sequence.new(id, tokens, SamplingParams(cache_salt=salt))
 
-    proposer = SuffixProposer(min_prob=0.0, max_past_tokens=8)
+    proposer = LookupProposer("suffix", min_prob=0.0, max_past_tokens=8)
     for id, salt in enumerate("ab"):
         seq = salted(id, [0], salt)
         proposer.begin(seq, 0)
@@ -88,7 +88,7 @@ def test_a_quotation_goes_on_behind_a_word_that_was_changed() -> None:
 
 def test_more_of_an_answer_agreeing_means_a_longer_draft() -> None:
     answer = list(range(4, 30))
-    proposer = SuffixProposer()
+    proposer = LookupProposer("suffix")
     seq = request(1, [0])
     proposer.begin(seq, 0)
     seq.extend(answer)
@@ -96,7 +96,7 @@ def test_more_of_an_answer_agreeing_means_a_longer_draft() -> None:
     lengths = [len(drafted(proposer, answer[:size])) for size in range(1, 12)]
     assert lengths == sorted(lengths)
     assert lengths[0] <= 1
-    assert lengths[-1] == DEFAULT_NUM_TOKENS
+    assert lengths[-1] == NUM_TOKENS["suffix"]
 
 
 def test_past_answers_stay_within_their_bound_and_the_oldest_go_first() -> None:
@@ -110,16 +110,16 @@ def test_past_answers_stay_within_their_bound_and_the_oldest_go_first() -> None:
 
 def test_specs_say_how_many_tokens_how_sure_and_whether_a_tree() -> None:
     for spec, tree, num_tokens, min_prob in (
-        ("suffix", False, DEFAULT_NUM_TOKENS, MIN_PROB),
+        ("suffix", False, NUM_TOKENS["suffix"], MIN_PROB),
         ("suffix@8", False, 8, MIN_PROB),
-        ("suffix:tree", True, DEFAULT_NUM_TOKENS, MIN_PROB),
+        ("suffix:tree", True, NUM_TOKENS["suffix"], MIN_PROB),
         ("suffix:tree@16:0.3", True, 16, 0.3),
     ):
-        proposer = make_suffix(SpecConfig.parse(spec).levels[0])
+        proposer = make_lookup(SpecConfig.parse(spec).levels[0])
         assert (proposer.tree, proposer.num_tokens, proposer.min_prob) == (tree, num_tokens, min_prob)
 
 
 @pytest.mark.parametrize("argument", ["8", "trees", "tree8", "tree:8"])
 def test_a_bad_suffix_argument_is_a_clear_error(argument: str) -> None:
     with pytest.raises(ConfigError, match="suffix takes no argument or tree"):
-        make_suffix(SpecConfig.parse(f"suffix:{argument}").levels[0])
+        make_lookup(SpecConfig.parse(f"suffix:{argument}").levels[0])

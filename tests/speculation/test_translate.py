@@ -1,6 +1,7 @@
 """Drafts by models with another vocabulary, against the target's own distribution and the draft model's own rows."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,7 +18,7 @@ from cpuspec.settings import SamplingParams
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.drafters.ngram import NgramProposer
+from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.drafters.translate import TranslatedProposer
 from cpuspec.speculation.drafters.vocab import SharedTokens
 from cpuspec.speculation.proposer import NullProposer, Proposer
@@ -80,7 +81,7 @@ def drafting(
     return proposer, seq, model
 
 
-@pytest.mark.parametrize("inner", [NullProposer, NgramProposer])
+@pytest.mark.parametrize("inner", [NullProposer, partial(LookupProposer, "ngram")])
 def test_by_tokens_the_model_draws_shared_tokens_with_the_verifiers_random_numbers(inner: Any) -> None:
     proposer, seq, model = drafting(PENALISED, inner=inner())
     shared = shared_by(TARGET, DRAFT)

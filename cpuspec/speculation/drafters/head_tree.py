@@ -39,7 +39,8 @@ class HeadTree:
             likely = self.nodes[node].likely if node >= 0 else 1.0
             self.nodes += [_Node(token, node, p, likely * p) for token, p in likeliest_children(row, self.path.token_ids)]
         self._depth += 1
-        kept = [node for node in self._kept() if node >= first and self._goes_on(node)] if self._depth < DEPTHS else []
+        floors, last = self.path.floors or [], self._depth == DEPTHS
+        kept = [one for one in self._kept() if not last and one >= first and goes_on(floors, self._depth, self.nodes[one].likely)]
         self.frontier = sorted(sorted(kept, key=lambda node: -self.nodes[node].likely)[:CHILDREN])
 
     def draft(self, name: str) -> Draft:
@@ -55,6 +56,3 @@ class HeadTree:
         """As many of the likeliest nodes as the draft may have. No node is likelier than its parent, so parents are among them."""
         sure = [node for node, one in enumerate(self.nodes) if one.likely >= self.path.min_confidence]
         return sorted(sorted(sure, key=lambda node: -self.nodes[node].likely)[: self.path.limit])
-
-    def _goes_on(self, node: int) -> bool:
-        return self.path.floors is None or goes_on(self.path.floors, self._depth, self.nodes[node].likely)

@@ -1,4 +1,6 @@
-"""Suffix decoding drafts the tokens that most often followed the latest ones (arXiv 2411.04975)."""
+"""Drafts of tokens that followed the latest ones before: prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) and suffix
+decoding (arXiv 2411.04975).
+"""
 
 from cpuspec.sequence import Sequence
 from cpuspec.settings import LevelSpec
@@ -6,37 +8,40 @@ from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.lookup import END, MIN_PROB, NUM_MATCHES, STRENGTH, IndexedText, draft_likely, text_of, wants_tree
 from cpuspec.speculation.proposer import Proposer
 
-DEFAULT_NUM_TOKENS = 15
+NUM_TOKENS = {"ngram": 7, "suffix": 15}  # of a draft by default
 PAST_STRENGTH = 2 * STRENGTH  # another request's text is weaker evidence
 MAX_PAST_TOKENS = 1 << 16
 _MOST_SALTS = 64  # an index of a few tokens takes kilobytes, too
 SHORT_MATCH = 2  # tokens; if the request has no longer match, a match before a changed token is looked for
 
 
-class SuffixProposer(Proposer):
-    """Drafts the tokens that most often followed the latest ones, in the request first, and in past answers if that leaves doubt.
+class LookupProposer(Proposer):
+    """Drafts the tokens that followed earlier occurrences of the latest tokens. No token is drawn.
 
-    If the request repeats an earlier passage with one token changed, the draft continues that passage after the changed token.
+    ngram: a chain continues the last occurrence of the longest suffix of prompt and output. suffix: the tokens count that most
+    often followed, in the request first, and in past answers if that leaves doubt. If the request repeats an earlier passage with
+    one token changed, the draft continues that passage after the changed token. An answer that ends is remembered for requests of
+    the same salt, `max_past_tokens` tokens in all, of the latest 64 salts.
 
     The draft, a chain or a tree of the likeliest paths, goes on while a path is accepted with a probability of `min_prob` or more:
-    the longer the matches and the more they agree, the longer it is. No token is drawn. An answer that ends is remembered for
-    requests of the same salt, `max_past_tokens` tokens in all, of the latest 64 salts.
+    the longer the matches and the more they agree, the longer it is (`next_probs`). num_tokens: None for that of NUM_TOKENS.
     """
-
-    name = "suffix"
 
     def __init__(
         self,
-        num_tokens: int = DEFAULT_NUM_TOKENS,
+        name: str,
+        num_tokens: int | None = None,
         min_prob: float = MIN_PROB,
         *,
         tree: bool = False,
         max_past_tokens: int = MAX_PAST_TOKENS,
     ) -> None:
-        self.num_tokens = num_tokens
+        self.name = name
+        self.num_tokens = num_tokens or NUM_TOKENS[name]
         self.min_prob = min_prob
         self.tree = tree
         self.max_past_tokens = max_past_tokens
+        self._weighs = name == "suffix"
         self._texts: dict[int, IndexedText] = {}
         self._past: dict[str, IndexedText] = {}  # by the requests' salts, the most recently used one last
 
@@ -51,17 +56,19 @@ class SuffixProposer(Proposer):
             text, num_tokens = self._texts[seq.id], min(self.num_tokens, limit)
             text.follow(seq)
             latest = text.latest
-            own = text.matches(latest, NUM_MATCHES, num_tokens)
-            past = self._past[seq.salt].matches(latest, NUM_MATCHES, num_tokens) if seq.salt in self._past else []
-            evidence = [(own, STRENGTH), (past, PAST_STRENGTH)]
-            if not own or own[0].length <= SHORT_MATCH:
-                evidence.append((text.matches_before_a_change(NUM_MATCHES, num_tokens), STRENGTH))
+            own = text.matches(latest, NUM_MATCHES if self.tree or self._weighs else 1, num_tokens)
+            evidence = [(own, STRENGTH)]
+            if self._weighs:
+                past = self._past[seq.salt].matches(latest, NUM_MATCHES, num_tokens) if seq.salt in self._past else []
+                evidence.append((past, PAST_STRENGTH))
+                if not own or own[0].length <= SHORT_MATCH:
+                    evidence.append((text.matches_before_a_change(NUM_MATCHES, num_tokens), STRENGTH))
             drafts.append(draft_likely(evidence, num_tokens, self.min_prob, self.name, self.tree))
         return drafts
 
     def end(self, seq: Sequence) -> None:
-        """Remember the answer and forget the sequence."""
-        if self._texts.pop(seq.id, None) is not None:
+        """Forget the sequence, and remember its answer, if past answers count."""
+        if self._texts.pop(seq.id, None) is not None and self._weighs:
             past = self._past[seq.salt] = self._past.pop(seq.salt, IndexedText())
             past.extend([*seq.output, END])
             past.forget(max(0, len(past) - self.max_past_tokens))
@@ -69,7 +76,6 @@ class SuffixProposer(Proposer):
                 del self._past[next(iter(self._past))]
 
 
-def make_suffix(level: LevelSpec) -> SuffixProposer:
-    """Make it from a level of a draft spec: `suffix`, `suffix@16`, `suffix:tree@16:0.2`."""
-    num_tokens, min_prob = level.num_tokens or DEFAULT_NUM_TOKENS, level.min_confidence or MIN_PROB
-    return SuffixProposer(num_tokens, min_prob, tree=wants_tree(level))
+def make_lookup(level: LevelSpec) -> LookupProposer:
+    """Make it from a level of a draft spec: `ngram`, `suffix@8`, `ngram:tree@8:0.2`."""
+    return LookupProposer(level.name, level.num_tokens, level.min_confidence or MIN_PROB, tree=wants_tree(level))
