@@ -254,10 +254,7 @@ def _by_head(what: str, name: str, tensor: QuantTensor, wanted: Mapping[str, Sha
     matrices = QuantTensor(tensor.format, (heads, plain, rank), keys)
     if tensor.format.block_size != 1:
         matrices = QuantTensor.encode(f32, matrices.dequantize())
-    return {
-        of_keys: _transposed(what, of_keys, matrices),
-        of_values: QuantTensor(tensor.format, (heads, value_dims, rank), values),
-    }
+    return {of_keys: _transposed(what, of_keys, matrices), of_values: QuantTensor(tensor.format, (heads, value_dims, rank), values)}
 
 
 def _key_by_value(of_keys: QuantTensor, of_values: QuantTensor) -> QuantTensor:

@@ -25,21 +25,17 @@ _LAYER_NAMES = {
     "q": ("attn_q.weight", "self_attn.q_proj.weight"),
     "k": ("attn_k.weight", "self_attn.k_proj.weight"),
     "v": ("attn_v.weight", "self_attn.v_proj.weight"),
-    "q_bias": ("attn_q.bias", "self_attn.q_proj.bias"),
-    "k_bias": ("attn_k.bias", "self_attn.k_proj.bias"),
-    "v_bias": ("attn_v.bias", "self_attn.v_proj.bias"),
     "o": ("attn_output.weight", "self_attn.o_proj.weight"),
-    "o_bias": ("attn_output.bias", "self_attn.o_proj.bias"),
     "q_norm": ("attn_q_norm.weight", "self_attn.q_norm.weight"),
     "k_norm": ("attn_k_norm.weight", "self_attn.k_norm.weight"),
     "mlp_norm": ("ffn_norm.weight", "post_attention_layernorm.weight"),
     "gate": ("ffn_gate.weight", "mlp.gate_proj.weight"),
     "up": ("ffn_up.weight", "mlp.up_proj.weight"),
     "down": ("ffn_down.weight", "mlp.down_proj.weight"),
-    "gate_bias": ("ffn_gate.bias", "mlp.gate_proj.bias"),
-    "up_bias": ("ffn_up.bias", "mlp.up_proj.bias"),
-    "down_bias": ("ffn_down.bias", "mlp.down_proj.bias"),
 }
+for _part in ("q", "k", "v", "o", "gate", "up", "down"):
+    _gguf_name, _hf_name = (name.replace(".weight", ".bias") for name in _LAYER_NAMES[_part])
+    _LAYER_NAMES[f"{_part}_bias"] = _gguf_name, _hf_name
 # GGUF files of these families call the norm before the MLP by another name. In families with norms after the branches
 # (`_POST_NAMES`) the same name is the norm of the attention's output.
 _NORM_BETWEEN = {"mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight")}
@@ -60,12 +56,8 @@ _EXPERT_NAMES = {
     **_LAYER_NAMES,
     "router": ("ffn_gate_inp.weight", "mlp.gate.weight"),
     "router_shift": ("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
-    "expert_gate": ("ffn_gate_exps.weight", "mlp.experts.*.gate_proj.weight"),
-    "expert_up": ("ffn_up_exps.weight", "mlp.experts.*.up_proj.weight"),
-    "expert_down": ("ffn_down_exps.weight", "mlp.experts.*.down_proj.weight"),
-    "shared_gate": ("ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight"),
-    "shared_up": ("ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight"),
-    "shared_down": ("ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight"),
+    **{f"expert_{part}": (f"ffn_{part}_exps.weight", f"mlp.experts.*.{part}_proj.weight") for part in _EACH},
+    **{f"shared_{part}": (f"ffn_{part}_shexp.weight", f"mlp.shared_expert.{part}_proj.weight") for part in _EACH},
     "shared_weight": ("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight"),
 }
 # transformers' Glm4MoeForCausalLM and Ernie4_5_MoeForCausalLM name the part beside the experts so.
@@ -345,10 +337,7 @@ LEAST_SUM = 6.103515625e-5
 
 # transformers' Qwen3MoeConfig.
 _QWEN_MOE_DEFAULTS: dict[str, object] = {
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "decoder_sparse_step": 1,
-    "sliding_window": 4096,
+    **{"num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "sliding_window": 4096},
     "max_window_layers": 28,
 }
 
@@ -418,19 +407,11 @@ _GEMMA: dict[str, Any] = {"norm_offset": 1.0, "scales_embeddings": True}
 _GEMMA_FLAGS = {"norms": "both", "activation": "gelu_tanh"}
 # transformers' Gemma2Config and Gemma3TextConfig: files of large models name only what differs from these.
 _GEMMA_DEFAULTS: dict[str, object] = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "use_sliding_window": True,
-    "sliding_window": 4096,
+    **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8, "head_dim": 256},
+    **{"num_key_value_heads": 4, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"},
+    **{"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 4096},
 }
-
+_GEMMA2_CAPS: dict[str, object] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 # transformers' Gemma4TextConfig.
 _GEMMA4_DEFAULTS: dict[str, object] = {
     **{key: value for key, value in _GEMMA_DEFAULTS.items() if key != "query_pre_attn_scalar"},
@@ -755,14 +736,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 },
                 **_NEIGHBOURS,
             ),
-            Family(
-                "glm",
-                "GlmForCausalLM",
-                "chatglm",
-                hf_defaults=_GLM_DEFAULTS,
-                layer_names=_JOINED_GATE,
-                **_NEIGHBOURS,
-            ),
+            Family("glm", "GlmForCausalLM", "chatglm", hf_defaults=_GLM_DEFAULTS, layer_names=_JOINED_GATE, **_NEIGHBOURS),
             Family(
                 "starcoder2",
                 "Starcoder2ForCausalLM",
@@ -814,20 +788,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "internlm2",
                 "InternLM2ForCausalLM",
                 layer_names={
-                    **_LAYER_NAMES,
-                    **_JOINED_QKV,
+                    **_renamed(
+                        {**_LAYER_NAMES, **_JOINED_QKV},
+                        **{"o": "attention.wo.weight", "o_bias": "attention.wo.bias", "attn_norm": "attention_norm.weight"},
+                        **{"mlp_norm": "ffn_norm.weight", "gate": "feed_forward.w1.weight", "up": "feed_forward.w3.weight"},
+                        down="feed_forward.w2.weight",
+                    ),
                     **{"q_bias+k_bias+v_bias": ("", "attention.wqkv.bias"), "q+k+v": ("", "attention.wqkv.weight")},
-                    **{"o": ("attn_output.weight", "attention.wo.weight"), "o_bias": ("attn_output.bias", "attention.wo.bias")},
-                    "attn_norm": ("attn_norm.weight", "attention_norm.weight"),
-                    "mlp_norm": ("ffn_norm.weight", "ffn_norm.weight"),
-                    "gate": ("ffn_gate.weight", "feed_forward.w1.weight"),
-                    "up": ("ffn_up.weight", "feed_forward.w3.weight"),
-                    "down": ("ffn_down.weight", "feed_forward.w2.weight"),
                 },
-                global_names={
-                    "embed": ("token_embd.weight", "model.tok_embeddings.weight"),
-                    "output": ("output.weight", "output.weight"),
-                },
+                global_names=_renamed(GLOBAL_NAMES, embed="model.tok_embeddings.weight", output="output.weight"),
                 pairs_neighbours=True,
                 hf_groups_heads=True,
             ),
@@ -837,11 +806,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "hunyuan-dense",
                 flags={"qk_norm": True, "rotates_first": True},
                 hf_defaults={"rms_norm_eps": 1e-5},
-                layer_names={
-                    **_LAYER_NAMES,
-                    "q_norm": ("attn_q_norm.weight", "self_attn.query_layernorm.weight"),
-                    "k_norm": ("attn_k_norm.weight", "self_attn.key_layernorm.weight"),
-                },
+                layer_names=_renamed(
+                    _LAYER_NAMES, q_norm="self_attn.query_layernorm.weight", k_norm="self_attn.key_layernorm.weight"
+                ),
             ),
             Family(
                 "seed_oss",
@@ -886,12 +853,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 pairs_neighbours=True,
                 unrotated_every=4,
             ),
-            Family(
-                "lfm2",
-                "Lfm2ForCausalLM",
-                hf_defaults=_LFM2_DEFAULTS,
-                **_LFM2,
-            ),
+            Family("lfm2", "Lfm2ForCausalLM", hf_defaults=_LFM2_DEFAULTS, **_LFM2),
             Family(
                 "lfm2moe",
                 "Lfm2MoeForCausalLM",
@@ -935,12 +897,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 layer_names={"attn_norm": ("attn_norm.weight", "norm.weight"), **_mamba_names("mixer")},
                 **_MAMBA2,
             ),
-            Family(
-                "nemotron_h",
-                "NemotronHForCausalLM",
-                hf_defaults=_NEMOTRON_H_DEFAULTS,
-                **_NEMOTRON_H,
-            ),
+            Family("nemotron_h", "NemotronHForCausalLM", hf_defaults=_NEMOTRON_H_DEFAULTS, **_NEMOTRON_H),
             Family(
                 "nemotron_h_moe",
                 "NemotronHForCausalLM",
@@ -986,19 +943,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "Gemma2ForCausalLM",
                 flags=_GEMMA_FLAGS,
                 hf_defaults={
-                    **_GEMMA_DEFAULTS,
-                    "vocab_size": 256000,
-                    "max_position_embeddings": 8192,
-                    "sliding_window_pattern": 2,
-                    "attn_logit_softcapping": 50.0,
-                    "final_logit_softcapping": 30.0,
+                    **{**_GEMMA_DEFAULTS, **_GEMMA2_CAPS},
+                    **{"vocab_size": 256000, "max_position_embeddings": 8192, "sliding_window_pattern": 2},
                 },
-                gguf_defaults={
-                    "attention.sliding_window": 4096,
-                    "attention.sliding_window_pattern": 2,
-                    "attn_logit_softcapping": 50.0,
-                    "final_logit_softcapping": 30.0,
-                },
+                gguf_defaults={"attention.sliding_window": 4096, "attention.sliding_window_pattern": 2, **_GEMMA2_CAPS},
                 layer_names=_GEMMA_NAMES,
                 **_GEMMA,
                 gguf_wide_layers=46,
@@ -1010,12 +958,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 hf_types=("gemma3_text", "gemma3"),
                 flags={**_GEMMA_FLAGS, "qk_norm": True},
                 hf_defaults={
-                    **_GEMMA_DEFAULTS,
-                    "vocab_size": 262208,
-                    "max_position_embeddings": 131072,
-                    "sliding_window_pattern": 6,
-                    "rope_theta": 1e6,
-                    "rope_local_base_freq": 1e4,
+                    **{**_GEMMA_DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
+                    **{"rope_theta": 1e6, "rope_local_base_freq": 1e4},
                 },
                 gguf_defaults={"attention.sliding_window_pattern": 6, "rope.freq_base_swa": 1e4},
                 layer_names=_GEMMA_NAMES,
@@ -1023,13 +967,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 gguf_wide_layers=62,
                 has_local_rope=True,
             ),
-            Family(
-                "gemma4",
-                "Gemma4ForCausalLM",
-                layer_names=_GEMMA4_NAMES,
-                **_GEMMA4_HF,
-                **_GEMMA4,
-            ),
+            Family("gemma4", "Gemma4ForCausalLM", layer_names=_GEMMA4_NAMES, **_GEMMA4_HF, **_GEMMA4),
             Family(
                 "gemma4-moe",
                 "Gemma4ForCausalLM",
@@ -1101,7 +1039,4 @@ def layer_flags(window: int, slides: Sequence[bool], rotated: Sequence[bool], ha
     windows = tuple(window if slid else 0 for slid in slides)
     local = "local" if has_local_rope else "global"
     ropes = tuple("none" if not turned else local if slid else "global" for slid, turned in zip(slides, rotated, strict=True))
-    return {
-        "layer_windows": windows if any(windows) else (),
-        "layer_ropes": ropes if set(ropes) - {"global"} else (),
-    }
+    return {"layer_windows": windows if any(windows) else (), "layer_ropes": ropes if set(ropes) - {"global"} else ()}

@@ -249,10 +249,7 @@ def _gguf_delta_net(fields: Fields, family: Family, num_layers: int) -> dict[str
     if key in fields:
         recurs = tuple(flag == 1 for flag in fields.numbers(key, np.bool_, fields.integer("block_count"))[:num_layers])
     sizes = fields.integer("ssm.group_count"), fields.integer("ssm.state_size"), heads, inner // heads
-    return {
-        "recurrent": DeltaNet(*sizes, fields.integer("ssm.conv_kernel"), family.tiles_values),
-        "layer_recurrent": recurs,
-    }
+    return {"recurrent": DeltaNet(*sizes, fields.integer("ssm.conv_kernel"), family.tiles_values), "layer_recurrent": recurs}
 
 
 def gguf_entries(config: ModelConfig) -> dict[str, Any]:

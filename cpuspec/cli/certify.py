@@ -77,10 +77,7 @@ def show_certificate(report: Report) -> None:
         ("sampled", f"{'follows' if sampled['passed'] else 'DOES NOT FOLLOW'} the model's distribution"),
         ("", f"smallest of {len(sampled['comparisons'])} p-values {lowest:.3g}, rejected below {sampled['level']:.2g}"),
         ("", _drafts(sampled["num_accepted_tokens"], sampled["num_draft_tokens"])),
-        (
-            "control",
-            "a lie is seen" if report["control_rejected"] else "A LIE IS NOT SEEN: too weak, use more --samples",
-        ),
+        ("control", "a lie is seen" if report["control_rejected"] else "A LIE IS NOT SEEN: too weak, use more --samples"),
     ]
     if states := report.get("states"):
         ways = sum(way["differs"] is None for way in states["ways"])

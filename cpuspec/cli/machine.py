@@ -19,13 +19,7 @@ from cpuspec.cli import options
 from cpuspec.cli.console import Report, counted, exit_codes, print_facts, print_report, size
 from cpuspec.cli.models import known_models
 from cpuspec.cli.progress import busy
-from cpuspec.environment import (
-    cache_dir,
-    commit,
-    default_prefix_cache_bytes,
-    packed_limit_bytes,
-    usable_cores,
-)
+from cpuspec.environment import cache_dir, commit, default_prefix_cache_bytes, packed_limit_bytes, usable_cores
 from cpuspec.metrics import read_bandwidth
 from cpuspec.platform import SYSTEM
 from cpuspec.settings import EngineConfig

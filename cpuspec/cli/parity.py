@@ -33,9 +33,7 @@ from cpuspec.evaluate.parity import (
     compare_sides,
     open_side,
 )
-from cpuspec.evaluate.parity import (
-    record as record_side,
-)
+from cpuspec.evaluate.parity import record as record_side
 from cpuspec.evaluate.parity_file import read_recording, write_recording
 from cpuspec.evaluate.prompts import Prompt, prompt_ids, read_prompts, read_text_ids
 from cpuspec.formats.kv import get_kv_format

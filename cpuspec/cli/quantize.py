@@ -71,8 +71,7 @@ JOB = {
 GPTQ = {
     "dampening_frac": option("SHARE", "Of gptq: what is added to the Hessian's diagonal.", min=0),
     "act_order": flag(
-        "--act-order/--no-act-order",
-        "Of gptq: round columns by the size of their inputs, the largest first, or as they stand.",
+        "--act-order/--no-act-order", "Of gptq: round columns by the size of their inputs, the largest first, or as they stand."
     ),
 }
 

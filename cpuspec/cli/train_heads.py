@@ -204,8 +204,7 @@ def export(
         ),
     ] = None,
     has_tokenizer: Annotated[
-        bool,
-        flag("--tokenizer/--no-tokenizer", "Write the tokenizer, too; without it the file is smaller and for cpuspec only."),
+        bool, flag("--tokenizer/--no-tokenizer", "Write the tokenizer, too; without it the file is smaller and for cpuspec only.")
     ] = True,
 ) -> None:
     """Write a head as a GGUF file, for llama-server (--spec-draft-model) and for cpuspec: EAGLE-3, DFlash, DSpark, or a layer for

@@ -7,14 +7,4 @@ from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.speculation.round import Round, speculate
 from cpuspec.speculation.verify import Verdict, verify_tokens
 
-__all__ = [
-    "ChainProposer",
-    "Context",
-    "Draft",
-    "NullProposer",
-    "Proposer",
-    "Round",
-    "Verdict",
-    "speculate",
-    "verify_tokens",
-]
+__all__ = ["ChainProposer", "Context", "Draft", "NullProposer", "Proposer", "Round", "Verdict", "speculate", "verify_tokens"]

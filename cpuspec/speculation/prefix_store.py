@@ -60,12 +60,7 @@ class PrefixStore:
     """
 
     def __init__(
-        self,
-        cache: KVCache,
-        vocab_size: int,
-        queue: PrefixQueue | None,
-        hidden_layers: tuple[int, ...] = (),
-        hidden_size: int = 0,
+        self, cache: KVCache, vocab_size: int, queue: PrefixQueue | None, hidden_layers: tuple[int, ...] = (), hidden_size: int = 0
     ) -> None:
         assert cache.blocks, "asked of caches that have blocks only"
         self.num_evictions = 0  # blocks that left the memory to make room

@@ -27,15 +27,7 @@ from cpuspec.platform import SYSTEM
 from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
 from cpuspec.train.overlap import Exclusion, Known, words_of
-from cpuspec.train.prompts import (
-    Prompt,
-    checked_ids,
-    function_prompts,
-    in_turn,
-    read_line_prompts,
-    self_made,
-    users_turn,
-)
+from cpuspec.train.prompts import Prompt, checked_ids, function_prompts, in_turn, read_line_prompts, self_made, users_turn
 
 _FORMAT, _VERSION = "cpuspec-answers", 1
 _MAX_HEADER_BYTES = _MAX_PROMPTS_BYTES = 1 << 30

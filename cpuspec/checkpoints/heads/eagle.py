@@ -17,11 +17,7 @@ from cpuspec.config import HeadConfig
 from cpuspec.formats import QuantTensor
 
 _NAMES_OF_1 = {"fc.weight": "fuse", "fc.bias": "fuse_bias"}
-_NAMES_OF_3 = {
-    "fc.weight": "encode",
-    "layers.0.input_layernorm.weight": "embed_norm",
-    "layers.0.hidden_norm.weight": "hidden_norm",
-}
+_NAMES_OF_3 = {"fc.weight": "encode", "layers.0.input_layernorm.weight": "embed_norm", "layers.0.hidden_norm.weight": "hidden_norm"}
 _MASK = "mask_hidden"
 
 

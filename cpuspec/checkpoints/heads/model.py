@@ -14,11 +14,7 @@ from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 
 _LAYER = {theirs: ours for ours, (_, theirs) in FAMILIES["qwen3"].layer_names.items()}
-_OUTSIDE = {
-    "norm.weight": "norm",
-    "lm_head.weight": "output",
-    "embed_tokens.weight": "embed",
-}
+_OUTSIDE = {"norm.weight": "norm", "lm_head.weight": "output", "embed_tokens.weight": "embed"}
 DERIVED = re.compile(r".*rotary_emb\.inv_freq|t2d")  # computed from the configuration, or only for training
 
 

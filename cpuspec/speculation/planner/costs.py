@@ -166,12 +166,7 @@ class Costs:
     def as_dict(self) -> dict[str, Sequence[float]]:
         """The arguments of the constructor that give the costs as they are corrected now."""
         n, further = len(self.measured_rows), [s * math.exp(c) for s, c in zip(self._further, self._corrections, strict=True)]
-        return {
-            "rows": self.measured_rows,
-            "seconds": self._with(1.0)[:n],
-            "num_bytes": self._bytes[:n],
-            "further_s": further[:n],
-        }
+        return {"rows": self.measured_rows, "seconds": self._with(1.0)[:n], "num_bytes": self._bytes[:n], "further_s": further[:n]}
 
 
 def _between(rows: list[int], number: int) -> tuple[int, int, float]:
