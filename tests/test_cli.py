@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import machine, models
 from cpuspec.cli.answer import StreamedAnswer, figures, stream_answer
 from cpuspec.cli.app import COMMANDS, whole_command
+from cpuspec.cli.brief import EXAMPLES
 from cpuspec.cli.chat import _COMMANDS, Chat, converse
 from cpuspec.cli.console import deliver_again, emit_generated, note, print_table, size
 from cpuspec.engine.assemble import LOOKUPS, MODELS
@@ -104,10 +106,34 @@ def test_every_command_argument_and_option_is_documented(name: str) -> None:
     assert command.help
     undocumented = [parameter.name for parameter in command.params if not (parameter.help or "").strip()]
     assert undocumented == []
-    shown = ok(*name.split(), "--help")
+    shown = ok(*name.split(), "--help" if hasattr(command, "commands") else "--help-all")
     for parameter in command.params:
         if parameter.param_type_name == "option":
             assert parameter.opts[0] in shown
+
+
+@pytest.mark.parametrize("name", commands())
+def test_help_fits_a_screen_and_names_the_way_to_the_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = ok(*name.split(), "--help")
+    assert len(shown.splitlines()) <= 56
+    if name in COMMANDS:
+        examples = [line for line in shown.partition("Examples:")[2].splitlines() if line.strip()]
+        assert examples
+        assert all(line.startswith(f" cpuspec {name} ") or line.strip() == f"cpuspec {name}" for line in examples)
+    if len(commands()[name].params) > 20:
+        assert "--help-all" in shown
+        assert "--prompt-arithmetic" not in shown
+
+
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in EXAMPLES.items() for line in lines])
+def test_examples_of_help_are_understood(name: str, line: str) -> None:
+    program, command, *words = shlex.split(line)
+    assert (program, command) == ("cpuspec", name)
+    whole = whole_command(name)
+    if hasattr(whole, "commands"):
+        whole, words = whole.commands[words[0]], words[1:]
+    whole.make_context(name, words)
 
 
 def test_the_spellings_that_scripts_rely_on_exist() -> None:
@@ -121,7 +147,7 @@ def test_the_spellings_that_scripts_rely_on_exist() -> None:
 
 
 def test_help_names_every_backend_proposer_and_kv_format() -> None:
-    shown = ok("generate", "--help")
+    shown = ok("generate", "--help-all")
     assert all(name in shown for name in (*BACKENDS, *LOOKUPS, *MODELS, *KV_FORMATS))
 
 

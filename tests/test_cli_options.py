@@ -62,7 +62,7 @@ COMMANDS = dict(_commands())
 def _declared(callback: Callable[..., Any]) -> Iterator[tuple[inspect.Parameter, Any, Any]]:
     """Every parameter of a command, its type without None, and what Typer is told of it."""
     for parameter in inspect.signature(callback, eval_str=True).parameters.values():
-        if parameter.name == "model_option":  # says the same as the argument MODEL
+        if parameter.name in ("model_option", "help_all"):  # says the same as the argument MODEL; prints the help and ends
             continue
         assert get_origin(parameter.annotation) is Annotated, parameter
         kind, told = get_args(parameter.annotation)[:2]

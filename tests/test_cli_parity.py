@@ -173,7 +173,7 @@ def test_a_record_of_another_model_is_refused_before_anything_is_loaded(
 
 
 def test_help_names_what_can_be_compared() -> None:
-    result = run("--help")
+    result = run("--help-all")
     assert all(name in result.stdout for name in BACKENDS)
 
 

@@ -62,7 +62,7 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that a command line begins with, loaded, and the rest of the line."""
         if args[0] not in COMMANDS and args[0] in OTHER_COMMANDS:
-            raise typer.BadParameter(f"{args[0]} is no command here; what does it is: {OTHER_COMMANDS[args[0]]}")
+            raise typer.BadParameter(f"cpuspec has no command {args[0]!r}; use {OTHER_COMMANDS[args[0]]}")
         name, command, rest = super().resolve_command(ctx, args)
         if command is None:
             return name, None, rest
@@ -72,6 +72,7 @@ class Commands(TyperGroup):
 
 def whole_command(name: str) -> Any:
     """The command with its options, or the group with its commands."""
+    from cpuspec.cli.brief import add_examples
     from cpuspec.cli.options import register
 
     group = load(name)
@@ -80,6 +81,7 @@ def whole_command(name: str) -> Any:
         register(group, load(name), name)
     command = typer.main.get_command(group)
     command.name = name
+    add_examples(name, command)
     return command
 
 

@@ -113,7 +113,7 @@ def bench_serve(
     Any server of OpenAI's protocol will do; CPUSPEC_API_KEY is the key, if it wants one. Ctrl-C shows what came until then.
     """
     if more_goodput and not goodput:
-        raise typer.BadParameter(f"got {more_goodput[0]!r}; wanted options only")
+        raise typer.BadParameter(f"bench-serve takes options only, got {more_goodput[0]!r}")
     if plan.backend not in (None, COMPLETIONS, CHAT):
         raise typer.BadParameter(f"there is no --backend {plan.backend!r}; wanted {COMPLETIONS} or {CHAT}")
     rate, burstiness = plan.request_rate, plan.burstiness

@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 
 from cpuspec.backends import BACKENDS, check_backend
 from cpuspec.checkpoints.recipes import known_names
+from cpuspec.cli.brief import BriefCommand, show_whole_help
 from cpuspec.engine.assemble import LOOKUPS, check_spec
 from cpuspec.errors import BackendError, ConfigError, FormatError
 from cpuspec.formats.kv import get_kv_format
@@ -83,7 +84,7 @@ def complete_model(incomplete: str) -> list[str]:
 ModelArgument = Annotated[str, argument("MODEL", MODEL_HELP, autocompletion=complete_model)]
 
 
-class ModelCommand(TyperCommand):
+class ModelCommand(BriefCommand):
     """A command with the arguments MODEL and others, as `cpuspec generate MODEL PROMPT`.
 
     `-m MODEL` says the same. Where MODEL has a default, it may be left out: then there are no more arguments than the others.
@@ -106,21 +107,23 @@ class ModelCommand(TyperCommand):
 
 
 def register(group: typer.Typer, command: Command, name: str | None = None) -> None:
-    """Make the function a command of the group. One whose first parameter is MODEL takes `-m MODEL`, too."""
+    """Make the function a command of the group, with --help-all. One whose first parameter is MODEL takes `-m MODEL`, too."""
     declared = signature(command, eval_str=True)
-    if next(iter(declared.parameters), "") not in ("model", "models"):
-        group.command(name)(command)
-        return
+    takes_model = next(iter(declared.parameters), "") in ("model", "models")
 
     @wraps(command)
-    def run(model_option: list[str] | None = None, **values: Any) -> None:
+    def run(model_option: list[str] | None = None, help_all: bool = False, **values: Any) -> None:
         command(**values)
 
     again = option("MODEL", "The same as the argument MODEL.", "--model", "-m", autocompletion=complete_model)
-    annotation = Annotated[list[str] | None, again]
-    extra = Parameter("model_option", Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-    run.__signature__ = declared.replace(parameters=[*declared.parameters.values(), extra])  # type: ignore[attr-defined]
-    group.command(name, cls=ModelCommand)(run)
+    extra = [Parameter("model_option", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[list[str] | None, again])]
+    every = flag("--help-all", "Show every option, and what it says in full.", is_eager=True, callback=show_whole_help)
+    extra = [
+        *extra[: int(takes_model)],
+        Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, every]),
+    ]
+    run.__signature__ = declared.replace(parameters=[*declared.parameters.values(), *extra])  # type: ignore[attr-defined]
+    group.command(name, cls=ModelCommand if takes_model else BriefCommand)(run)
 
 
 DraftOption = Annotated[

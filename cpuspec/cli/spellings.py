@@ -268,13 +268,13 @@ def _replaced(
         read = one.read(given[0]) if given else None
         if read is not None:
             return [] if given[0] and not read else [one.ours, read]
-        value = " ".join(given) or "its value"
-        raise typer.BadParameter(f"{name} is {one.program}'s; here it is {one.ours}, and {value} is none of it")
+        value = " ".join(given) or "an empty value"
+        raise typer.BadParameter(f"{name} is {one.program}'s spelling of {one.ours}, which does not take {value}")
     if one.passes:
         tell(f"{name} is {one.program}'s and was left out: {one.why}")
         return []
     if one.ours:
-        raise typer.BadParameter(f"{name} is {one.program}'s; here it is {one.ours}, which this command does not have")
+        raise typer.BadParameter(f"{name} is {one.program}'s spelling of {one.ours}, which this command does not have")
     raise typer.BadParameter(f"{name} is {one.program}'s: {one.why}")
 
 

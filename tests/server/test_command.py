@@ -73,7 +73,7 @@ def test_without_a_name_the_default_model_is_served(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_setting_of_the_server_is_an_option() -> None:
-    shown = ok("serve", "--help")
+    shown = ok("serve", "--help-all")
     for option in (
         "--host",
         "--port",
