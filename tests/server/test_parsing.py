@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from itertools import pairwise
 from random import Random
 from types import SimpleNamespace
@@ -670,3 +671,31 @@ def test_an_answer_of_gemma_4_has_its_channel_its_text_and_its_calls(thought: st
     wanted = [("reasoning", thought.strip()), *wanted] if thought else wanted
     for pieces in (list(text), [text]):
         assert plain(parse(answer_parser(template, functions), pieces)) == wanted
+
+
+def work(name: str, num_lines: int) -> int:
+    """Lines of the parser that run for one call whose text is a program of this many lines, which comes in small pieces."""
+    program = "".join(f'if x["{number}"] > [{number}]:\n    print({{"a": "b"}})  # <tag>\n' for number in range(num_lines))
+    text = WAYS[name][0]([("write_file", {"path": "a.py", "content": program})])
+    parser, count = AnswerParser(TOOL_FORMATS[name], FUNCTIONS), 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace if "/parsing/" in frame.f_code.co_filename.replace("\\", "/") else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        pieces = [piece for at in range(0, len(text), 4) for piece in parser.push(text[at : at + 4])]
+    finally:
+        sys.settrace(before)
+    pieces += parser.finish()
+    assert [piece.text for piece in pieces if piece.kind == "call"] == ["write_file"]
+    return count
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_call_is_read_once_however_small_its_pieces(name: str) -> None:
+    few, many = work(name, 50), work(name, 200)
+    assert many < 5 * few, "four times the text is four times the work"

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from cpuspec.engine.text import overlap
 from cpuspec.server.parsing.calls import TOOL_FORMATS, ToolFormat, tool_format
-from cpuspec.server.parsing.converted import SPACE, Functions, call_end, checked, marked_end, read_value
+from cpuspec.server.parsing.converted import SPACE, Functions, Scan, call_end, checked, marked_end, read_value
 from cpuspec.server.parsing.pieces import Piece, joined_pieces
 from cpuspec.text import Tokenizer
 
@@ -104,7 +104,7 @@ class AnswerParser:
         self._text = ""  # what has come and is undecided
         self._at_line = True  # whether it begins a line of content
         self._space = self._mark = self._closes = ""  # of the call that is read: white space before its mark, and its marks
-        self._num_read = 0  # characters of its text that were looked at
+        self._num_read, self._scan = 0, Scan()  # characters of its text that were looked at, and what they have shown
         self._num_unended = 0
         self._tails: list[str] = []  # marks that may follow a call
         self._inner: AnswerParser | None = None  # reads what may be calls at the reasoning's end
@@ -233,7 +233,7 @@ class AnswerParser:
                 pieces.append(Piece("content", before))
                 self._space, self._mark = text[len(before) : found.start()], found[0]
                 self._closes = mark[1] if mark else "".join(f"</{name}>" for name in re.findall(r"<(\w+)>", found[0]))
-                self._text, self._state, self._num_read = text[found.end() :], "call", 0
+                self._text, self._state, self._num_read, self._scan = text[found.end() :], "call", 0, Scan()
                 return True
             at = max(found.end(), found.start() + 1)
         if final:
@@ -267,11 +267,11 @@ class AnswerParser:
     def _in_call(self, pieces: list[Piece], final: bool) -> bool:
         """Hold a call until it closes."""
         syntax, text, form = self._form.syntax, self._text, self._form
-        body = text.lstrip(SPACE)
-        if not body and not final:
+        begin = next((at for at, char in enumerate(text) if char not in SPACE), len(text))
+        first = text[begin : begin + 1]
+        if not first and not final:
             return False
-        first = body[:1]
-        is_named = syntax.is_named and first.isidentifier() and " " not in text[: len(text) - len(body)]
+        is_named = syntax.is_named and first.isidentifier() and " " not in text[:begin]
         if not (self._is_bare or is_named or self._mark.endswith("=") or (first and first in syntax.begins)):
             return self._no_call(pieces, "")
         is_value = syntax.is_value or first in tuple("{[")
@@ -289,19 +289,20 @@ class AnswerParser:
             self._num_unended += found is None
             return self._no_call(pieces, text[:after] if found else "")
         pieces += calls
-        self._tails = [closes for _, closes in form.marks if closes] + ["```"] * ("```" in self._mark + body[:3])
+        self._tails = [closes for _, closes in form.marks if closes] + ["```"] * ("```" in self._mark + text[begin : begin + 3])
         self._tails += [self._closes] * (self._closes != "")
         self._text, self._state = text[after:], "after"
         return True
 
     def _end_of_call(self, text: str, is_value: bool, has_head: bool, final: bool) -> tuple[int, int] | None:
         """See `call_end`. has_head: a name stands before the arguments."""
-        marks, closes = self._form.marks, (self._closes,) if self._closes else ()
+        marks, closes, scan = self._form.marks, (self._closes,) if self._closes else (), self._scan
         if not (is_value or self._form.syntax.is_quoted):
-            return marked_end(text, [one for one, _ in marks], [one for _, one in marks], self._closes, final)
-        start = text.find("{") if has_head else 0
-        found = call_end(text[start:], closes, is_value, final) if start >= 0 else None
-        return (found[0] + start, found[1] + start) if found else None
+            return marked_end(text, [one for one, _ in marks], [one for _, one in marks], self._closes, final, scan)
+        if has_head and not scan.brackets:
+            at = text.find("{", scan.at)
+            scan.at = len(text) if at < 0 else at
+        return call_end(text, closes, is_value, final, scan)
 
     def _converted(self, text: str, is_whole: bool) -> list[Piece]:
         """The calls of a text and, between them, what is none as content; empty if there is no call."""
@@ -358,7 +359,7 @@ class AnswerParser:
         if at < 0:
             return False
         header = text[:at].rpartition("<|start|>")[2]  # malformed headers are followed by right ones
-        self._text, self._state = text[at + len(_MESSAGE) :], "message"
+        self._text, self._state, self._scan = text[at + len(_MESSAGE) :], "message", Scan()
         channels, recipient = _CHANNEL.findall(header), _RECIPIENT.search(header)
         self._name = recipient[1].removeprefix("functions.") if recipient and recipient[1] != "assistant" else ""
         self._kind = "reasoning" if not self._name and channels and channels[-1] == "analysis" else "content"
@@ -367,12 +368,10 @@ class AnswerParser:
     def _message(self, pieces: list[Piece], final: bool) -> bool:
         text = self._text
         is_call = self._name in self._functions
-        ends = [(at, at + len(mark)) for mark in _ENDS if (at := text.find(mark)) >= 0]
-        if is_call and (ends or final):
-            found = call_end(text, _ENDS, False, final)
-            ends = [found] if found else ends if final else []
-        if is_call and not ends and not final:
+        found = call_end(text, _ENDS, False, final, self._scan) if is_call else None
+        if is_call and not found and not final:
             return False
+        ends = [found] if found else [(at, at + len(mark)) for mark in _ENDS if (at := text.find(mark)) >= 0]
         sure = len(text) if final else len(text) - max(overlap(text, one) for one in _ENDS)
         at, end = min(ends) if ends else (sure, sure)
         body = text[:at]

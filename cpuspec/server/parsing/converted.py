@@ -12,8 +12,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from cpuspec.engine.text import overlap
 
 SPACE = " \t\r\n"  # the white space that parsers drop around reasoning and calls
 
@@ -25,6 +27,7 @@ Convert = Callable[[str, Functions, bool], Call]
 _MOST_SCHEMAS = 100  # that are read to find the types of one value
 _PAIRS = {"{": "}", "[": "]", "(": ")"}
 _GEMMA_QUOTE = '<|"|>'
+_MOST_AFTER = 80  # characters behind a quote that decide whether it ends a text
 
 
 @dataclass(frozen=True)
@@ -44,25 +47,44 @@ class Syntax:
     is_value: bool = False
 
 
-def tokens(text: str, marks: Sequence[str] = (), final: bool = True) -> Iterator[tuple[int, int, str]]:
+@dataclass
+class Scan:
+    """How far a text that grows was read. Nothing before that is read again when more of it comes."""
+
+    at: int = 0  # what begins before it is decided
+    inner: int = 0  # where the search for the end of what begins at `at` goes on
+    brackets: list[str] = field(default_factory=list)  # that are open at `at`
+
+
+def tokens(text: str, marks: Sequence[str] = (), final: bool = True, scan: Scan | None = None) -> Iterator[tuple[int, int, str]]:
     """The brackets, quoted texts and marks of a call: where each begins and ends, and its bracket, quote or mark.
 
     A quote ends a text only where something of a call follows, so that a text may hold quotes that nobody escaped. Nothing after a
     text without an end is yielded; such a text has the name "open". final: nothing follows the text; else its end stays undecided.
+    scan: where an earlier call for the beginning of the text stopped; it is moved on.
     """
+    scan = scan or Scan()
     found = re.compile("|".join([*map(re.escape, marks), r'<\|"\|>|["\'{}\[\]()]']))
-    at, brackets = 0, ""
-    while one := found.search(text, at):
-        what, at = one[0], one.end()
-        if what in marks or what in _PAIRS or what in _PAIRS.values():
-            brackets = brackets + what if what in _PAIRS else brackets[:-1] if what in _PAIRS.values() else brackets
-            yield one.start(), at, what
-        elif _follows_an_opening(text, one.start()):
-            end = _text_end(text, at, what, ",)" if brackets[-1:] == "(" else ",:}]", marks, final)
-            yield one.start(), len(text) if end is None else end, "open" if end is None else what
-            if end is None:
+    sure = len(text) - (0 if final else max(overlap(text, mark) for mark in (*marks, _GEMMA_QUOTE)))
+    while (one := found.search(text, scan.at)) and one.start() < sure:
+        what, start, end = one[0], one.start(), one.end()
+        if what in _PAIRS:
+            scan.brackets.append(what)
+        elif what in _PAIRS.values():
+            del scan.brackets[-1:]
+        elif what not in marks and _follows_an_opening(text, start):
+            ends = _text_end(text, end, what, ",)" if scan.brackets[-1:] == ["("] else ",:}]", marks, final, scan)
+            if ends is None:
+                scan.at = start
+                yield start, len(text), "open"
                 return
-            at = end
+            end, scan.inner = ends, 0
+        elif what not in marks:
+            what = ""
+        scan.at = end
+        if what:
+            yield start, end, what
+    scan.at = max(scan.at, sure)
 
 
 def _follows_an_opening(text: str, at: int) -> bool:
@@ -71,64 +93,72 @@ def _follows_an_opening(text: str, at: int) -> bool:
     return at == 0 or text[at - 1] in ":,[{(="
 
 
-def _text_end(text: str, at: int, quote: str, follow: str, marks: Sequence[str], final: bool) -> int | None:
+def _text_end(text: str, at: int, quote: str, follow: str, marks: Sequence[str], final: bool, scan: Scan) -> int | None:
     """Where a text ends, behind its closing quote; None if it does not end, or if later characters decide.
 
     follow: the characters that may follow it.
     """
     if text.startswith(quote * 2, at) and quote != _GEMMA_QUOTE:  # Python's triple quotes
-        end = text.find(quote * 3, at + 2)
+        end = text.find(quote * 3, max(at + 2, scan.inner))
+        scan.inner = max(at + 2, len(text) - 2)
         return end + 3 if end >= 0 else None
     is_gemmas = quote == _GEMMA_QUOTE
-    for one in re.compile(re.escape(quote) if is_gemmas else rf"\\.|{quote}", re.DOTALL).finditer(text, at):
-        if one[0][0] == "\\":
-            continue
-        start = one.end()
-        while start < len(text) and text[start] in SPACE:
-            start += 1
-        after = text[start : start + 80]
-        if after[:1] in tuple(follow) or after.startswith(tuple(marks)) or (is_gemmas and re.match(r"[\w.-]+\s*:", after)):
-            return one.end()
-        if not final and (any(mark.startswith(after) for mark in marks) or not after or re.fullmatch(r"[\w.-]+\s*", after)):
-            return None
-        if not after:
-            return one.end()
+    scan.inner = max(at, scan.inner)
+    for one in re.compile(re.escape(quote) if is_gemmas else rf"\\.|{quote}", re.DOTALL).finditer(text, scan.inner):
+        if one[0][0] != "\\":
+            start = scan.inner = one.end()
+            while start < len(text) and text[start] in SPACE:
+                start += 1
+            after = text[start : start + _MOST_AFTER]
+            if after[:1] in tuple(follow) or after.startswith(tuple(marks)) or (is_gemmas and re.match(r"[\w.-]+\s*:", after)):
+                return one.end()
+            is_short = len(after) < _MOST_AFTER and re.fullmatch(r"[\w.-]+\s*", after)
+            if not final and (any(mark.startswith(after) for mark in marks) or not after or is_short):
+                scan.inner = one.start()
+                return None
+            if not after:
+                return one.end()
+        scan.inner = one.end()
+    # What may be the first half of an escape or of a mark is looked at again.
+    half = overlap(text, quote) if is_gemmas else text.endswith("\\")
+    scan.inner = max(scan.inner, len(text) - half)
     return None
 
 
-def call_end(text: str, closes: Sequence[str], is_value: bool, final: bool) -> tuple[int, int] | None:
+def call_end(text: str, closes: Sequence[str], is_value: bool, final: bool, scan: Scan | None = None) -> tuple[int, int] | None:
     """The end of a call's text, and of the mark behind it; None if it does not end, or if later characters decide.
 
-    closes: the mark, if it has one. is_value: the last bracket ends the call, too.
+    closes: the mark, if it has one. is_value: the last bracket ends the call, too. scan: as in `tokens`.
     """
-    depth = 0
-    for start, end, what in tokens(text, closes, final):
-        depth += (what in _PAIRS) - (what in _PAIRS.values())
+    scan = scan or Scan()
+    for start, end, what in tokens(text, closes, final, scan):
         if what in closes:
             return start, end
-        if is_value and what in _PAIRS.values() and depth <= 0:
+        if is_value and what in _PAIRS.values() and not scan.brackets:
             return end, end
     return None
 
 
-def marked_end(text: str, opens: Sequence[str], ends: Sequence[str], closes: str, final: bool) -> tuple[int, int] | None:
+def marked_end(
+    text: str, opens: Sequence[str], ends: Sequence[str], closes: str, final: bool, scan: Scan
+) -> tuple[int, int] | None:
     """As `call_end`, where nothing quotes a text: a mark that ends calls, before which none begins, belongs to the call, too.
 
     opens, ends: marks of all calls.
     """
-    marks = re.compile("|".join(map(re.escape, (*opens, closes))))
-    at = text.find(closes)
-    while at >= 0:
+    marks = re.compile("|".join(map(re.escape, (*opens, *ends, closes))))
+    most = max(map(len, (*opens, *ends, closes))) - 1  # characters that may be the first part of a mark
+    while (at := text.find(closes, scan.at)) >= 0:
         after = at + len(closes)
-        rest = text[after:].lstrip(SPACE)
-        if not final and any(mark.startswith(rest) for mark in (*opens, *ends)):
-            return None
-        later = None if not rest or rest.startswith((*opens, *ends)) else marks.search(text, after)
-        if later is None and rest and not final and not rest.startswith((*opens, *ends)):
-            return None
-        if later is None or later[0] != closes:
+        later = marks.search(text, max(after, scan.inner))
+        scan.at, scan.inner = at, later.end() if later else max(after, scan.inner, len(text) - most)
+        if later is None:
+            return (at, after) if final else None
+        if later[0] in opens or not text[after : later.start()].strip(SPACE):
             return at, after
-        at = later.start()
+        if later[0] == closes:
+            scan.at = scan.inner = later.start()
+    scan.at = max(scan.at, len(text) - most)
     return None
 
 
