@@ -15,6 +15,7 @@ from cpuspec.engine.llm import answer_params
 from cpuspec.errors import TokenizerError
 from cpuspec.server.bounds import size_of
 from cpuspec.server.content import content_text, reasoning_text
+from cpuspec.server.custom_tools import as_function
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import loosened
 from cpuspec.server.model import ServedModel
@@ -39,6 +40,7 @@ class ChatPrompt:
     template: str  # the chat template that made the prompt; it decides how answers are written
     thinking: bool  # whether the prompt opens the reasoning, so that the answer begins in it
     functions: Mapping[str, Mapping[str, Any]]  # schemas of the tools' arguments by function name
+    custom: frozenset[str]  # the functions that stand for custom tools
     prefix: str  # the answer's beginning that the server writes for the model, as of a demanded tool call
     keeps_to: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that restrict the answer
     notes: Mapping[str, str] = field(default_factory=dict)  # how the request was changed, for the response's headers
@@ -92,6 +94,8 @@ def chat_prompt(
     """
     if not model.llm.tokenizer.chat_template:
         raise RequestError(f"{model.name} has no chat template; use /v1/completions, or an instruct model", "model")
+    custom = {str(tool["custom"].get("name")) for tool in tools if isinstance(tool.get("custom"), Mapping)}
+    tools = list(map(as_function, tools))
     strict = _strict_names(tools)
     tools, tool_choice = _allowed_tools(tools, tool_choice)
     tools, named = _chosen_tools(tools, tool_choice)
@@ -123,7 +127,7 @@ def chat_prompt(
     if prefix:
         ids = ids + tokenizer.encode(prefix, add_special=False, parse_special=True)
     notes = loosened_note(lost) | ({"left-out": ", ".join(sorted(left_out))} if left_out else {})
-    return ChatPrompt(model, ids, template, thinking, functions, prefix, keeps_to, notes, begun)
+    return ChatPrompt(model, ids, template, thinking, functions, frozenset(custom), prefix, keeps_to, notes, begun)
 
 
 class _Choice(NamedTuple):
@@ -224,12 +228,11 @@ def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[Seq
     given = choice.get("allowed_tools", choice)
     mode, listed = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
     listed = listed if isinstance(listed, list) else []
-    functions = [one.get("function", one) for one in listed if isinstance(one, Mapping)]
-    names = [one.get("name") for one in functions if isinstance(one, Mapping)]
-    known = {function.get("name"): tool for tool in tools if isinstance(function := tool.get("function"), Mapping)}
-    if mode not in ("auto", "required") or not names or not all(isinstance(name, str) and name in known for name in names):
+    names = [_chosen_name({"type": "function", **one}) for one in listed if isinstance(one, Mapping)]
+    known = {str(function.get("name")): tool for tool in tools if isinstance(function := tool.get("function"), Mapping)}
+    if mode not in ("auto", "required") or not names or not all(name in known for name in names):
         raise RequestError(
-            "tool_choice of type allowed_tools has the mode auto or required, and tools, a list of functions that the request has",
+            "tool_choice of type allowed_tools has the mode auto or required, and tools, a list of those that the request has",
             "tool_choice",
         )
     return [known[name] for name in dict.fromkeys(names)], mode
@@ -244,14 +247,22 @@ def _chosen_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[list
         return found, ""
     if choice == "none":
         return [], ""
-    name = choice.get("function", choice).get("name") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = _chosen_name(choice)
     chosen = [tool for tool in found if tool["function"]["name"] == name]
     if not chosen:
         raise RequestError(
             "tool_choice is none, auto, required, or {'type': 'function', 'function': {'name': ...}} with the name of a tool",
             "tool_choice",
         )
-    return chosen, str(name)
+    return chosen, name
+
+
+def _chosen_name(choice: Any) -> str:
+    """The name of the function or custom tool that a choice, or a part of one, names; "" for none."""
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    holder = choice.get(kind, choice) if kind in ("function", "custom") else None
+    name = holder.get("name") if isinstance(holder, Mapping) else None
+    return name if isinstance(name, str) else ""
 
 
 def _strict_names(tools: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -263,7 +274,8 @@ def _strict_names(tools: Sequence[Mapping[str, Any]]) -> set[str]:
 def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
-        raise RequestError(f"tools[{number}] is no function; wanted {{'type': 'function', 'function': {{...}}}}", "tools")
+        wanted = "{'type': 'function', 'function': {...}}, or 'custom' in place of 'function'"
+        raise RequestError(f"tools[{number}] is no function; wanted {wanted}", "tools")
     name = function.get("name")
     if not isinstance(name, str) or not name or len(name) > 256 or not name.isprintable() or '"' in name or "\\" in name:
         raise RequestError(f"tools[{number}].function.name must be a name", "tools")
@@ -319,6 +331,8 @@ def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool_call(number: int, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(call, dict) and isinstance(custom := call.get("custom"), dict):
+        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"messages[{number}].tool_calls has a call without a function's name", "messages")
     arguments = function.get("arguments") or {}

@@ -7,6 +7,7 @@ from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.server.chat import ChatPrompt
+from cpuspec.server.custom_tools import custom_input
 from cpuspec.server.figures import (
     chat_logprobs,
     completion_logprobs,
@@ -71,13 +72,14 @@ class ChatChunks(Writer):
         self._prompt, self._head, self._usages, self._new_id = prompt, head, usages, new_id
         self._has_logprobs, self._by_token, self._meters = logprobs, by_token, meters
         self._parsers = [prompt.parser() for _ in range(num_answers)]
+        self._custom: set[tuple[int, int]] = set()  # answers and calls of custom tools
 
     def begin(self) -> Iterator[Event]:
         """Each answer's role, and the beginning that was written for the model."""
         for index, parser in enumerate(self._parsers):
             yield self._chunk(index, {"role": "assistant", "content": ""})
             for piece in parser.push(self._prompt.prefix):
-                yield self._chunk(index, self._delta(piece))
+                yield self._chunk(index, self._delta(index, piece))
 
     def show(self, index: int, output: Output) -> Iterator[Event]:
         """The chunks of an output."""
@@ -88,7 +90,7 @@ class ChatChunks(Writer):
             progress = prompt_progress(output, meter.num_prompt_tokens, meter.running_s)
             yield self._chunk(index, {}, prompt_progress=progress)
         for text, tokens, more in token_parts(output) if self._by_token else [(output.text, output.logprobs, {})]:
-            deltas = [self._delta(piece) for piece in parser.push(text)]
+            deltas = [self._delta(index, piece) for piece in parser.push(text)]
             logprobs = chat_logprobs(tokenizer, tokens) if self._has_logprobs and tokens else None
             if (logprobs or more) and not deltas:
                 deltas = [{"content": ""}]
@@ -96,7 +98,7 @@ class ChatChunks(Writer):
                 yield self._chunk(index, delta, None if number else logprobs, **({} if number else more))
         if output.finish_reason is not None:
             for piece in parser.finish():
-                yield self._chunk(index, self._delta(piece))
+                yield self._chunk(index, self._delta(index, piece))
             called = parser.num_calls > 0 and output.finish_reason == "stop"
             reason = "tool_calls" if called else output.finish_reason
             yield self._chunk(index, {}, reason=reason, **_timings_of_one([output.stats], len(self._parsers)))
@@ -135,35 +137,41 @@ class ChatChunks(Writer):
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **self._usages.of_chunk(index), **more}
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
+    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
         match piece.kind:
             case "content":
                 return {"content": piece.text}
             case "reasoning":
                 return {"reasoning_content": piece.text}
             case "call":
-                function = {"name": piece.text, "arguments": ""}
-                call_id = self._prompt.call_id(self._new_id())
-                return {"tool_calls": [{"index": piece.call, "id": call_id, "type": "function", "function": function}]}
+                call = {"index": piece.call, "id": self._prompt.call_id(self._new_id())}
+                if piece.text in self._prompt.custom:
+                    self._custom.add((index, piece.call))
+                    return {"tool_calls": [{**call, "type": "custom", "custom": {"name": piece.text, "input": ""}}]}
+                return {"tool_calls": [{**call, "type": "function", "function": {"name": piece.text, "arguments": ""}}]}
+        if (index, piece.call) in self._custom:
+            return {"tool_calls": [{"index": piece.call, "custom": {"input": custom_input(piece.text)}}]}
         return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
 
 
 def _joined(deltas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The parts of a message that these deltas add up to."""
     texts: dict[str, list[str]] = {"content": []}
-    calls: list[tuple[dict[str, Any], list[str]]] = []
+    calls: list[dict[str, Any]] = []
     for delta in deltas:
         for name in ("content", "reasoning_content"):
             if delta.get(name):
                 texts.setdefault(name, []).append(delta[name])
         for call in delta.get("tool_calls", ()):
+            kind, text = ("custom", "input") if "custom" in call else ("function", "arguments")
             if "id" in call:
-                calls.append(({"id": call["id"], "type": "function", "function": dict(call["function"])}, []))
-            calls[-1][1].append(call["function"]["arguments"])
+                calls.append({"id": call["id"], "type": kind, kind: dict(call[kind])})
+            else:
+                calls[-1][kind][text] += call[kind][text]
     found: dict[str, Any] = {name: "".join(parts) for name, parts in texts.items()}
     if calls:
         found["content"] = found["content"] or None
-        found["tool_calls"] = [{**call, "function": {**call["function"], "arguments": "".join(parts)}} for call, parts in calls]
+        found["tool_calls"] = calls
     return found
 
 

@@ -5,6 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 
+def as_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool of a chat; a custom one as the function that stands for it."""
+    own = tool.get("custom") if tool.get("type") == "custom" else None
+    return {"type": "function", "function": custom_function(own)} if isinstance(own, Mapping) else tool
+
+
 def custom_function(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The function that stands for a custom tool. The format that its text shall have is described to the model."""
     form = tool.get("format")

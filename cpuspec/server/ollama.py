@@ -170,7 +170,7 @@ def _asked(model: ServedModel, body: OllamaChatBody | GenerateBody) -> tuple[Cha
     else:
         messages, tools = body.messages, body.tools or []
     turns = [_as_openai(number, one) for number, one in enumerate(messages)]
-    prompt = chat_prompt(model, turns, tools, None, body.variables, grammar_of(body), body)
+    prompt = replace(chat_prompt(model, turns, tools, None, body.variables, grammar_of(body), body), custom=frozenset())
     if isinstance(body, GenerateBody) and body.context:
         prompt = replace(prompt, ids=_checked_ids(model, body.context) + prompt.ids)
     return prompt, prompt.requested(chat_params(model, body))

@@ -17,7 +17,7 @@ from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute, ignore
 from cpuspec.server.bounds import Content, Count, Ignored, Listed, Name, Object, Refused, Schema, Text, Unused, size_of
 from cpuspec.server.chat import ChatPrompt, chat_prompt
-from cpuspec.server.custom_tools import custom_function, custom_input
+from cpuspec.server.custom_tools import custom_input
 from cpuspec.server.errors import ContextExceededError, RequestError
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
@@ -271,15 +271,13 @@ def _called(item: Mapping[str, Any]) -> dict[str, Any]:
 class _Tools:
     """A request's tools: the functions that the model gets to know, and how the client knows those.
 
-    Codex has the tools of each MCP server in a namespace, and knows their calls by both names. A custom tool takes a text,
-    as Codex's apply_patch does: the model sees a function with one argument, `input`. Tools that OpenAI runs itself,
+    Codex has the tools of each MCP server in a namespace, and knows their calls by both names. Tools that OpenAI runs itself,
     such as its web search, do not exist here, and agents list them all the same.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self.functions: list[dict[str, Any]] = []
         self.names: dict[str, dict[str, Any]] = {}  # the client's names of the tools in a namespace, by the model's
-        self.custom: set[str] = set()  # the model's names of custom tools
         self.left_out: dict[str, None] = {}  # types of tools that do not exist here
         self._add(tools, None)
 
@@ -289,10 +287,9 @@ class _Tools:
             if kind == "namespace" and namespace is None:
                 self._add(tool["tools"] if isinstance(tool.get("tools"), list) else (), tool.get("name"))
             elif kind in ("custom", "function") or (kind is None and namespace is not None):
-                function = custom_function(tool) if kind == "custom" else tool
-                kept = {key: function.get(key) for key in ("description", "parameters", "strict")}
-                self.functions.append({"type": "function", "function": {"name": name, **kept}})
-                self.custom |= {name} if kind == "custom" else set()
+                own, fields = ("custom", ("format",)) if kind == "custom" else ("function", ("parameters", "strict"))
+                kept = {key: tool.get(key) for key in ("description", *fields)}
+                self.functions.append({"type": own, own: {"name": name, **kept}})
                 if name != tool.get("name"):
                     self.names[name] = {"name": tool.get("name"), "namespace": namespace}
             else:
@@ -444,7 +441,7 @@ class _ResponseWriter(Writer):
     def _begin_item(self, kind: str, piece: Piece) -> list[dict[str, Any]]:
         self._open, self._texts = (kind, piece.call), []
         if kind == "arguments":
-            is_custom, call_id = piece.text in self._tools.custom, self._prompt.call_id(self._new_id())
+            is_custom, call_id = piece.text in self._prompt.custom, self._prompt.call_id(self._new_id())
             own = {"type": "custom_tool_call", "input": ""} if is_custom else {"type": "function_call", "arguments": ""}
             named = {"call_id": call_id, "name": piece.text, **self._tools.names.get(piece.text, {})}
             self._item = {"id": f"{'ctc' if is_custom else 'fc'}_{self._new_id()}", **own, **named}

@@ -160,7 +160,8 @@ def _begun(form: ToolFormat, name: str, in_tags: bool) -> str:
         return f"(?:{mark}{_SPACES})?<function={named}>\\n"
     if form.bare:
         return (
-            rf"(?:{mark})?{_SPACES}(?:\[{_SPACES})?{_object(named)}{_SPACES},{_SPACES}\"(arguments|parameters)\"{_SPACES}:{_SPACES}"
+            rf"(?:{mark})?{_SPACES}(?:\[{_SPACES})?{_object(named)}{_SPACES},{_SPACES}"
+            rf"{_quoted('(?:arguments|parameters)')}{_SPACES}:{_SPACES}"
         )
     return mark + _escaped(form.head(name))
 
@@ -169,7 +170,12 @@ _SPACES = r"[ \t\n]{0,12}"
 
 
 def _object(named: str) -> str:
-    return rf"\{{{_SPACES}\"name\"{_SPACES}:{_SPACES}\"{named}\""
+    return rf"\{{{_SPACES}{_quoted('name')}{_SPACES}:{_SPACES}{_quoted(named)}"
+
+
+def _quoted(text: str) -> str:
+    """A text in JSON's quotes, or in Python's as some models write them."""
+    return f"(?:\"{text}\"|'{text}')"
 
 
 def _message_to(named: str) -> str:

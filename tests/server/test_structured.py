@@ -476,6 +476,7 @@ def ways(row: ToolFormat) -> list[str]:
     found = [f'Well.\n{row.mark}{row.head("paint")}{{"size": '] * (not row.bare or row.mark != "")
     if row.bare:
         found += [f'{start}{{\n  "name": "paint",\n  "arguments": {{\n    "size": ' for start in ("", "Well.\n", "```json\n")]
+        found += ["{'name': 'paint', 'arguments': {\"size\": "]  # Python's dict; its arguments are JSON then
     return found + ['<|channel|>commentary to=functions.paint<|message|>{"size": '] * row.channels
 
 
@@ -498,6 +499,9 @@ def test_a_strict_tool_is_kept_to_wherever_a_model_begins_its_call(row: ToolForm
         assert not legal[ord('"')]
         assert not legal[ord("x")]
         assert not legal[256]
+        if begun.startswith("{'"):
+            pieces = AnswerParser(row, {"paint": SIZED}).push(f"{begun}1}}}}")
+            assert [one.text for one in pieces] == ["paint", '{"size": 1}']
     free = found.legal(list(b'{"name": "other", "arguments": {"size": '))
     assert free is not None
     assert free.all()

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 
 from cpuspec.checkpoints import open_checkpoint
@@ -16,7 +17,7 @@ from cpuspec.server.chat import chat_prompt
 from cpuspec.server.parsing import tool_format
 from cpuspec.server.turns import model_format, tool_use
 from cpuspec.text import make_tokenizer
-from tests.server.running import Running, load, serving, templated_model, tiny_model
+from tests.server.running import Running, load, script_answers, serving, templated_model, tiny_model
 from tools.make_tiny_model import CHAT_TEMPLATE, make_tiny_gguf
 
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -197,6 +198,71 @@ def test_only_allowed_tools_are_told_of(running: Running) -> None:
         reply = running.post("/v1/chat/completions", json=fields)
         assert reply.status_code == 400
         assert "allowed_tools" in reply.json()["error"]["message"]
+
+
+DEFINITION = {"syntax": "lark", "definition": "start: /.+/"}
+PATCH = {"type": "custom", "custom": {"name": "apply_patch", "format": {"type": "grammar", "grammar": DEFINITION}}}
+PATCHED = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin\\n+a \\"b\\""}}\n</tool_call>'
+CALLED = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "CET"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_custom_tool_of_a_chat_is_called_with_a_text(running: Running, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """Beside a function; and it is sent back."""
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    script_answers(monkeypatch, f"{PATCHED}\n{CALLED}")
+    ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "mend it"}], "tools": [PATCH, TOOL]}
+    calls: list[dict[str, Any]] = []
+    if stream:
+        for chunk in client.chat.completions.create(**ask, stream=True):
+            assert chunk.choices[0].finish_reason in (None, "tool_calls")
+            for part in chunk.choices[0].delta.tool_calls or []:
+                told = part.model_dump(exclude_none=True)
+                if part.id:
+                    calls.append(told)
+                    continue
+                (kind,) = told.keys() - {"index"}
+                for name, text in told[kind].items():
+                    calls[part.index][kind][name] += text
+    else:
+        found = client.chat.completions.create(**ask)
+        calls = [one.model_dump(exclude_none=True) for one in found.choices[0].message.tool_calls or []]
+    patch, function = calls
+    assert (patch["type"], patch["custom"]) == ("custom", {"name": "apply_patch", "input": '*** Begin\n+a "b"'})
+    assert (function["type"], function["function"]) == ("function", {"name": "get_time", "arguments": '{"zone": "CET"}'})
+    messages = [*ask["messages"], {"role": "assistant", "tool_calls": [patch]}]
+    messages.append({"role": "tool", "tool_call_id": patch["id"], "content": "patched"})
+    prompt = prompt_of(running, messages=messages, tools=[PATCH])
+    assert all(one in prompt for one in ("apply_patch", "lark grammar", "start: /.+/", '{"input": "*** Begin', "patched"))
+
+
+def test_a_custom_tool_of_a_chat_can_be_demanded_and_allowed(running: Running) -> None:
+    ask = {"messages": CONVERSATION, "tools": [TOOL, PATCH]}
+    named = {"type": "custom", "custom": {"name": "apply_patch"}}
+    told = prompt_of(running, **ask, tool_choice=named)
+    assert told.endswith('"apply_patch", "arguments": ')
+    assert "get_time" in told
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
+    assert prompt_of(running, **ask, tool_choice=allowed) == prompt_of(running, messages=CONVERSATION, tools=[PATCH])
+    wrong: list[dict[str, Any]] = [
+        *({"tools": [{"type": "custom", "custom": given}]} for given in (None, 1, {}, {"name": []})),
+        *(
+            {**ask, "tool_choice": {"type": "custom", "custom": given}}
+            for given in ("apply_patch", {"name": "other"}, {"name": []})
+        ),
+        {**ask, "tool_choice": {"type": "function", "function": "get_time"}},
+    ]
+    for fields in wrong:
+        assert running.post("/v1/chat/completions", json={"messages": CONVERSATION, **fields}).status_code == 400, fields
+
+
+def test_ollama_gets_a_custom_tools_call_as_a_functions(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    script_answers(monkeypatch, PATCHED)
+    reply = running.post(
+        "/api/chat", json={"messages": [{"role": "user", "content": "mend it"}], "tools": [PATCH], "stream": False}
+    )
+    (call,) = reply.json()["message"]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == ("apply_patch", {"input": '*** Begin\n+a "b"'})
 
 
 HEADS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
