@@ -101,7 +101,7 @@ async def model_of(request: Request, name: str | None, lora: Mapping[int, float]
 
 def shown_name(request: Request, model: ServedModel) -> str:
     """The name that answers carry: the model's, or that of the adapter which the request named as its model."""
-    return context_of(request).adapter or server_of(request).shown_name(model)
+    return context_of(request).adapter or server_of(request).shown_name(model.name)
 
 
 class Gate:

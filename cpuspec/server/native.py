@@ -132,7 +132,7 @@ def _for_anthropic(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _adapter_row(server: Server, one: LoadedAdapter, model: ServedModel) -> dict[str, Any]:
     """An adapter in a list, as vLLM shows it. A client does not learn in which directory it is."""
-    about = {"root": one.adapter.path.name, "parent": server.shown_name(model), "status": {"value": "loaded"}}
+    about = {"root": one.adapter.path.name, "parent": server.shown_name(model.name), "status": {"value": "loaded"}}
     return {"id": one.name, "object": "model", "created": server.created, "owned_by": "cpuspec", **about}
 
 
@@ -192,35 +192,46 @@ async def apply_template(body: TemplateBody, request: Request) -> Response:
     return json_response({"prompt": await found.in_worker(context_of(request).client, text)})
 
 
+def _awake(request: Request) -> tuple[str, ServedModel | None]:
+    """The own name of the model that a request's query names, and the model; None where it sleeps, or was not loaded yet.
+
+    Nobody who watches a model wakes it, or keeps it awake.
+    """
+    server = server_of(request)
+    server.check_ready()
+    name = server.own_name(server.split_name(request.query_params.get("model"))[0])
+    return name, server.models.get(name)
+
+
 @router.get("/props")
 async def props(request: Request) -> Response:
-    """The model and the settings that requests meet."""
+    """The model and the settings that requests meet. Of a model that sleeps only those that need no model."""
     server = server_of(request)
-    found = await model_of(request, request.query_params.get("model"))
+    name, found = _awake(request)
+    most = ("max_new_tokens", "max_waiting", "max_body_bytes", "max_request_s")
+    limits: dict[str, Any] = {one: getattr(server.config, one) for one in most}
+    row = {
+        "model": name,
+        "model_alias": server.shown_name(name),
+        "build_info": f"cpuspec {__version__}",
+        "is_sleeping": found is None,  # llama-server's name
+    }
+    if found is None:
+        return json_response({**row, "limits": limits})
     llm = found.llm
-    return json_response(
-        {
-            "model": found.name,
-            "model_alias": server.shown_name(found),
-            "build_info": f"cpuspec {__version__}",
-            "architecture": llm.config.architecture,
-            "total_slots": llm.max_sequences,
-            "context_length": llm.context_length,
-            "chat_template": llm.tokenizer.chat_template,
-            "tool_format": found.tool_format.name,
-            "fills_in_the_middle": found.fill is not None,
-            "draft": str(llm.spec),
-            "threads": llm.threads,
-            "default_generation_settings": {"n_ctx": llm.context_length, "params": llm.sampling_defaults.fields()},
-            "limits": {
-                "max_prompt_tokens": found.max_prompt_tokens,
-                "max_new_tokens": server.config.max_new_tokens or llm.context_length,
-                "max_waiting": server.config.max_waiting,
-                "max_body_bytes": server.config.max_body_bytes,
-                "max_request_s": server.config.max_request_s,
-            },
-        }
-    )
+    row |= {
+        "architecture": llm.config.architecture,
+        "total_slots": llm.max_sequences,
+        "context_length": llm.context_length,
+        "chat_template": llm.tokenizer.chat_template,
+        "tool_format": found.tool_format.name,
+        "fills_in_the_middle": found.fill is not None,
+        "draft": str(llm.spec),
+        "threads": llm.threads,
+        "default_generation_settings": {"n_ctx": llm.context_length, "params": llm.sampling_defaults.fields()},
+    }
+    limits |= {"max_prompt_tokens": found.max_prompt_tokens, "max_new_tokens": limits["max_new_tokens"] or llm.context_length}
+    return json_response({**row, "limits": limits})
 
 
 @router.get("/lora-adapters")
@@ -284,8 +295,10 @@ def _lora_dir(request: Request) -> Path:
 
 @router.get("/slots")
 async def slots(request: Request) -> Response:
-    """The slots, and the requests that run in them, without texts."""
-    found = await model_of(request, request.query_params.get("model"))
+    """The slots, and the requests that run in them, without texts. A model that sleeps has none."""
+    _, found = _awake(request)
+    if found is None:
+        return json_response([])
     rows = []
     for slot in found.slots:
         row: dict[str, Any] = {"id": slot.number, "n_ctx": found.llm.context_length, "is_processing": slot.meter is not None}

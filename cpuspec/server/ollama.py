@@ -381,7 +381,7 @@ async def tags(request: Request) -> Response:
     server.check_ready()
     rows = [_row(server, name) for name in server.names]
     for model in server.models.values():
-        row = _row(server, server.shown_name(model))
+        row = _row(server, server.shown_name(model.name))
         rows += [row | {"name": one.name, "model": one.name, "digest": _digest(one.name)} for one in model.llm.adapters]
     return json_response({"models": rows})
 
@@ -396,7 +396,7 @@ async def loaded(request: Request) -> Response:
         idle_s = model.unload_after_s
         ends = "9999-12-31T23:59:59Z" if idle_s is None or idle_s > _LONGEST_S else _time(epoch_s() + int(idle_s))
         more = {"expires_at": ends, "size_vram": 0, "context_length": model.llm.context_length}
-        rows.append(_row(server, server.shown_name(model)) | {"size": await model.num_bytes()} | more)
+        rows.append(_row(server, server.shown_name(model.name)) | {"size": await model.num_bytes()} | more)
     return json_response({"models": rows})
 
 

@@ -123,6 +123,6 @@ def _head(request: Request, model: ServedModel, kind: str, num_tokens: int) -> d
     return {
         "id": f"{kind}-{context_of(request).id}",
         "object": "list",
-        "model": server_of(request).shown_name(model),
+        "model": server_of(request).shown_name(model.name),
         "usage": usage,
     }

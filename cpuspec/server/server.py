@@ -71,9 +71,9 @@ class Server:
         """The names that requests may use; of a single model, the first is the one that answers carry."""
         return self._aliases or tuple(self._loaders) or (self.name,)
 
-    def shown_name(self, model: ServedModel) -> str:
-        """The name that answers of a model carry."""
-        return self._aliases[0] if self._aliases else model.name
+    def shown_name(self, name: str) -> str:
+        """The name that answers of a model carry. name: its own."""
+        return self._aliases[0] if self._aliases else name
 
     def own_name(self, name: str | None) -> str:
         """The own name of the model that a request names.
@@ -92,7 +92,7 @@ class Server:
         """The model's name and the adapter's ("" for none) in a request's: MODEL, MODEL:ADAPTER, or ADAPTER of a loaded model."""
         if not name or name in self.names:
             return name, ""
-        own = next((self.shown_name(model) for model in self.models.values() if name in model.llm.adapters), None)
+        own = next((self.shown_name(model.name) for model in self.models.values() if name in model.llm.adapters), None)
         if own is not None:
             return own, name
         base, colon, adapter = name.rpartition(":")

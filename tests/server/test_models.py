@@ -151,9 +151,16 @@ def test_an_idle_model_is_unloaded_and_loaded_anew(paths: dict[str, Path], expec
             running.eventually(lambda: listed(running)["tiny"] == "unloaded")
             assert running.get("/health").status_code == 200
             assert loads.loaded[number:]  # once for each request, and perhaps before the first one, which may come too late
+        num_loaded = len(loads.loaded)
+        told = running.get("/props").json()
+        assert (told["model"], told["is_sleeping"], told["limits"]["max_new_tokens"]) == ("tiny", True, None)
+        assert running.get("/slots", params={"model": "second"}).json() == running.get("/slots").json() == []
+        assert running.get("/props", params={"model": "fourth"}).status_code == 404
+        assert len(loads.loaded) == num_loaded, "nobody who watches a model wakes it"
         body = BODY | {"stream": True, "max_tokens": 4000}
         with running.client() as client, client.stream("POST", "/v1/completions", json=body) as reply:
-            next(reply.iter_lines())
+            lines = reply.iter_lines()  # closes the stream when it is dropped
+            next(lines)
             loop = running.model.runner._loop
             asyncio.run_coroutine_threadsafe(running.server.unload("tiny"), loop).result(PATIENCE_S)
             assert running.server.models, "no model goes under a request"
