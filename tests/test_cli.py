@@ -408,7 +408,7 @@ def test_the_prompt_comes_from_the_argument_a_file_or_stdin(model: str, tmp_path
     path = tmp_path / "prompt.txt"
     path.write_bytes(b"two\nlines\n")
     seen: list[object] = []
-    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params, shown: seen.append(prompt) or iter(()))
+    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params, **settings: seen.append(prompt) or iter(()))
     for arguments, stdin in ((("two\nlines",), None), (("-f", str(path)), None), ((), "two\nlines\n"), (("-f", "-"), "two\nlines")):
         run("generate", *arguments, "--raw", "-m", model, *NUMPY, stdin=stdin)
     assert seen == ["two\nlines"] * 4
@@ -736,7 +736,7 @@ class Interrupted:
     closed = False
     aborted_stats = None
 
-    def stream(self, prompt: object, params: SamplingParams, shown: object) -> Iterator[Output]:
+    def stream(self, prompt: object, params: SamplingParams, **settings: object) -> Iterator[Output]:
         try:
             yield Output(0, "Hello", [1], [])
             yield Output(0, " wor", [2, 3], [])
@@ -923,7 +923,7 @@ class Scripted:
     def __init__(self, *answers: str | type[BaseException]) -> None:
         self.answers = list(answers)
 
-    def stream(self, prompt: object, params: SamplingParams, shown: object) -> Iterator[Output]:
+    def stream(self, prompt: object, params: SamplingParams, **settings: object) -> Iterator[Output]:
         answer = self.answers.pop(0)
         if not isinstance(answer, str):
             raise answer("no")

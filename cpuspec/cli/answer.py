@@ -13,8 +13,9 @@ from cpuspec.engine.llm import LLM, Message
 from cpuspec.metrics import RequestStats, RoundPart
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.sequence import shared_prefix
-from cpuspec.server.parsing import Piece, answer_parser, opens_reasoning, shown_tokens
+from cpuspec.server.parsing import Piece, answer_parser, shown_tokens
 from cpuspec.settings import SAMPLING_FIELDS, SamplingDefaults, SamplingParams
+from cpuspec.text.reasoning import opens_reasoning
 
 
 @dataclass
@@ -52,7 +53,7 @@ def stream_answer(
 
     Ctrl-C ends the answer, not the command: the tokens so far are returned. variables: of the chat template.
     """
-    answer, parser, shown = StreamedAnswer(params), None, frozenset[int]()
+    answer, parser, shown, template = StreamedAnswer(params), None, frozenset[int](), None
     asked: Any = prompt
     if not isinstance(prompt, str):
         tokenizer = llm.tokenizer
@@ -77,7 +78,7 @@ def stream_answer(
                 show_apart(f"[{piece.text}] " if piece.kind == "call" else piece.text)
 
     try:
-        with closing(cast(Generator, llm.stream(asked, params, shown=shown))) as outputs:
+        with closing(cast(Generator, llm.stream(asked, params, shown=shown, chat_template=template))) as outputs:
             for output in outputs:
                 answer.text += output.text
                 answer.token_ids += output.token_ids

@@ -24,8 +24,8 @@ from cpuspec.cli.progress import counting, step_progress
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.prompts import Prompt, read_prompts
 from cpuspec.evaluate.tasks import find_task, read_problems
-from cpuspec.server.parsing import opens_reasoning
 from cpuspec.settings import SamplingParams
+from cpuspec.text.reasoning import opens_reasoning
 
 
 @exit_codes()

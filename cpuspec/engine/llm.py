@@ -45,6 +45,7 @@ from cpuspec.speculation.prefix_files import PrefixDirectory, PrefixPart
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.proposer import LevelContext
 from cpuspec.text import Tokenizer, make_tokenizer
+from cpuspec.text.reasoning import stop_scope
 
 _log = logging.getLogger(__name__)
 
@@ -323,15 +324,16 @@ class LLM:
         A text is a user's message. A content may be a list of parts with texts. Returns a Completion, or a list of them for a list
         of conversations. params, settings, lora_request: as in `generate`. tools: functions in OpenAI's form, for the template; a
         call is part of the answer's text, as the model writes it. chat_template_kwargs: variables of the template, such as
-        {"enable_thinking": False}. continue_final_message: whether the answer continues the last message's text.
+        {"enable_thinking": False}. continue_final_message: whether the answer continues the last message's text. Stop strings count
+        in content only, not in reasoning, where the text shows the marks around it.
         """
         variables = dict(chat_template_kwargs or {}) | ({"tools": list(tools)} if tools else {})
         how = {"add_generation_prompt": add_generation_prompt, "continues": continue_final_message}
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if _is_conversation(messages):
-            prompt = self._prompt_ids(messages, variables=variables, **how)
-            return self._complete([prompt], _read_params(params, settings, 1), self._adapter_sets(lora_request, 1))[0]
+            prompt, sets = self._prompt_ids(messages, variables=variables, **how), self._adapter_sets(lora_request, 1)
+            return self._complete([prompt], _read_params(params, settings, 1), sets, variables=variables)[0]
         if not isinstance(messages, list | tuple) or not all(map(_is_conversation, messages)):
             raise ConfigError(
                 f"messages are a text, a list of messages such as {{'role': 'user', 'content': 'hello'}}, or a list of such lists; "
@@ -339,7 +341,7 @@ class LLM:
             )
         prompts = [self._prompt_ids(conversation, variables=variables, **how) for conversation in messages]
         sets = self._adapter_sets(lora_request, len(prompts))
-        return self._complete(prompts, _read_params(params, settings, len(prompts)), sets)
+        return self._complete(prompts, _read_params(params, settings, len(prompts)), sets, variables=variables)
 
     def stream(
         self,
@@ -348,6 +350,7 @@ class LLM:
         *,
         shown: abc.Set[int] = frozenset(),
         chat_template_kwargs: Variables = None,
+        chat_template: str | None = None,
         lora_request: Lora = None,
         **settings: Any,
     ) -> Generator[Output]:
@@ -356,7 +359,8 @@ class LLM:
         Prompt and params are checked at once; the request starts with the first `next`. If the generator is closed, or its loop is
         left, the request is aborted; its figures are then in `aborted_stats`. A stream is for one thread at a time, and for one
         answer. params, settings: as in `generate`. shown: special tokens whose names are part of the text. chat_template_kwargs: as
-        in `chat`. Raises CpuspecError after the last output of a request that ended with an error.
+        in `chat`. chat_template: the template that made token ids; stop strings then count as in `chat`. Raises CpuspecError after
+        the last output of a request that ended with an error.
         """
         (one,) = _read_params(params, settings, 1)
         if one.n != 1:
@@ -366,7 +370,10 @@ class LLM:
         self._shared.aborted_stats = None
         ids, adapters = self._prompt_ids(prompt, one.parse_special, chat_template_kwargs), self.adapter_set(lora_request)
         self.check(ids, one)
-        return self._stream(ids, one, shown, adapters)
+        if one.stop and _is_conversation(prompt):
+            chat_template = self.tokenizer.chat_template_for(chat_template_kwargs or {})
+        apart, within = stop_scope(self.tokenizer, chat_template, ids, shown) if chat_template and one.stop else ([], "")
+        return self._stream(RequestedAnswer(ids, one, shown, adapters=adapters, apart=apart, within=within))
 
     def embed(
         self, prompts: Prompt | Seq[Prompt], pooling: str | None = None, dimensions: int | None = None, lora_request: Lora = None
@@ -651,15 +658,20 @@ class LLM:
         params: list[SamplingParams],
         sets: list[AdapterSet],
         texts: Seq[str | None] | None = None,
+        variables: Variables = None,
     ) -> list[Completion]:
-        """texts: of the prompts; None to make them of the ids."""
+        """texts: of the prompts; None to make them of the ids. variables: of the chat template that made them."""
         request_ids: list[int] = []
         for prompt, one in zip(prompts, params, strict=True):
             self.check(prompt, one)
         scores = self._prompt_scores(prompts, params, sets)
         try:
             for prompt, one, adapters in zip(prompts, params, sets, strict=True):
-                each = [RequestedAnswer(prompt, answer, adapters=adapters) for answer in answer_params(one)]
+                template = self.tokenizer.chat_template_for(variables) if variables is not None and one.stop else None
+                apart, within = stop_scope(self.tokenizer, template, prompt) if template else ([], "")
+                each = [
+                    RequestedAnswer(prompt, answer, adapters=adapters, apart=apart, within=within) for answer in answer_params(one)
+                ]
                 request_ids += map(self._shared.submit, each)
             outputs = [list(self._shared.outputs(request_id)) for request_id in request_ids]
         finally:
@@ -689,8 +701,8 @@ class LLM:
                 found[number] = [None, *job.scores()[0]]
         return found
 
-    def _stream(self, prompt: list[int], params: SamplingParams, shown: abc.Set[int], adapters: AdapterSet) -> Generator[Output]:
-        request_id = self._shared.submit(RequestedAnswer(prompt, params, shown, adapters=adapters))
+    def _stream(self, wanted: RequestedAnswer) -> Generator[Output]:
+        request_id = self._shared.submit(wanted)
         try:
             for output in self._shared.outputs(request_id):
                 yield output

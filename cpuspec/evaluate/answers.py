@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,9 +16,10 @@ from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import Prompt, prompt_ids
 from cpuspec.load.figures import RequestResult
 from cpuspec.metrics import LevelCounters, RequestStats, now_s, sum_levels
-from cpuspec.server.parsing import answer_parser, opens_reasoning, shown_tokens
+from cpuspec.server.parsing import answer_parser, shown_tokens
 from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.text import make_tokenizer
+from cpuspec.text.reasoning import opens_reasoning, stop_scope
 
 OnAnswer = Callable[[int], None]  # answers that are done
 
@@ -101,8 +102,11 @@ def answer_all(
             while begun < len(requests) and len(running) < llm.max_sequences:
                 prompt, params = requests[begun]
                 begins_s.append(now_s())
-                seen = shown if _is_conversation(prompt) else frozenset[int]()
-                running[begun] = llm.submit(RequestedAnswer(prompts[begun], params, seen), parts[begun].append)
+                wanted = RequestedAnswer(prompts[begun], params)
+                if _is_conversation(prompt):
+                    apart, within = stop_scope(tokenizer, tokenizer.chat_template or "", wanted.prompt, shown)
+                    wanted = replace(wanted, shown=shown, apart=apart, within=within)
+                running[begun] = llm.submit(wanted, parts[begun].append)
                 begun += 1
             llm.step()
             for number in [number for number in running if parts[number] and parts[number][-1].finish_reason]:

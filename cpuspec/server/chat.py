@@ -19,13 +19,14 @@ from cpuspec.server.custom_tools import as_function
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import loosened
 from cpuspec.server.model import ServedModel
-from cpuspec.server.parsing import AnswerParser, ToolFormat, opens_reasoning, reasoning_marks
+from cpuspec.server.parsing import AnswerParser, ToolFormat
 from cpuspec.server.parsing.calls import tool_instructions
 from cpuspec.server.schema import Ending
 from cpuspec.server.structured import call_grammar, call_trigger, can_be_tagged, loose_format, loosened_note
 from cpuspec.server.turns import in_turns
 from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
+from cpuspec.text.reasoning import opens_reasoning, reasoning_marks, reasoning_parts
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name, which templates do not know
 _TEXT_FIELDS = ("name", "tool_call_id")  # of a message, that templates may read besides role and content
@@ -58,16 +59,15 @@ class ChatPrompt:
 
         Raises ConfigError for params that a grammar excludes.
         """
-        params, form, marks = replace(params, **self.keeps_to), self.model.tool_format, reasoning_marks(self.template)
-        # Stop strings count in content only.
-        apart = [marks, *(pair for pair in form.marks if self.functions and all(pair))]
+        params = replace(params, **self.keeps_to)
+        calls = [pair for pair in self.model.tool_format.marks if self.functions and all(pair)]
         how = RequestedAnswer(
             self.ids,
             params,
             shows_progress=shows_progress,
             prediction=prediction,
-            apart=[(mark, "final<|message|>") for mark in ("<|start|>", "<|channel|>")] if form.channels else apart,
-            within=marks[1] if self.thinking and not self.prefix else "",
+            apart=[*reasoning_parts(self.template), *calls],  # stop strings count in content only
+            within=reasoning_marks(self.template)[1] if self.thinking and not self.prefix else "",
         )
         return [replace(how, params=one) for one in answer_params(params)]
 

@@ -30,7 +30,6 @@ from cpuspec.server.errors import ForbiddenError, RequestError, UnknownModelErro
 from cpuspec.server.figures import chat_logprobs
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
-from cpuspec.server.parsing import reasoning_marks
 from cpuspec.server.replies import error_body, json_response
 from cpuspec.server.schema import Body, ConversationBody, UnusedBody, chat_params, grammar_of, ignoring
 from cpuspec.server.server import Server, server_of
@@ -38,6 +37,7 @@ from cpuspec.server.structured import noted_format
 from cpuspec.server.writer import Event, Writer
 from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
+from cpuspec.text.reasoning import reasoning_marks
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -19,10 +19,9 @@ from cpuspec.server.parsing import (
     ToolFormat,
     answer_parser,
     joined_pieces,
-    opens_reasoning,
-    reasoning_marks,
     tool_format,
 )
+from cpuspec.text.reasoning import opens_reasoning, reasoning_marks
 from tests.server.written import FUNCTIONS, PARTS, WAYS, WORDS, damaged, random_call
 
 NAMES = {

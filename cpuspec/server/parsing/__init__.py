@@ -7,8 +7,6 @@ from cpuspec.server.parsing.answer import (
     MARKS,
     AnswerParser,
     answer_parser,
-    opens_reasoning,
-    reasoning_marks,
     shown_tokens,
 )
 from cpuspec.server.parsing.calls import TOOL_FORMATS, ToolFormat, tool_format
@@ -22,8 +20,6 @@ __all__ = [
     "ToolFormat",
     "answer_parser",
     "joined_pieces",
-    "opens_reasoning",
-    "reasoning_marks",
     "shown_tokens",
     "tool_format",
 ]

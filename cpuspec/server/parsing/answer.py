@@ -6,7 +6,6 @@ the pieces do not depend on the parts in which the text arrives. A call is held 
 
 import logging
 import re
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
@@ -15,18 +14,9 @@ from cpuspec.server.parsing.calls import TOOL_FORMATS, ToolFormat, tool_format
 from cpuspec.server.parsing.converted import SPACE, Functions, Scan, call_end, checked, marked_end, read_value
 from cpuspec.server.parsing.pieces import Piece, joined_pieces
 from cpuspec.text import Tokenizer
+from cpuspec.text.reasoning import REASONING, reasoning_marks
 
 _LOG = logging.getLogger("cpuspec.server")
-
-# Pairs of marks around reasoning. A template's pair is the first of which it contains a mark.
-_REASONING = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),  # Mistral
-    ("<|channel>thought", "<channel|>"),  # Gemma 4
-    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command
-    ("<seed:think>", "</seed:think>"),
-    ("<thought>", "</thought>"),  # EXAONE Deep
-)
 
 # Of answers in channels, as gpt-oss writes them (OpenAI's "harmony" format): messages of a header, a mark and a text.
 _MESSAGE = "<|message|>"
@@ -49,24 +39,13 @@ _NAME_BEGINS = re.compile(r'"name"\s*(?::\s*(?:"[^"]{0,256})?)?\Z')
 # Special tokens that are part of an answer's text, because the machine reads them.
 MARKS = frozenset(
     (
-        *(mark for marks in _REASONING for mark in marks),
+        *(mark for marks in REASONING for mark in marks),
         *(mark for form in TOOL_FORMATS.values() for marks in form.marks for mark in marks if mark),
         *("<|channel>", "[ARGS]", "[CALL_ID]", '<|"|>', "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "｜DSML｜"),
         *(f"<｜tool▁{part}｜>" for part in ("call▁begin", "call▁end", "sep")),
         *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"),
     )
 )
-
-
-def reasoning_marks(template: str | None) -> tuple[str, str]:
-    """The texts that begin and end reasoning in answers to prompts of a chat template."""
-    template = template or ""
-    return next((marks for marks in _REASONING if marks[0] in template or marks[1] in template), _REASONING[0])
-
-
-def opens_reasoning(tokenizer: Tokenizer, template: str | None, prompt: Sequence[int]) -> bool:
-    """Whether a prompt of the template, token ids, has opened the reasoning."""
-    return tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith(reasoning_marks(template)[0])
 
 
 def shown_tokens(tokenizer: Tokenizer) -> frozenset[int]:
@@ -94,7 +73,7 @@ class AnswerParser:
         self,
         form: ToolFormat,
         functions: Functions,
-        marks: tuple[str, str] = _REASONING[0],
+        marks: tuple[str, str] = REASONING[0],
         thinking: bool = False,
         begun: str = "",
     ) -> None:

@@ -25,6 +25,7 @@ from cpuspec.server.parsing.converted import (
     python_items,
     xml_items,
 )
+from cpuspec.text.reasoning import CHANNELS
 
 _JSON = Syntax(from_json, json_items, "{[`", is_value=True)
 _NAMED = Syntax(from_json, json_items, "{[`", is_value=True, is_named=True)
@@ -148,7 +149,7 @@ TOOL_FORMATS = {
 
 # Marks in a chat template, and the format of calls that each stands for. The first mark that is found counts.
 _TELLTALES = {
-    "<|channel|>analysis": "harmony",
+    CHANNELS: "harmony",
     "<seed:tool_call>": "seed",
     "<function=": "qwen3_coder",
     "<arg_key>": "glm",
