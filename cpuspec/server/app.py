@@ -14,13 +14,15 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import anyio
+import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from cpuspec import __version__
 from cpuspec.engine.llm import LLM
@@ -31,7 +33,7 @@ from cpuspec.server import completions, embeddings, llama_server, messages, nati
 from cpuspec.server.connections import close_silent
 from cpuspec.server.errors import FAILED, EngineFailedError, RequestError, UnavailableError, as_request_error
 from cpuspec.server.gate import NOTE, NOTES, Gate, context_of
-from cpuspec.server.model import ServedModel
+from cpuspec.server.model import served
 from cpuspec.server.observe import log_event
 from cpuspec.server.replies import error_response
 from cpuspec.server.runner import in_own_thread
@@ -45,13 +47,18 @@ _LOG = logging.getLogger("cpuspec.server")
 
 def make_app(server: Server) -> FastAPI:
     """The application of a server. The server's model may be loaded later."""
-    app = FastAPI(
-        title="cpuspec", version=__version__, docs_url=None, redoc_url=None
-    )  # their pages would load scripts from elsewhere
+    # Pages of documentation would load scripts from elsewhere, and the schema takes a fifth of a second to make.
+    app = FastAPI(title="cpuspec", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_api_route("/openapi.json", partial(_schema, app), include_in_schema=False)
     for module in (native, completions, messages, responses, llama_server, ollama, embeddings, ranking, page):
-        app.include_router(module.router)
+        app.router.routes += module.router.routes  # `include_router` would build them again, at their first requests
     guard(app, server)
     return app
+
+
+def _schema(app: FastAPI) -> Response:
+    """The API's schema. FastAPI calls what is no coroutine in a thread."""
+    return JSONResponse(app.openapi())
 
 
 def guard(app: Starlette, server: Server) -> None:
@@ -175,6 +182,8 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
     ending = asyncio.create_task(must_end.wait())
     helpers = [asyncio.create_task(close_silent(web)), asyncio.create_task(server.unload_idle())]
     try:
+        async with anyio.create_task_group():  # this and NumPy's `unique` import at their first use, which would be a request's
+            np.unique([0])
         while not web.started and not serving.done():
             await asyncio.sleep(0.01)
         if threading.current_thread() is threading.main_thread():
@@ -185,7 +194,7 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
                 signal.signal(number, before if before is signal.SIG_IGN else lambda *_: server.stop())
         await asyncio.wait((loaded, ending, serving), return_when=asyncio.FIRST_COMPLETED)
         if loaded.done():
-            server.start(ServedModel(server.name, loaded.result(), config))
+            server.start(await served(server.name, loaded.result(), config))
             # A collection stops all threads while it looks at objects. Those of libraries and of the model stay for good.
             gc.collect()
             gc.freeze()

@@ -89,7 +89,7 @@ class ServedModel:
 
     @cached_property
     def tool_use(self) -> ToolUse:
-        """What its chat template does with tools. Rendered once, where a request asks first."""
+        """What its chat template does with tools. It is rendered for that, once."""
         return tool_use(self.llm.tokenizer)
 
     @property
@@ -233,6 +233,13 @@ class ServedModel:
     def _state(self) -> tuple[int, int, float]:
         held = sum(slot.meter.num_prompt_tokens + slot.meter.num_new_tokens for slot in self.slots if slot.meter)
         return self.admission.num_running, self.admission.num_waiting, held / (len(self.slots) * self.llm.context_length)
+
+
+async def served(name: str, llm: LLM, config: ServerConfig) -> ServedModel:
+    """A served model whose template was rendered once, in a thread: no request waits for that, and the event loop neither."""
+    found = ServedModel(name, llm, config)
+    await asyncio.to_thread(lambda: found.tool_use)
+    return found
 
 
 class Answers:

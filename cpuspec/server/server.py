@@ -14,7 +14,7 @@ from cpuspec.errors import CpuspecError
 from cpuspec.metrics import epoch_s
 from cpuspec.server.admission import Workers
 from cpuspec.server.errors import EngineFailedError, UnavailableError, UnknownModelError
-from cpuspec.server.model import ServedModel
+from cpuspec.server.model import ServedModel, served
 from cpuspec.server.observe import log_event
 from cpuspec.server.response_store import ResponseStore
 from cpuspec.server.runner import in_own_thread
@@ -142,7 +142,7 @@ class Server:
             llm = await in_own_thread(loader.load)
         except CpuspecError as error:
             raise EngineFailedError(f"{name} cannot be loaded: {error}") from error
-        self._add(ServedModel(name, llm, self.config))
+        self._add(await served(name, llm, self.config))
         log_event("ready", {"model": name})
         await self._free_memory(0, name)
 
