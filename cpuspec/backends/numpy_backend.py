@@ -11,19 +11,19 @@ from functools import partial
 from types import MappingProxyType
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import DTypeLike, NDArray
 
+from cpuspec.backends.formulas import Formulas
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, drop_embeddings, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, Experts, Mamba2, ModelConfig, Rope
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
 from cpuspec.formats.format import hadamard
 from cpuspec.formats.kv import get_kv_format, remembered
 from cpuspec.layers import Layer, keeping_layers
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
-from cpuspec.model.recurrence import LENGTH_EPS, RecurrentState, delta_step, new_state, recurrent_mixers, recurrent_slots
+from cpuspec.model.recurrence import RecurrentState, new_state, recurrent_mixers, recurrent_slots
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
 from cpuspec.settings import EngineConfig
@@ -146,11 +146,7 @@ class NumpyBackend:
         """Nothing to release."""
 
 
-def _ignore(x: Array, names: tuple[str, ...], expert: int) -> None:
-    """The callback of a forward whose inputs of matrices nobody observes."""
-
-
-class Forward:
+class Forward(Formulas):
     """The operations of one forward, each as it is defined (`Operations` in `model.transformer`)."""
 
     def __init__(self, model: Model, batch: ForwardBatch, cache: KVCache) -> None:
@@ -158,6 +154,7 @@ class Forward:
         self.expert_bytes = 0  # of experts' matrices that were read
         self._model, self._config, self._batch, self._cache = model, model.config, batch, cache
         starts = batch.lists.q_start
+        self.xp, self._vectors = np, model.weights
         self._adapted = list(zip(map(slice, starts, starts[1:]), batch.adapters, strict=False))
         self._rotations: dict[tuple[Rope, int], tuple[Array, Array]] = {}  # cosines and sines of the rows, [T, 1, D/2] each
 
@@ -168,47 +165,18 @@ class Forward:
         assert self._batch.hidden is not None, "`ForwardBatch.check` has checked it"
         return self.norm(self._batch.hidden.astype(self._model.dtype), norm)
 
-    def join(self, x: Array, norms: tuple[str, str] | None) -> Array:
-        of_x, of_hidden = norms or (None, None)
-        return np.concatenate([self.norm(x, of_x), self.hidden(of_hidden)], axis=1)
+    def _rotation(self, rope: Rope, dims: int) -> tuple[Array, Array]:
+        if (rope, dims) not in self._rotations:
+            cos, sin = rope_table(rope, dims, self._batch.positions)
+            self._rotations[rope, dims] = cos.astype(self._model.dtype)[:, None], sin.astype(self._model.dtype)[:, None]
+        return self._rotations[rope, dims]
 
-    def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:
-        normed = self.norm(x, norm)
-        return tuple(self.linear(normed, name) for name in names)
-
-    def rotate(self, layer: Layer, q: Array, k: Array | None) -> tuple[Array, Array | None]:
-        """Queries [T, H, D] and keys [T, G, D]. Pairs (i, i + D/2) turn by the row's position (arXiv 2104.09864)."""
-        queries = self._rotated(layer, q, "q_norm", layer.attention.query_rope)
-        return queries, None if k is None else self._rotated(layer, k, "k_norm", layer.attention.rope)
-
-    def _rotated(self, layer: Layer, x: Array, norm: str, rope: Rope | None) -> Array:
-        mixer = layer.attention
-        if mixer.norm == "row":
-            x = self.norm(x, layer.weight(norm))
-        heads = x.reshape(len(x), -1, mixer.dims)
-        if mixer.norm == "head" and not mixer.rotates_first:
-            heads = self.norm(heads, layer.weight(norm))
-        if rope is not None:
-            if (rope, mixer.dims) not in self._rotations:
-                cos, sin = rope_table(rope, mixer.dims, self._batch.positions)
-                tables = cos.astype(self._model.dtype)[:, None], sin.astype(self._model.dtype)[:, None]
-                self._rotations[rope, mixer.dims] = tables
-            heads = _turned(heads, *self._rotations[rope, mixer.dims])
-        return self.norm(heads, layer.weight(norm)) if mixer.rotates_first else heads
-
-    def absorb(
-        self, layer: Layer, plain: Array, turned: Array, latent: Array, k_turned: Array, on_inputs: Callable[..., None] = _ignore
-    ) -> tuple[Array, Array]:
-        """on_inputs: as of `experts`, for each head."""
-        of_heads = self._by_head(layer, "k_b", plain, on_inputs)
-        queries = _latent_row(of_heads, turned.reshape(*of_heads.shape[:2], -1))
-        return queries.reshape(len(plain), -1), _latent_row(self.norm(latent, layer.weight("latent_norm")), k_turned)
-
-    def expand(self, layer: Layer, mixed: Array, on_inputs: Callable[..., None] = _ignore) -> Array:
-        return self._by_head(layer, "v_b", mixed, on_inputs).reshape(len(mixed), -1)
+    def _layer_embedding(self) -> Array:
+        table = self._model.layer_embedding
+        assert table is not None, "the model has it"
+        return table.rows(self._batch.tokens).astype(self._model.dtype)
 
     def _by_head(self, layer: Layer, part: str, x: Array, on_inputs: Callable[..., None]) -> Array:
-        """The product of each head's numbers with its matrix, [T, H, rows]."""
         name, products = layer.weight(part), []
         for head, given in enumerate(np.split(x, layer.attention.heads, axis=1)):
             on_inputs(given, (name,), head)
@@ -241,77 +209,9 @@ class Forward:
         return out
 
     def _states(self, layer: Layer) -> Iterator[tuple[slice, RecurrentState, int]]:
-        """Of each sequence its rows, a recurrent layer's memory of it, and how many tokens its slot holds."""
         batch = self._batch
         for slot, start, end in zip(batch.slots, batch.q_start, batch.q_start[1:], strict=False):
             yield slice(start, end), self._cache.storage(slot).states[layer.state_index], self._cache.lengths[slot]
-
-    def convolve(self, layer: Layer, x: Array) -> Array:
-        return self.gate(self._convolved(layer, x), None, "silu")
-
-    def _convolved(self, layer: Layer, x: Array) -> Array:
-        assert layer.recurrent, "the layer has a state"
-        name = layer.weight(layer.recurrent.convolution)
-        out, weights, bias = np.empty_like(x), self._model.weights[name], self._model.weights.get(name + "_bias")
-        for rows, state, length in self._states(layer):
-            state.begin(length)
-            state.inputs = np.concatenate([state.inputs, x[rows]])
-            windows = sliding_window_view(state.inputs[length - state.folded :], state.taps, axis=0)  # [rows, channels, taps]
-            out[rows] = (windows * weights).sum(axis=-1)
-        return out if bias is None else out + bias
-
-    def short_conv(self, layer: Layer, b: Array, c: Array, x: Array) -> Array:
-        out = c * self._convolved(layer, b * x)
-        for rows, state, _ in self._states(layer):
-            state.records += [()] * (rows.stop - rows.start)  # there is nothing to fold
-        return out
-
-    def mamba2(self, layer: Layer, xbc: Array, dt: Array, z: Array) -> Array:
-        mixer, weight, numbers = layer.recurrent, layer.weight, self._model.weights
-        assert isinstance(mixer, Mamba2), "the layer has one"
-        x, b, c = np.split(xbc, [mixer.inner, mixer.inner + mixer.key_heads * mixer.key_dims], axis=1)
-        x, of_values = x.reshape(len(x), -1, mixer.value_dims), mixer.key_head_of_values
-        b, c = (each.reshape(len(x), -1, mixer.key_dims)[:, of_values] for each in (b, c))  # [T, heads, key dims]
-        steps = np.maximum(np.logaddexp(self._number(0), dt), self._number(mixer.least_step))  # softplus
-        decays, values = np.exp(numbers[weight("ssm_a")] * steps), x * steps[:, :, None]
-        out = np.empty_like(x)
-        for rows, memory, _ in self._states(layer):
-            state = memory.last()
-            for t in range(rows.start, rows.stop):
-                record = decays[t], b[t], values[t]
-                state = delta_step(state, record)
-                memory.records.append(record)
-                out[t] = np.matmul(c[t, :, None], state)[:, 0]
-        out += x * numbers[weight("ssm_d")][:, None]
-        gated = self.gate(z, out.reshape(len(x), -1), "silu")
-        if not mixer.normed:
-            return gated
-        groups = gated.reshape(len(x), mixer.key_heads, -1)
-        scale = 1 / np.sqrt(np.mean(groups * groups, axis=-1, keepdims=True) + self._number(self._config.norm_eps))
-        return (groups * scale).reshape(gated.shape) * numbers[weight("ssm_norm")]
-
-    def delta_net(self, layer: Layer, qkv: Array, beta: Array, alpha: Array) -> Array:
-        mixer, weight, numbers = layer.mixer, layer.weight, self._model.weights
-        assert isinstance(mixer, DeltaNet), "the layer is one"
-        size = mixer.key_heads * mixer.key_dims
-        q, k = (x.reshape(len(x), -1, mixer.key_dims) for x in np.split(qkv[:, : 2 * size], 2, axis=1))
-        q, k = (x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + self._number(LENGTH_EPS)) for x in (q, k))
-        of_values = mixer.key_head_of_values
-        q, k = q[:, of_values] / self._number(math.sqrt(mixer.key_dims)), k[:, of_values]  # [T, value heads, key dims]
-        v = qkv[:, 2 * size :].reshape(len(qkv), -1, mixer.value_dims)
-        beta = self.gate(beta, None, "sigmoid")
-        steps = np.logaddexp(self._number(0), alpha + numbers[weight("delta_dt")])  # softplus
-        decays = np.exp(numbers[weight("delta_decay")] * steps)
-        out = np.empty_like(v)
-        for rows, memory, _ in self._states(layer):
-            state = memory.last()
-            for t in range(rows.start, rows.stop):
-                known = np.matmul(k[t, :, None], state * decays[t, :, None, None])[:, 0]  # [value heads, value dims]
-                record = decays[t], k[t], (v[t] - known) * beta[t, :, None]
-                state = delta_step(state, record)
-                memory.records.append(record)
-                out[t] = np.matmul(q[t, :, None], state)[:, 0]
-        return self.norm(out, weight("delta_norm")).reshape(len(out), -1)
 
     def append(self, layer: Layer, k: Array, v: Array) -> None:
         self._append(layer, self._rotated(layer, k, "k_norm", layer.attention.rope), v)
@@ -344,64 +244,6 @@ class Forward:
             inner = self._number(math.sqrt(2 / math.pi)) * (gate + self._number(0.044715) * gate**3)
             active = self._number(0.5) * gate * (1 + np.tanh(inner))
         return active if up is None else active * up
-
-    def add(self, x: Array, branch: Array, name: str, norm: str | None, factor: str | None = None) -> Array:
-        total = x + self._residual(self.norm(self.linear(branch, name), norm))
-        return total if factor is None else total * self._model.weights[factor]
-
-    def layer_inputs(self, x: Array) -> Array:
-        size, table = self._config.layer_input_size, self._model.layer_embedding
-        assert table is not None, "the model has it"
-        given = table.rows(self._batch.tokens).astype(self._model.dtype) * self._number(math.sqrt(size))
-        made = self.linear(x, "layer_input") / self._number(math.sqrt(x.shape[1]))
-        normed = self.norm(made.reshape(len(x), -1, size), "layer_input_norm").reshape(len(x), -1)
-        return (normed + given) / self._number(math.sqrt(2))
-
-    def input_of(self, layer: Layer, inputs: Array) -> Array:
-        return inputs[:, layer.index * layer.input_size :][:, : layer.input_size]
-
-    def experts(
-        self,
-        layer: Layer,
-        x: Array,
-        norm: str | None,
-        shared: tuple[Array, Array | None] | None,
-        norm_after: str | None,
-        factor: str | None,
-        on_inputs: Callable[..., None] = _ignore,
-    ) -> Array:
-        """Expert by expert, each with the rows that go through it. on_inputs: told (rows, names of its matrices, the expert)."""
-        feed, weight, normed = layer.feed, layer.weight, self.norm(x, norm)
-        assert feed, "the layer has it"
-        assert feed.experts, "and experts in it"
-        experts, inner = feed.experts, tuple(weight(f"expert_{part}") for part in (("gate", "up") if feed.gated else ("up",)))
-        vectors = self._model.weights
-        routed = self.norm(x, weight("router_norm")) if experts.normed_apart else normed
-        chosen, factors = choose(experts, self.linear(routed, weight("router")), vectors.get(weight("router_shift")))
-        if experts.weighed:
-            factors = factors * vectors[weight("router_factors")][chosen]
-        outputs = np.empty((*chosen.shape, x.shape[1]), self._model.dtype)  # [T, used, C]
-        for expert in np.unique(chosen):
-            rows, places = np.nonzero(chosen == expert)
-            given = normed[rows]
-            on_inputs(given, inner, expert)
-            gate, *up = (self.linear(given, name, expert) for name in inner)
-            hidden = self.gate(gate, up[0] if up else None, feed.activation)
-            on_inputs(hidden, (weight("expert_down"),), expert)
-            outputs[rows, places] = self.linear(hidden, weight("expert_down"), expert)
-        branch = (outputs * factors[:, :, None]).sum(axis=1)
-        branch = self.norm(branch, weight("expert_post_norm") if experts.normed_apart else None)
-        if shared:
-            rows_of_all, weighs = shared
-            common = self.linear(rows_of_all, weight("shared_down"))
-            common = self.norm(common, weight("shared_post_norm") if experts.normed_apart else None)
-            branch += common if weighs is None else common / (1 + np.exp(-weighs))
-        total = x + self._residual(self.norm(branch, norm_after))
-        return total if factor is None else total * vectors[factor]
-
-    def _residual(self, branch: Array) -> Array:
-        scale = self._config.residual_scale
-        return branch if scale == 1 else branch * self._number(scale)
 
     def keep(self, layer: Layer, x: Array) -> None:
         if layer.index in self._batch.hidden_layers:
@@ -450,35 +292,6 @@ class Forward:
         return np.tanh(x / self._number(cap)) * self._number(cap) if cap else x
 
 
-def choose(experts: Experts, logits: Array, shift: Array | None) -> tuple[NDArray[np.intp], Array]:
-    """Of each row the experts that it goes through, the best first, [T, used], and their factors. Of equals, the first is best."""
-    scores = logits
-    if experts.score == "softmax":
-        scores = _softmax(logits)
-    elif experts.score == "sigmoid":
-        scores = 1 / (1 + np.exp(-logits))
-    ranks = scores if shift is None else scores + shift
-    if experts.groups > 1:
-        grouped = ranks.reshape(len(ranks), experts.groups, -1)
-        best = np.sort(grouped, axis=-1)[:, :, -2:].sum(axis=-1)
-        kept = np.argsort(-best, axis=-1, kind="stable")[:, : experts.groups_used]
-        out = np.full_like(grouped, -np.inf)
-        np.put_along_axis(out, kept[:, :, None], np.take_along_axis(grouped, kept[:, :, None], axis=1), axis=1)
-        ranks = out.reshape(ranks.shape)
-    chosen = np.argsort(-ranks, axis=-1, kind="stable")[:, : experts.used]
-    factors = np.take_along_axis(scores, chosen, axis=-1)
-    if experts.score == "chosen":
-        factors = _softmax(factors)
-    if experts.normalised:
-        factors = factors / np.maximum(factors.sum(axis=-1, keepdims=True), factors.dtype.type(experts.least_sum))
-    return chosen, factors * factors.dtype.type(experts.scale)
-
-
-def _softmax(x: Array) -> Array:
-    powers: Array = np.exp(x - x.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
-
-
 def _copy_rows(storage: Storage, rows: I32, first: int) -> None:
     for held in (*storage.keys, *storage.values):
         held[first : first + len(rows)] = held[rows]
@@ -487,17 +300,6 @@ def _copy_rows(storage: Storage, rows: I32, first: int) -> None:
 def _copy_prefix(source: Storage, storage: Storage, length: int) -> None:
     for held, given in zip((*storage.keys, *storage.values), (*source.keys, *source.values), strict=True):
         held[:length] = given[:length]
-
-
-def _turned(x: Array, cos: Array, sin: Array) -> Array:
-    first, second = np.split(x, 2, axis=-1)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def _latent_row(vector: Array, turned: Array) -> Array:
-    """Both in the order of `Latent.dims`, over the last axis."""
-    halves = zip(np.split(turned, 2, axis=-1), np.split(vector, 2, axis=-1), strict=True)
-    return np.concatenate([part for pair in halves for part in pair], axis=-1)
 
 
 def _in_int8(x: Array, rotated: int) -> Array:

@@ -6,7 +6,7 @@ leave those without where two tokens are nearly as likely.
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from cpuspec.backends.formulas import Formulas
 from cpuspec.backends.torch_cache import KV_LAYOUTS, Storage
 from cpuspec.backends.torch_graphs import Outputs, Recorder, record_cuda_graph
 from cpuspec.backends.torch_weights import Codes, Matrix, OfExperts, Values, few_rows_kernel
@@ -27,7 +28,7 @@ from cpuspec.backends.weights import LoadedWeights, WeightTensor, check_room, dr
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.adapters import Adapter
 from cpuspec.checkpoints.checkpoint import is_matrix
-from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, DeltaNet, Experts, Mamba2, ModelConfig, Rope
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, ModelConfig, Rope
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
@@ -36,7 +37,7 @@ from cpuspec.formats.kv import get_kv_format, hadamard_size
 from cpuspec.layers import Layer, attention_layers, keeping_layers
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
-from cpuspec.model.recurrence import LENGTH_EPS, delta_step, new_state, recurrent_mixers, recurrent_slots
+from cpuspec.model.recurrence import RecurrentState, new_state, recurrent_mixers, recurrent_slots
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
 from cpuspec.settings import EngineConfig
@@ -307,7 +308,7 @@ class TorchBackend:
         return logits, best_ids(logits), *(forward.kept[layer] for layer in step.hidden_layers)
 
 
-class _Forward:
+class _Forward(Formulas):
     """The operations of one forward (`Operations` in `model.transformer`) on tensors of the device."""
 
     def __init__(
@@ -323,48 +324,25 @@ class _Forward:
         self.expert_bytes = 0  # of experts' matrices that were read
         self.adapted: _Adapted = []
         self._config, self._matrices, self._vectors, self._step, self._tensors = config, matrices, vectors, step, tensors
-        self._heads = heads
+        self.xp, self._heads = torch, heads
 
     def embed(self) -> Tensor:
         return self._tensors["x"] * self._config.embedding_scale
 
     def hidden(self, norm: str | None) -> Tensor:
-        return self._norm(self._tensors["hidden"], norm)
+        return self.norm(self._tensors["hidden"], norm)
 
-    def join(self, x: Tensor, norms: tuple[str, str] | None) -> Tensor:
-        of_x, of_hidden = norms or (None, None)
-        return torch.cat([self._norm(x, of_x), self.hidden(of_hidden)], dim=1)
+    def _rotation(self, rope: Rope, dims: int) -> tuple[Tensor, Tensor]:
+        return self._tensors["cos", rope, dims], self._tensors["sin", rope, dims]
 
-    def linears(self, x: Tensor, names: tuple[str, ...], norm: str | None) -> tuple[Tensor, ...]:
-        normed = self._norm(x, norm)
-        return tuple(self.linear(normed, name) for name in names)
+    def _layer_embedding(self) -> Tensor:
+        return self._tensors["layer_embed"]
 
-    def rotate(self, layer: Layer, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Queries [T, H, D] and keys [T, G, D]."""
-        queries = self._rotated(layer, q, "q_norm", layer.attention.query_rope)
-        return queries, None if k is None else self._rotated(layer, k, "k_norm", layer.attention.rope)
+    def _states(self, layer: Layer) -> Iterator[tuple[slice, RecurrentState, int]]:
+        for part in self._step.parts:
+            yield part.rows, part.storage.states[layer.state_index], part.length
 
-    def _rotated(self, layer: Layer, x: Tensor, norm: str, rope: Rope | None) -> Tensor:
-        mixer = layer.attention
-        if mixer.norm == "row":
-            x = self._norm(x, layer.weight(norm))
-        heads = x.unflatten(1, (-1, mixer.dims))
-        if mixer.norm == "head" and not mixer.rotates_first:
-            heads = self._norm(heads, layer.weight(norm))
-        if rope is not None:
-            heads = _rotate(heads, self._tensors["cos", rope, mixer.dims], self._tensors["sin", rope, mixer.dims])
-        return self._norm(heads, layer.weight(norm)) if mixer.rotates_first else heads
-
-    def absorb(self, layer: Layer, plain: Tensor, turned: Tensor, latent: Tensor, k_turned: Tensor) -> tuple[Tensor, Tensor]:
-        of_heads = self._by_head(layer, "k_b", plain)
-        keys = _latent_row(self._norm(latent, layer.weight("latent_norm")), k_turned)
-        return _latent_row(of_heads, turned.unflatten(1, (of_heads.shape[1], -1))).flatten(1), keys
-
-    def expand(self, layer: Layer, mixed: Tensor) -> Tensor:
-        return self._by_head(layer, "v_b", mixed).flatten(1)
-
-    def _by_head(self, layer: Layer, part: str, x: Tensor) -> Tensor:
-        """The product of each head's numbers with its matrix, [T, H, rows]."""
+    def _by_head(self, layer: Layer, part: str, x: Tensor, on_inputs: Callable[..., None]) -> Tensor:
         matrix = self._matrices[layer.weight(part)]
         assert isinstance(matrix, OfExperts), "there is one for each head"
         heads = x.unflatten(1, (len(matrix.matrices), -1)).unbind(1)
@@ -387,74 +365,6 @@ class _Forward:
         of_heads = v.unflatten(1, (-1, layer.attention.value_dims))
         return (of_heads * torch.rsqrt(of_heads.square().mean(-1, keepdim=True) + self._config.norm_eps)).flatten(1)
 
-    def convolve(self, layer: Layer, x: Tensor) -> Tensor:
-        return functional.silu(self._convolved(layer, x))
-
-    def _convolved(self, layer: Layer, x: Tensor) -> Tensor:
-        assert layer.recurrent, "the layer has a state"
-        name = layer.weight(layer.recurrent.convolution)
-        out, weights, bias = torch.empty_like(x), self._vectors[name], self._vectors.get(name + "_bias")
-        for part in self._step.parts:
-            state = part.storage.states[layer.state_index]
-            state.begin(part.length)
-            state.inputs = torch.cat([state.inputs, x[part.rows]])
-            windows = state.inputs[part.length - state.folded :].unfold(0, state.taps, 1)  # [rows, channels, taps]
-            out[part.rows] = (windows * weights).sum(-1)
-        return out if bias is None else out + bias
-
-    def short_conv(self, layer: Layer, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
-        out = c * self._convolved(layer, b * x)
-        for part in self._step.parts:
-            part.storage.states[layer.state_index].records += [()] * (part.rows.stop - part.rows.start)  # there is nothing to fold
-        return out
-
-    def mamba2(self, layer: Layer, xbc: Tensor, dt: Tensor, z: Tensor) -> Tensor:
-        mixer, weight, numbers = layer.recurrent, layer.weight, self._vectors
-        assert isinstance(mixer, Mamba2), "the layer has one"
-        size, of_values = mixer.key_heads * mixer.key_dims, torch.tensor(mixer.key_head_of_values, device=xbc.device)
-        x, b, c = xbc.split([mixer.inner, size, size], 1)
-        x = x.unflatten(1, (-1, mixer.value_dims))
-        b, c = (each.unflatten(1, (-1, mixer.key_dims))[:, of_values] for each in (b, c))  # [T, heads, key dims]
-        steps = functional.softplus(dt).clamp(min=mixer.least_step)
-        decays, values = (numbers[weight("ssm_a")] * steps).exp(), x * steps[:, :, None]
-        out = torch.empty_like(x)
-        for part in self._step.parts:
-            memory = part.storage.states[layer.state_index]
-            state = memory.last()
-            for t in range(part.rows.start, part.rows.stop):
-                record = decays[t], b[t], values[t]
-                state = delta_step(state, record)
-                memory.records.append(record)
-                out[t] = (c[t, :, None] @ state)[:, 0]
-        gated = self.gate(z, (out + x * numbers[weight("ssm_d")][:, None]).flatten(1), "silu")
-        if not mixer.normed:
-            return gated
-        groups = gated.unflatten(1, (mixer.key_heads, -1))
-        groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self._config.norm_eps)
-        return groups.flatten(1) * numbers[weight("ssm_norm")]
-
-    def delta_net(self, layer: Layer, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
-        mixer, weight, numbers = layer.mixer, layer.weight, self._vectors
-        assert isinstance(mixer, DeltaNet), "the layer is one"
-        size = mixer.key_heads * mixer.key_dims
-        of_values = torch.tensor(mixer.key_head_of_values, device=qkv.device)
-        q, k = (qkv[:, i * size : (i + 1) * size].unflatten(1, (-1, mixer.key_dims)) for i in range(2))
-        q, k = (x / (x.square().sum(-1, keepdim=True) + LENGTH_EPS).sqrt() for x in (q, k))
-        q, k = q[:, of_values] / math.sqrt(mixer.key_dims), k[:, of_values]  # [T, value heads, key dims]
-        v, beta = qkv[:, 2 * size :].unflatten(1, (-1, mixer.value_dims)), beta.sigmoid()
-        decays = (numbers[weight("delta_decay")] * functional.softplus(alpha + numbers[weight("delta_dt")])).exp()
-        out = torch.empty_like(v)
-        for part in self._step.parts:
-            memory = part.storage.states[layer.state_index]
-            state = memory.last()
-            for t in range(part.rows.start, part.rows.stop):
-                known = (k[t, :, None] @ (state * decays[t, :, None, None]))[:, 0]  # [value heads, value dims]
-                record = decays[t], k[t], (v[t] - known) * beta[t, :, None]
-                state = delta_step(state, record)
-                memory.records.append(record)
-                out[t] = (q[t, :, None] @ state)[:, 0]
-        return self._norm(out, weight("delta_norm")).flatten(1)
-
     def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
         rotated = self._rotated(layer, k, "k_norm", layer.attention.rope)
         keys, values = self._heads.kept(layer, rotated, self._normed_values(layer, v))
@@ -475,61 +385,15 @@ class _Forward:
             active = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
         return active if up is None else active * up
 
-    def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None, factor: str | None = None) -> Tensor:
-        total = x + self._norm(self.linear(branch, name), norm) * self._config.residual_scale
-        return total if factor is None else total * self._vectors[factor]
-
-    def layer_inputs(self, x: Tensor) -> Tensor:
-        size = self._config.layer_input_size
-        made = (self.linear(x, "layer_input") / math.sqrt(x.shape[1])).unflatten(1, (-1, size))
-        given = self._tensors["layer_embed"] * math.sqrt(size)
-        return (self._norm(made, "layer_input_norm").flatten(1) + given) / math.sqrt(2)
-
-    def input_of(self, layer: Layer, inputs: Tensor) -> Tensor:
-        return inputs[:, layer.index * layer.input_size :][:, : layer.input_size]
-
-    def experts(
-        self,
-        layer: Layer,
-        x: Tensor,
-        norm: str | None,
-        shared: tuple[Tensor, Tensor | None] | None,
-        norm_after: str | None,
-        factor: str | None,
-    ) -> Tensor:
-        """Expert by expert, each with the rows that go through it."""
-        feed, weight, normed = layer.feed, layer.weight, self._norm(x, norm)
-        assert feed, "the layer has it"
-        assert feed.experts, "and experts in it"
-        experts, inner = feed.experts, ("gate", "up") if feed.gated else ("up",)
-        routed = self._norm(x, weight("router_norm")) if experts.normed_apart else normed
-        chosen, factors = _choose(experts, self.linear(routed, weight("router")), self._vectors.get(weight("router_shift")))
-        if experts.weighed:
-            factors = factors * self._vectors[weight("router_factors")][chosen]
-        outputs = x.new_empty((*chosen.shape, x.shape[1]))  # [T, used, C]
-        for expert in chosen.unique().tolist():
-            rows, places = (chosen == expert).nonzero(as_tuple=True)
-            gate, *up = (self.linear(normed[rows], weight(f"expert_{part}"), expert) for part in inner)
-            inside = self.gate(gate, up[0] if up else None, feed.activation)
-            outputs[rows, places] = self.linear(inside, weight("expert_down"), expert)
-        branch = self._norm((outputs * factors[:, :, None]).sum(1), weight("expert_post_norm") if experts.normed_apart else None)
-        if shared:
-            rows_of_all, weighs = shared
-            common = self.linear(rows_of_all, weight("shared_down"))
-            common = self._norm(common, weight("shared_post_norm") if experts.normed_apart else None)
-            branch += common if weighs is None else common * weighs.sigmoid()
-        total = x + self._norm(branch, norm_after) * self._config.residual_scale
-        return total if factor is None else total * self._vectors[factor]
-
     def keep(self, layer: Layer, x: Tensor) -> None:
         if layer.index in self._step.hidden_layers:
             self.kept[layer.index] = x
 
     def logits(self, x: Tensor, name: str, norm: str | None) -> Tensor:
-        logits = self.linear(self._norm(x[self._tensors["logit_rows"]], norm), name)
+        logits = self.linear(self.norm(x[self._tensors["logit_rows"]], norm), name)
         return _softcapped(logits, self._config.logit_softcap)
 
-    def _norm(self, x: Tensor, name: str | None) -> Tensor:
+    def norm(self, x: Tensor, name: str | None) -> Tensor:
         """RMS norm over the last axis (arXiv 1910.07467), or layer norm (arXiv 1607.06450)."""
         if name is None:
             return x
@@ -611,40 +475,6 @@ class _WeightKind:
         dtype = engine.dtype if engine.dtype != "auto" else "bf16" if device.type == "cuda" else "f32"
         as_codes = few_rows_kernel(device) is not None if engine.weights == "auto" else engine.weights == "codes"
         return _WeightKind(DTYPES[dtype], as_codes)
-
-
-def _choose(experts: Experts, logits: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `numpy_backend.choose`."""
-    scores = logits
-    if experts.score == "softmax":
-        scores = logits.softmax(-1)
-    elif experts.score == "sigmoid":
-        scores = logits.sigmoid()
-    ranks = scores if shift is None else scores + shift
-    if experts.groups > 1:
-        grouped = ranks.unflatten(1, (experts.groups, -1))
-        kept = grouped.topk(2).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[:, : experts.groups_used]
-        lost = torch.ones_like(grouped[:, :, 0], dtype=torch.bool).scatter(1, kept, False)
-        ranks = grouped.masked_fill(lost[:, :, None], -torch.inf).flatten(1)
-    chosen = ranks.sort(dim=-1, descending=True, stable=True).indices[:, : experts.used]
-    factors = scores.gather(1, chosen)
-    if experts.score == "chosen":
-        factors = factors.softmax(-1)
-    if experts.normalised:
-        factors = factors / factors.sum(-1, keepdim=True).clamp(min=experts.least_sum)
-    return chosen, factors * experts.scale
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs (i, i + D/2) of every head by the row's position (arXiv 2104.09864, rotate-half layout)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def _latent_row(vector: Tensor, turned: Tensor) -> Tensor:
-    """Both in the order of `Latent.dims`, over the last axis."""
-    halves = zip(turned.chunk(2, -1), vector.chunk(2, -1), strict=True)
-    return torch.cat([part for pair in halves for part in pair], dim=-1)
 
 
 def _softcapped(x: Tensor, cap: float) -> Tensor:
