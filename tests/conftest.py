@@ -1,9 +1,11 @@
 """Fixtures and marks that all tests share."""
 
 import os
+import re
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,9 @@ BOTH_ARITHMETICS = {
 }
 PREFERRED = "numba"  # this backend has each value of the other parameters
 ROOT = Path(__file__).parent
+# Packages of the extra [dev] that tests compare with. Where one is missing, what imports it is skipped.
+LARGE = ("torch", "transformers", "onnx", "onnxruntime", "compressed_tensors", "schemathesis", "jsonschema_rs")
+ABSENT = tuple(name for name in LARGE if find_spec(name) is None)
 # Error codes of Windows.
 _REFUSED = {
     1314: "this user may make no symbolic links",
@@ -139,12 +144,35 @@ def _spare(combinations: list[pytest.Item]) -> list[pytest.Item]:
     return [item for item, _ in left]
 
 
+def _absent_package(*texts: str) -> str:
+    """The absent package that the text of an error names; "" if it names none."""
+    for name in ABSENT:
+        if re.search(rf"No module named '{name}|needs {name}, which is not installed", " ".join(texts)):
+            return f"{name} is not installed; pip install -e '.[dev]' has it"
+    return ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """Skip a module of tests that cannot be imported without an absent package."""
+    report = yield
+    if report.failed and (why := _absent_package(str(report.longrepr))):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: {why}")
+    return report
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Skip a test whose own code asks for more than Windows gives: links, or another content of a file that is mapped."""
+    """Skip a test that needs an absent package, or whose own code asks for more than Windows gives: links, or another content of a
+    file that is mapped.
+    """
     try:
         return (yield)
-    except OSError as error:
+    except Exception as error:
+        if why := _absent_package(*traceback.format_exception(error)):
+            pytest.skip(why)
+        if not isinstance(error, OSError):
+            raise
         in_package = any(
             Path(frame.filename).is_relative_to(ROOT.parent / "cpuspec") for frame in traceback.extract_tb(error.__traceback__)
         )

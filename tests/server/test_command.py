@@ -1,15 +1,18 @@
 """`cpuspec serve` as a user meets it, before it listens."""
 
 import re
+import shlex
 import socket
 import stat
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import typer
 
+import cpuspec
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import app as module
 from cpuspec.cli.serve import read_keys
@@ -70,6 +73,19 @@ def test_without_a_name_the_default_model_is_served(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("cpuspec.cli.serve.open_with_drafts", open_with_drafts)
     assert "it is not opened" in run("serve").stderr
     assert asked == [DEFAULT_RECIPE]
+
+
+def test_the_curl_of_the_front_page_is_answered(tmp_path: Path) -> None:
+    front = (Path(cpuspec.__file__).parents[1] / "README.md").read_text("utf-8")
+    (command,) = re.findall(r"^\$ (curl .*)$", front, re.MULTILINE)
+    _, url, flag, header, data, body = shlex.split(command)
+    assert (flag, data) == ("-H", "-d")
+    model = tiny_model(tmp_path)
+    with serving(lambda: load(model)) as running:
+        name, value = header.split(": ")
+        reply = httpx.post(running.url + urlsplit(url).path, headers={name: value}, content=body, timeout=PATIENCE_S)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"][0]["message"]["role"] == "assistant"
 
 
 def test_every_setting_of_the_server_is_an_option() -> None:

@@ -140,3 +140,12 @@ def test_systemd_takes_the_unit_and_finds_it_closed(tmp_path: Path) -> None:
         [analyze, "security", "--offline=true", "--threshold=25", str(copy)], capture_output=True, text=True, check=False
     )
     assert rated.returncode == 0, rated.stdout
+
+
+def test_a_push_and_a_release_run_what_ci_runs() -> None:
+    workflows = ROOT / ".github" / "workflows"
+    tests, release = ((workflows / f"{name}.yml").read_text("utf-8") for name in ("tests", "release"))
+    assert "run: bash .ci/run\n" in tests
+    assert all(f"\n  {event}:" in tests for event in ("push", "pull_request", "workflow_call"))
+    assert "uses: ./.github/workflows/tests.yml\n" in release
+    assert re.search(r"^  build:\n    needs: test\n", release, re.MULTILINE)
