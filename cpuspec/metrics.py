@@ -277,13 +277,14 @@ class RequestMeter:
             tokens_per_s=num_decoded / decode_s if decode_s else None,
             gb_per_s=float(read_bytes) / decode_s / 1e9 if decode_s else None,
             weight_bytes=int(weight_bytes.sum()),
-            itl_s=_percentiles(between_tokens),
-            step_s=_percentiles(np.repeat(gaps / num_steps[1:], num_steps[1:])),
+            itl_s=percentiles(between_tokens),
+            step_s=percentiles(np.repeat(gaps / num_steps[1:], num_steps[1:])),
             levels={name: level for name, level in self.levels.items() if level.num_drafts},
         )
 
 
-def _percentiles(values: Any) -> dict[str, float]:
+def percentiles(values: Any) -> dict[str, float]:
+    """p50, p95 and p99; an empty dict of no values."""
     return dict(zip(("p50", "p95", "p99"), np.percentile(values, (50, 95, 99)).tolist(), strict=True)) if len(values) else {}
 
 

@@ -15,7 +15,7 @@ from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import Prompt, prompt_ids
 from cpuspec.load.figures import RequestResult
-from cpuspec.metrics import LevelCounters, RequestStats, now_s, sum_levels
+from cpuspec.metrics import LevelCounters, RequestStats, now_s, percentiles, sum_levels
 from cpuspec.server.parsing import answer_parser, shown_tokens
 from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.text import make_tokenizer
@@ -178,8 +178,3 @@ def _cost(
         levels={name: level.as_dict() for name, level in levels.items()},
         memory_bytes=memory_bytes,
     )
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p95 and p99; an empty dict of no values."""
-    return {f"p{rank}": float(np.percentile(values, rank)) for rank in (50, 95, 99)} if values else {}

@@ -28,9 +28,11 @@ from cpuspec.speculation.context import PromptChunk, shortest_first
 from cpuspec.speculation.prefix_cache import PrefixCache
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.prefix_store import PrefixStore
+from cpuspec.speculation.reading import share_rows
 
 # Rows of a prompt are encoded as they come: the outputs of several layers would take more memory to keep until the first draft.
 _ENCODED_AT_ONCE = 64
+_ROWS_FOR_ONE = 8  # rows of a head take no more time than one of its target
 
 
 class DraftedRows(NamedTuple):
@@ -212,6 +214,14 @@ class HeadContext:
         if one.slot < 0:
             self._acquire(one)
         return len(self._unfed(one)) - 1
+
+    def read(self, seqs: list[Sequence]) -> list[bool]:
+        """Feed parts of the sequences' prompts; returns whether each can be drafted for now. Raises CacheError without a slot."""
+        num_rows = _ROWS_FOR_ONE * (self.backend.max_rows if self.is_alone else self.prompt_rows)
+        ready, chunks = share_rows(seqs, list(map(self.num_unfed, seqs)), num_rows)
+        if chunks:
+            self.score([], [], chunks)
+        return ready
 
     def score(
         self, seqs: list[Sequence], drafted: list[DraftedRows | None], chunks: list[PromptChunk] | None = None

@@ -15,7 +15,6 @@ from cpuspec.metrics import Spent
 from cpuspec.model.batch import F32
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
-from cpuspec.speculation.context import PromptChunk
 from cpuspec.speculation.prefix_cache import PrefixCache
 
 _GELU = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
@@ -35,7 +34,6 @@ class StageContext:
         self.num_forwards = self.weight_bytes = 0  # of drafts; each reads the matrices of all stages once
         self.num_running = 0
         self.spent = Spent()  # stays empty: the matrices of stages are multiplied one by one
-        self.prompt_rows, self.is_alone = backend.max_rows, True  # no prompt is read
         self._hidden: dict[int, tuple[int, F32]] = {}  # by id: tokens with a hidden state; the last state [1, C]
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
@@ -58,13 +56,9 @@ class StageContext:
         """The tokens without a hidden state: the last committed one, and those that an earlier drafter chose."""
         return seq.tokens[self._hidden[seq.id][0] :]
 
-    def num_unfed(self, seq: Sequence) -> int:
-        """0: no prompt is read."""
-        return 0
-
-    def score(self, seqs: list[Sequence], drafted: list[None], chunks: list[PromptChunk] | None = None) -> list[None]:
-        """Never called: no prompt is read."""
-        raise AssertionError("a head of stages reads no prompts")
+    def read(self, seqs: list[Sequence]) -> list[bool]:
+        """True for each sequence: no prompt is read."""
+        return [True] * len(seqs)
 
     def hidden(self, seqs: list[Sequence]) -> F32:
         """The hidden states [B, C] that the first stage reads."""

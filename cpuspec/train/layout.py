@@ -19,6 +19,8 @@ from cpuspec.checkpoints.canonical import HF, file_names, joined
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.fields import read_json_object
 from cpuspec.checkpoints.heads import Head, find_reader
+from cpuspec.checkpoints.heads.eagle import NAMES_OF_3
+from cpuspec.checkpoints.heads.model import OUTSIDE
 from cpuspec.checkpoints.heads.mtp import MIMO, prediction_config
 from cpuspec.config import ModelConfig
 from cpuspec.errors import CheckpointError
@@ -28,13 +30,7 @@ from cpuspec.formats import QuantTensor, get_format
 WEIGHTS = "model.safetensors"
 _MOST_BYTES = 1 << 34
 
-_OF_EAGLE3 = {
-    "encode": "fc.weight",
-    "norm": "norm.weight",
-    "output": "lm_head.weight",
-    "hidden_norm": "layers.0.hidden_norm.weight",
-    "embed_norm": "layers.0.input_layernorm.weight",
-}
+_OF_EAGLE3 = {ours: theirs for theirs, ours in {**NAMES_OF_3, **OUTSIDE}.items()}
 _LAYER = {ours: theirs for ours, (_, theirs) in FAMILIES["qwen3"].layer_names.items()}
 _OF_MTP = {ours: f"mtp_layers.0.{theirs}" for theirs, ours in MIMO.items()}
 

@@ -55,8 +55,7 @@ def check_company(target: Checkpoint, spec: str) -> None:
 class StandIn:
     """What tests that give a head's rows themselves need of its context besides `score`: every sequence can be drafted for."""
 
-    capacity = prompt_rows = 1 << 20
-    is_alone, num_running = True, 1
+    capacity, num_running = 1 << 20, 1
 
     def begin(self, seq: Sequence, num_cached: int) -> None: ...
 
@@ -67,8 +66,8 @@ class StandIn:
     def can_draft(self, seq: Sequence) -> bool:
         return True
 
-    def num_unfed(self, seq: Sequence) -> int:
-        return 0
+    def read(self, seqs: Several[Sequence]) -> list[bool]:
+        return [True] * len(seqs)
 
 
 class Recorded:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,6 @@ from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.quantize.head_output import write_head as export_head
 from cpuspec.sequence import Sequence
-from cpuspec.settings import SamplingParams
 from cpuspec.speculation.drafters import head_path
 from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
 from cpuspec.speculation.drafters.heads import HeadProposer, Rule
@@ -101,6 +101,17 @@ def rows_of(backend, head: Head, tokens: list[int], hidden: np.ndarray) -> tuple
     return output.logits, head.state_norm.applied(states) if head.state_norm else states
 
 
+def near(found: Several[np.ndarray], wanted: Several[np.ndarray]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert np.abs(one - other).max() < 1e-4 * np.abs(other).max()
+
+
+def same_tensors(one: Head, other: Head) -> None:
+    assert one.model.tensors.keys() == other.model.tensors.keys()
+    for name, tensor in other.model.tensors.items():
+        assert np.array_equal(one.model.tensors[name].dequantize(), tensor.dequantize()), name
+
+
 @every_backend(("numba", "numpy", "torch", "onnxruntime"))
 @pytest.mark.parametrize("kind", EAGLE3)
 def test_an_eagle3_head_computes_its_formulas(target: Checkpoint, tmp_path: Path, kind: str, name: str) -> None:
@@ -115,12 +126,9 @@ def test_an_eagle3_head_computes_its_formulas(target: Checkpoint, tmp_path: Path
         given = norm.applied(given)
     encoded = backend.project(given, "encode")
     wanted = eagle3_encoded(made, features)
-    assert np.abs(encoded - wanted).max() < 1e-4 * np.abs(wanted).max()
+    near([encoded], [wanted])
     embedded = head.model.tensors["embed"].rows(tokens).astype(np.float64)
-    wanted_logits, wanted_hidden = eagle3_rows(made, embedded, wanted, np.arange(11), output_of(target))
-    logits, hidden = rows_of(backend, head, tokens.tolist(), encoded)
-    assert np.abs(logits - wanted_logits).max() < 1e-4 * np.abs(wanted_logits).max()
-    assert np.abs(hidden - wanted_hidden).max() < 1e-4 * np.abs(wanted_hidden).max()
+    near(rows_of(backend, head, tokens.tolist(), encoded), eagle3_rows(made, embedded, wanted, np.arange(11), output_of(target)))
 
 
 @every_backend(("numba", "numpy", "torch", "onnxruntime"))
@@ -131,10 +139,8 @@ def test_an_eagle1_head_computes_its_formulas(target: Checkpoint, tmp_path: Path
     rng = np.random.default_rng(4)
     tokens, hidden = rng.integers(0, target.config.vocab_size, 11), rng.standard_normal((11, target.config.hidden_size))
     embedded = made.arrays["embed_tokens.weight"][tokens].astype(np.float64)
-    wanted_logits, wanted_hidden = eagle1_rows(made, embedded, hidden, np.arange(11), output_of(target))
-    logits, states = rows_of(make_backend(name, head.model, SETTINGS), head, tokens.tolist(), hidden)
-    assert np.abs(logits - wanted_logits).max() < 1e-4 * np.abs(wanted_logits).max()
-    assert np.abs(states - wanted_hidden).max() < 1e-4 * np.abs(wanted_hidden).max()
+    rows = rows_of(make_backend(name, head.model, SETTINGS), head, tokens.tolist(), hidden)
+    near(rows, eagle1_rows(made, embedded, hidden, np.arange(11), output_of(target)))
 
 
 @every_backend(("numba", "numpy", "torch"))
@@ -146,18 +152,11 @@ def test_a_layer_for_multi_token_prediction_computes_its_formulas(tmp_path: Path
     assert (head.layers, head.feature_norms) == ((3,), ())
     rng = np.random.default_rng(4)
     tokens, hidden = rng.integers(0, c.vocab_size, 11), rng.standard_normal((11, c.hidden_size))
-    config = {
-        "hidden_size": c.hidden_size,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_base,
-    }
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta")
+    config = dict(zip(names, (c.hidden_size, c.num_heads, c.num_kv_heads, c.norm_eps, c.rope_base), strict=True))
     embedded = target.tensors["embed"].rows(tokens).astype(np.float64)
-    wanted_logits, wanted_hidden = mtp_rows(arrays, config, embedded, hidden, np.arange(11), output_of(target))
-    logits, states = rows_of(make_backend(name, head.model, SETTINGS), head, tokens.tolist(), hidden)
-    assert np.abs(logits - wanted_logits).max() < 1e-4 * np.abs(wanted_logits).max()
-    assert np.abs(states - wanted_hidden).max() < 1e-4 * np.abs(wanted_hidden).max()
+    rows = rows_of(make_backend(name, head.model, SETTINGS), head, tokens.tolist(), hidden)
+    near(rows, mtp_rows(arrays, config, embedded, hidden, np.arange(11), output_of(target)))
 
 
 # --------------------------------------------------------------------------------- layers for prediction in the target's own files
@@ -317,9 +316,7 @@ def test_a_layer_in_a_file_of_its_own_is_that_of_the_whole_file(tmp_path: Path) 
     whole, target = own_mtp(open_checkpoint(oracle_of(tmp_path / "..", "gguf"))), open_checkpoint(main)
     for head in (own_mtp(target), opened(RandomHead(alone, {}, {}), target)):  # found beside its target, and named
         assert head.model.config == whole.model.config
-        assert head.model.tensors.keys() == whole.model.tensors.keys()
-        for name, tensor in whole.model.tensors.items():
-            assert np.array_equal(head.model.tensors[name].dequantize(), tensor.dequantize()), name
+        same_tensors(head, whole)
         assert head.model.tensors["output"] is target.tensors["output"]
     for spec in (f"{alone}@2", "mtp@2"):
         with LLM(main, spec, settings=SETTINGS) as llm:
@@ -339,10 +336,8 @@ def test_auto_measures_a_head_and_chooses_it_where_it_is_right(target: Checkpoin
     target, oracles = silent_target(target), tmp_path
     made = make_oracle1(oracles / "one", target.config, target.tensors["embed"].dequantize(), target.tensors["norm"].dequantize())
     with llm_over(target, "none") as plain, llm_over(target, f"auto,{made.path}") as llm:
-        params = SamplingParams(max_tokens=60, ignore_eos=True)
-        assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [
-            one.token_ids for one in plain.generate(PROMPTS, params)
-        ]
+        answers = [one.generate(PROMPTS, replace(PARAMS, max_tokens=60)) for one in (llm, plain)]
+        assert [one.token_ids for one in answers[0]] == [one.token_ids for one in answers[1]]
         drafters = {one.name: one for one in llm.explain()}
         assert drafters["one"].cost_of_drafting > 0
         assert drafters["one"].acceptance is not None
@@ -353,9 +348,7 @@ def test_a_gguf_head_is_the_head_that_it_was_made_of(target: Checkpoint, tmp_pat
     ours, theirs = opened(made, target), opened(RandomHead(as_gguf(made, tmp_path / "head.gguf"), {}, {}), target)
     assert theirs.layers == ours.layers
     assert np.array_equal(theirs.token_ids, ours.token_ids)
-    assert theirs.model.tensors.keys() == ours.model.tensors.keys()
-    for name, tensor in ours.model.tensors.items():
-        assert np.array_equal(tensor.dequantize(), theirs.model.tensors[name].dequantize()), name
+    same_tensors(theirs, ours)
     assert replace(theirs.model.config, norm_eps=1e-5) == ours.model.config
 
 
@@ -374,9 +367,7 @@ def test_an_exported_head_is_the_head_again(target: Checkpoint, tmp_path: Path, 
     theirs = opened(RandomHead(tmp_path / "again.gguf", {}, {}), target)
     assert (theirs.method, theirs.layers, theirs.mask_id) == (ours.method, ours.layers, ours.mask_id)
     assert np.array_equal(theirs.token_ids, ours.token_ids) if ours.token_ids is not None else theirs.token_ids is None
-    assert theirs.model.tensors.keys() == ours.model.tensors.keys()
-    for name, tensor in ours.model.tensors.items():
-        assert np.array_equal(tensor.dequantize(), theirs.model.tensors[name].dequantize()), name
+    same_tensors(theirs, ours)
     no_matter = {"norm_eps": 0.0, "architecture": ""}  # rounded to f32, and a name that heads in GGUF files do not have
     assert replace(theirs.model.config, **no_matter) == replace(ours.model.config, **no_matter)  # type: ignore[arg-type]
     assert theirs.model.config.norm_eps == pytest.approx(ours.model.config.norm_eps)

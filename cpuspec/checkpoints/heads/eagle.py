@@ -17,7 +17,7 @@ from cpuspec.config import HeadConfig
 from cpuspec.formats import QuantTensor
 
 _NAMES_OF_1 = {"fc.weight": "fuse", "fc.bias": "fuse_bias"}
-_NAMES_OF_3 = {"fc.weight": "encode", "layers.0.input_layernorm.weight": "embed_norm", "layers.0.hidden_norm.weight": "hidden_norm"}
+NAMES_OF_3 = {"fc.weight": "encode", "layers.0.input_layernorm.weight": "embed_norm", "layers.0.hidden_norm.weight": "hidden_norm"}
 _MASK = "mask_hidden"
 
 
@@ -61,7 +61,7 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
         if name == "input_norm.weight" or re.fullmatch(r"fc_norm\.\d{1,4}\.weight", name):
             norms[name] = file_name
         elif name != _MASK and not DERIVED.fullmatch(name):
-            tensors[canonical_name(name, _NAMES_OF_3)] = tensor
+            tensors[canonical_name(name, NAMES_OF_3)] = tensor
     config = fields.object("transformer_layer_config") if "transformer_layer_config" in fields else fields
     size, num_logits, token_ids = files.sizes(tensors, layers, target)
     head = eagle3_config(fields, size, num_logits)

@@ -12,7 +12,7 @@ import numpy as np
 
 from cpuspec.checkpoints.canonical import GGUF, in_our_order
 from cpuspec.checkpoints.checkpoint import Checkpoint
-from cpuspec.checkpoints.families import FAMILIES
+from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.gguf import rope_scaling
 from cpuspec.checkpoints.heads.dflash import block_size, side_heads
@@ -24,30 +24,18 @@ from cpuspec.checkpoints.heads.head import (
     eagle3_config,
     factor_of,
     final_norm,
-    shared,
     with_logit_scale,
 )
+from cpuspec.checkpoints.heads.model import beside_target
 from cpuspec.config import HeadConfig, ModelConfig
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 
 # Of tensors: the file's name to the canonical one, of the parts of a layer and of the others.
 LAYER_NAMES = {theirs: ours for ours, (theirs, _) in FAMILIES["qwen3"].layer_names.items()}
-NAMES_OF_EAGLE3 = {
-    "fc.weight": "encode",
-    "blk.0.attn_norm.weight": "embed_norm",
-    "blk.0.attn_norm_2.weight": "hidden_norm",
-    "output_norm.weight": "norm",
-    "output.weight": "output",
-    "token_embd.weight": "embed",
-}
-NAMES_OF_BLOCK = {
-    "fc.weight": "encode",
-    "enc.output_norm.weight": "hidden_norm",
-    "output_norm.weight": "norm",
-    "output.weight": "output",
-    "token_embd.weight": "embed",
-}
+_OUTSIDE = {"fc.weight": "encode", **{theirs: ours for ours, (theirs, _) in GLOBAL_NAMES.items()}}
+NAMES_OF_EAGLE3 = {**_OUTSIDE, "blk.0.attn_norm.weight": "embed_norm", "blk.0.attn_norm_2.weight": "hidden_norm"}
+NAMES_OF_BLOCK = {**_OUTSIDE, "enc.output_norm.weight": "hidden_norm"}
 # What changes the computation and is not computed here, with the values at which it changes nothing.
 _UNSUPPORTED = {"attention.sliding_window": (0,), "attention.value_scale": (0, 1)}
 _FACTORS, FEATURE_NORM = "rope_freqs.weight", "enc.output_norm.weight"
@@ -134,10 +122,7 @@ def _model(files: HeadFiles, fields: Fields, head: HeadConfig, tensors: dict[str
         config = _config(files, fields, head, tensors, target)
     except ConfigError as error:
         raise CheckpointError(f"{files.path}: {error}") from error
-    if config.hidden_size != target.config.hidden_size and not {"embed", "output"} <= tensors.keys():
-        what = "hidden size, without an embedding and an output matrix of its own,"
-        files.check(what, config.hidden_size, target.config.hidden_size, target)
-    return Checkpoint(files.path, files.name, config, shared(target, tensors), target.vocabulary)
+    return beside_target(files, config, tensors, target)
 
 
 def _config(files: HeadFiles, fields: Fields, head: HeadConfig, tensors: dict[str, QuantTensor], target: Checkpoint) -> ModelConfig:

@@ -9,12 +9,12 @@ from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.heads.head import HeadFiles, shared
 from cpuspec.checkpoints.huggingface import model_config
-from cpuspec.config import HeadConfig
+from cpuspec.config import HeadConfig, ModelConfig
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 
 _LAYER = {theirs: ours for ours, (_, theirs) in FAMILIES["qwen3"].layer_names.items()}
-_OUTSIDE = {"norm.weight": "norm", "lm_head.weight": "output", "embed_tokens.weight": "embed"}
+OUTSIDE = {"norm.weight": "norm", "lm_head.weight": "output", "embed_tokens.weight": "embed"}
 DERIVED = re.compile(r".*rotary_emb\.inv_freq|t2d")  # computed from the configuration, or only for training
 
 
@@ -28,7 +28,7 @@ def canonical_name(name: str, own: Mapping[str, str]) -> str:
     layer = re.fullmatch(r"layers\.(\d{1,4})\.(.+)", name, re.DOTALL)
     if layer and layer[2] in _LAYER:
         return f"layers.{layer[1]}.{_LAYER[layer[2]]}"
-    return _OUTSIDE.get(name, name)
+    return OUTSIDE.get(name, name)
 
 
 def head_model(
@@ -55,6 +55,11 @@ def head_model(
         )
     except ConfigError as error:
         raise CheckpointError(f"{files.path}: {error}") from error
+    return beside_target(files, config, tensors, target)
+
+
+def beside_target(files: HeadFiles, config: ModelConfig, tensors: dict[str, QuantTensor], target: Checkpoint) -> Checkpoint:
+    """The same of a configuration that has been read."""
     files.check("vocabulary", config.vocab_size, target.config.vocab_size, target)
     if config.hidden_size != target.config.hidden_size and not {"embed", "output"} <= tensors.keys():
         what = "hidden size, without an embedding and an output matrix of its own,"

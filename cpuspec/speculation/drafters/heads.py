@@ -18,7 +18,6 @@ from cpuspec.speculation.drafters.parallel import draft_at_once
 from cpuspec.speculation.drafters.stages import draft_stage_chains, draft_stage_trees
 from cpuspec.speculation.head_context import HeadContext
 from cpuspec.speculation.proposer import Floors, Proposer
-from cpuspec.speculation.reading import share_rows
 from cpuspec.speculation.stage_context import StageContext
 from cpuspec.speculation.verify import Verdict
 
@@ -36,8 +35,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 )
 _TREES_OF: Mapping[Rule, Rule] = MappingProxyType({draft_chains: draft_trees, draft_stage_chains: draft_stage_trees})
 TREE_RULES: Mapping[str, Rule] = MappingProxyType({name: _TREES_OF[rule] for name, rule in RULES.items() if rule in _TREES_OF})
-
-_ROWS_FOR_ONE = 8  # rows of a head take no more time than one of its target
 
 
 class HeadProposer(Proposer):
@@ -75,11 +72,7 @@ class HeadProposer(Proposer):
         # The last drafted token is never fed, so it needs no row.
         limits = [min(limit, most, context.capacity - len(seq.tokens)) for limit, seq in zip(limits, seqs, strict=True)]
         able = [i for i, seq in enumerate(seqs) if limits[i] > 0 and context.can_draft(seq)]
-        num_rows = _ROWS_FOR_ONE * (context.backend.max_rows if context.is_alone else context.prompt_rows)
-        ready, chunks = share_rows([seqs[i] for i in able], [context.num_unfed(seqs[i]) for i in able], num_rows)
-        if chunks:
-            context.score([], [], chunks)
-        drafting = [i for i, is_ready in zip(able, ready, strict=True) if is_ready]
+        drafting = [i for i, is_ready in zip(able, context.read([seqs[i] for i in able]), strict=True) if is_ready]
         paths = [
             HeadPath(
                 *(context.head.token_ids, seqs[i], limits[i], self._vocab_size, self._min_confidence, self._draws),
