@@ -18,7 +18,7 @@ from cpuspec.formats import FORMATS, Format, QuantTensor
 from cpuspec.formats.format import F32, U8, hadamard
 from cpuspec.formats.kv import get_kv_format, rounded, stored_dims
 from cpuspec.formats.packing import GROUP, PANEL, TILE, aligned_bytes, pack
-from cpuspec.kernels import isa, kv_rows, machine_code
+from cpuspec.kernels import isa, kv_rows, layout, machine_code, pointwise
 from cpuspec.kernels.layout import WALK
 from cpuspec.kernels.products import (
     BLOCK_ROWS,
@@ -38,6 +38,7 @@ from cpuspec.kernels.products import (
 )
 
 _KEY_DIMS, _VALUE_DIMS, _POSITIONS, _CAP = 80, 48, 203, 1.5  # of attention
+_IN_CODES = ("int8", "int16", "rotated")  # encodings
 _SCRATCH_BYTES = 4 << 20  # more than a walk over such keys and values needs
 
 # Numbers of rows: those of each pass for few rows, and more than one pass of any kernel serves. The first has all others' rows.
@@ -131,7 +132,7 @@ def _numbers(encoding: str) -> _Random:
 
 
 RECORDS: Mapping[str, _Random] = MappingProxyType(
-    {name: _integers(name) for name in ("int8", "int16", "rotated")} | {name: _numbers(name) for name in ("f32", "bf16", "rounded")}
+    {name: _integers(name) for name in _IN_CODES} | {name: _numbers(name) for name in ("f32", "bf16", "rounded")}
 )
 
 
@@ -252,6 +253,59 @@ def decoder(format_name: str, address: int) -> str:
     for row, to in zip(tensor.data, out, strict=True):
         kernel(row.ctypes.data, tensor.shape[1] // tensor.format.block_size, to.ctypes.data)
     return "" if np.array_equal(out, tensor.dequantize()) else "rows differ from numpy's"
+
+
+def run(address: int) -> str:
+    """How activations that the `operations.run` at an address norms and writes differ from the twin's; "" if they do not."""
+    rows, features, rng, team = 11, 2 * PANEL, np.random.default_rng(4), np.zeros(1024, np.uint8)
+    x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, features), features))
+    acts = {name: np.zeros((features // GROUP, rows, ENCODINGS[name]), np.uint8) for name in (*_IN_CODES, "bf16")}
+    acts |= {name: np.zeros((features, rows, 4), np.uint8) for name in ("f32", "rounded")}
+    places = {name: laid.ctypes.data for name, laid in acts.items()}
+    operands = {"kind": pointwise.NORM, "rows": x.ctypes.data, "stride": x.strides[0], "weight": weight.ctypes.data, "eps": 1e-5}
+    operations, _ = layout.program([("prepare", operands | places | {"features": features})])
+    state, counters = np.zeros((), layout.STATE), np.zeros(2, np.int64)
+    state["num_rows"] = rows
+    job = team[: layout.TEAM.itemsize].view(layout.TEAM)[0]["job"]
+    job["operations"], job["num_operations"] = operations.ctypes.data, 1
+    job["state"], job["counters"] = state.ctypes.data, counters.ctypes.data
+    machine_code.function(address, 3)(team.ctypes.data, 1, 0)
+
+    normed = x / np.sqrt(np.mean(x.astype(np.float64) ** 2, axis=1, keepdims=True) + 1e-5) * weight
+    for name, laid in acts.items():
+        own = np.ascontiguousarray(laid.swapaxes(0, 1))  # [row, step, bytes]
+        wanted, step = normed, 2.0**-7 * np.abs(normed)  # of numbers in bf16
+        if name in ("f32", "rounded"):
+            got, step = own.view(np.float32)[:, :, 0], step * (2.0**-14 if name == "f32" else 1)
+        elif name == "bf16":
+            got = (own.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(rows, -1)
+        else:
+            got, step = _read(own, name)
+            wanted = hadamard(normed, PANEL) if name == "rotated" else normed
+        if not np.all(np.abs(got - wanted) <= 0.5001 * step + 1e-6):
+            return f"activations in {name} differ from numpy's"
+    return ""
+
+
+def _read(own: U8, encoding: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """What records [T, groups, bytes] stand for and the steps between neighbours, [T, inputs] both. Nan where a sum is not of the
+    codes.
+    """
+    in_words = encoding == "int16" and isa.dot_isa() == "avx2"
+    codes = own[:, :, :GROUP].view(np.int8).astype(np.int64)
+    if in_words:
+        words = np.concatenate([own[:, :, :GROUP], own[:, :, LOW_BYTES : LOW_BYTES + GROUP]], axis=2).view(np.int16)
+        codes = words.reshape(*words.shape[:2], -1, 4)[:, :, :, [0, 2, 1, 3]].reshape(words.shape).astype(np.int64)
+    elif encoding == "int16":
+        codes = codes * 256 + own[:, :, LOW_BYTES : LOW_BYTES + GROUP].view(np.int8)
+    scale, shift, value_sum = (own[:, :, at : at + 4].view(np.float32)[:, :, 0] for at in (SCALE, SHIFT, VALUE_SUM))
+    shift = np.zeros_like(scale) if encoding == "rotated" else shift
+    x = codes * scale[:, :, None].astype(np.float64) + shift[:, :, None]
+    sound = np.all(records(Inputs(codes, scale, shift, value_sum), encoding, in_words) == own, axis=2)
+    if encoding != "rotated":
+        sound &= np.abs(value_sum - x.sum(2)) <= 1e-5 * np.abs(x).sum(2)
+    shape = len(x), -1
+    return np.where(sound[:, :, None], x, np.nan).reshape(shape), np.repeat(scale, GROUP, axis=1)
 
 
 def _in_blocks(steps: U8, stride: int) -> U8:

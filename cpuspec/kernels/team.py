@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from cpuspec.environment import start_thread
 from cpuspec.errors import BackendError
 from cpuspec.formats.packing import aligned_bytes
-from cpuspec.kernels import layout, machine_code, simd
+from cpuspec.kernels import layout, machine_code, selfcheck, simd
 from cpuspec.kernels.layout import DONE, job_at, team_at
 from cpuspec.kernels.operations import first_operation, run
 from cpuspec.kernels.options import compiled
@@ -92,7 +92,8 @@ _ENTRIES: Mapping[str, tuple[Callable[..., Any], int, bool]] = MappingProxyType(
 def _entry(name: str) -> int:
     """Address of one of _ENTRIES."""
     python, num_arguments, returns = _ENTRIES[name]
-    return machine_code.address(name, num_arguments, lambda: python, returns)
+    check = selfcheck.run if name == "run" else None
+    return machine_code.address(name, num_arguments, lambda: python, returns, check)
 
 
 @cache

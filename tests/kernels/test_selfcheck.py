@@ -16,7 +16,7 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.cli import doctor
 from cpuspec.errors import BackendError
-from cpuspec.kernels import attention, attention_bf16, embed, isa, latent, linear, machine_code, selfcheck, tiles
+from cpuspec.kernels import attention, attention_bf16, embed, isa, latent, linear, machine_code, selfcheck, team, tiles
 from cpuspec.kernels.machine_code import KernelDiffersError, address, function, kernel_directory, passed_over
 from cpuspec.kernels.team import Team
 from cpuspec.model.batch import ForwardBatch
@@ -235,6 +235,23 @@ def test_wrong_kernels_of_attention_and_of_embeddings_are_found(monkeypatch: pyt
     assert attention.attend_kernel("f16", capped=True)
     assert latent.attend_kernel("int8", 16)
     assert embed.row_decoder("f16")
+
+
+def does_nothing(team, threads, thread):  # type: ignore[no-untyped-def]
+    pass
+
+
+def test_activations_that_are_not_prepared_right_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = address("idle", 3, lambda: does_nothing)
+    assert selfcheck.run(idle) == "activations in int8 differ from numpy's"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CPUSPEC_CACHE")  # where other tests' is
+        run = team._entry("run")
+    assert selfcheck.run(run) == ""
+    for name, wrong in (("SCALE", selfcheck.SHIFT), ("MINUS_8_SUMS", selfcheck.MINUS_16_SUMS), ("VALUE_SUM", selfcheck.SHIFT)):
+        with monkeypatch.context() as patch:
+            patch.setattr(selfcheck, name, wrong)
+            assert selfcheck.run(run) == "activations in int8 differ from numpy's", name
 
 
 @needs_bf16_tiles
