@@ -36,7 +36,7 @@ JOB = {
     "type_name": (
         option(
             "TYPE",
-            "Of a file: a type of llama-quantize, by default q4_k_m, or nl4_g32, nl4_xs or nl4_r. "
+            "Of a file: a type of llama-quantize, by default q4_k_m, or nl4_g32, nl4_xs or nl4_i. "
             "Of a directory: w4a16, w4a16_asym, w8a8, w8a16, fp8_dynamic.",
             "--type",
         ),

@@ -12,8 +12,6 @@ nl4_xs has superblocks of 256, eight groups of 32, 4.25 bits:
   A step is one less in the eight bits of the scale: an octave has eight steps.
   128 bytes of codes: 16 for each group, as above
 
-nl4_r has the record of nl4_xs for values in another basis: each 256 of a row times Hadamard's matrix (`Format.rotated`).
-
 q4_k's linear grid with its minimum takes as many bytes as nl4_g32, and so does iq4_nl's grid, which cannot move; iq4_xs takes as
 many as nl4_xs. These two formats leave less error (benchmarks/DECISIONS.md#nl4_g32, benchmarks/DECISIONS.md#nl4_xs). The grid
 reaches further on one side; the sign of the scale chooses which.
@@ -22,8 +20,6 @@ Levels are whole numbers from -32 to 31. Kernels look them up by one shuffle, an
 two pairs of products in 16 bits: iq4's levels, up to 127, have to be multiplied in two halves. The table was found by Lloyd's
 algorithm on values of normal and of t distributions.
 """
-
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,6 +187,4 @@ NL4_XS = Format(
     gguf_type=OWN_GGUF_TYPES | 2,
     search=encode_xs,
 )
-NL4_R = replace(NL4_XS, name="nl4_r", reader="nl4_r", gguf_type=OWN_GGUF_TYPES | 3, free_codes=False, rotated=True)
-
-FORMATS = (NL4, NL4_XS, NL4_R)
+FORMATS = (NL4, NL4_XS)

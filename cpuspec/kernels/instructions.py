@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cpuspec.kernels import isa
-from cpuspec.kernels.products import CODE_SUM, ENCODINGS, LOW_BYTES, MINIMUM_FIELDS, SCALE, SHIFT, VALUE_SUM, start_of
+from cpuspec.kernels.products import LOW_BYTES, MINIMUM_FIELDS, SCALE, SHIFT, VALUE_SUM, bytes_between_rows, start_of
 from cpuspec.kernels.readers import Group
 
 MOST_ROWS = 6
@@ -36,7 +36,6 @@ class Products:
     num_scales: int
     zero: int
     num_minima: int
-    moved: bool  # whether each output has a zero point of its own
     vnni: bool  # whether the processor has dot products of bytes (AVX-VNNI)
 
     @classmethod
@@ -45,10 +44,9 @@ class Products:
         return cls(
             encoding,
             group.bits,
-            len(group.scales),
+            max(1, len(group.scales)),
             group.zero,
             len(group.minima),
-            group.moves is not None,
             isa.dot_isa() == "avx_vnni",
         )
 
@@ -91,20 +89,18 @@ class Products:
         """Add a group's products with `rows` rows, 1 to MOST_ROWS, to their totals, in the order of `products.add_dots`.
 
         Codes lie as `ymm.laid` has them. Factors are scales, minima (two of them times -1/32), and the sum of weights if
-        `shifted`, or moves if `moved`.
+        `shifted`. Of "rotated" records totals are sums of integers, which lack what the zero point makes of them.
         """
         place = _Places(self.encoding, rows)
         sums, weights, inputs = place.sums, place.weights, place.inputs
         for part in range(self.num_scales):
             yield from (self._vnni_dots if self.vnni else self._dots)(place, part)
-            if self.moved:
-                yield from place.load_factor(self.num_scales + self.num_minima)
-                for row, own in enumerate(sums):
-                    yield f"vpbroadcastd {place.record(row, CODE_SUM)}, {inputs}"
-                    for half in _HALVES:
-                        yield f"vpmaddwd {weights[half]}, {inputs}, {place.products[0]}"
-                        yield f"vpaddd {place.products[0]}, {own[half]}, {own[half]}"
-            elif self.zero:
+            if self.encoding == "rotated":
+                for row, half, total in place.each:
+                    yield f"vpaddd {place.at(TOTALS, row, half)}, {total}, {total}"
+                    yield f"vmovdqa {total}, {place.at(TOTALS, row, half)}"
+                return
+            if self.zero:
                 field, shift = start_of(self.zero, self.num_scales, part)
                 for row, own in enumerate(sums):
                     yield f"vpbroadcastd {place.record(row, field)}, {inputs}"
@@ -113,11 +109,6 @@ class Products:
                     yield from (f"vpaddd {inputs}, {total}, {total}" for total in own)
             yield from (f"vcvtdq2ps {total}, {total}" for *_, total in place.each)
             yield from place.load_factor(part)
-            if self.encoding == "rotated":  # one scale and no minimum; the scale of the row comes at the end of a panel
-                for row, half, total in place.each:
-                    yield f"vfmadd213ps {place.at(TOTALS, row, half)}, {weights[half]}, {total}"
-                    yield f"vmovaps {total}, {place.at(TOTALS, row, half)}"
-                return
             for row, half, total in place.each:
                 before = place.at(SCRATCH, row, half, _NUMBERS)
                 yield f"vfmadd213ps {before}, {weights[half]}, {total}" if part else f"vmulps {weights[half]}, {total}, {total}"
@@ -179,7 +170,7 @@ class _Places:
     """Registers and addresses for some rows."""
 
     def __init__(self, encoding: str, rows: int) -> None:
-        self._record_bytes = ENCODINGS[encoding]
+        self._record_bytes = bytes_between_rows(encoding)
         self.sums = [[f"%ymm{2 * row + half}" for half in _HALVES] for row in range(rows)]
         self.each = [(row, half, self.sums[row][half]) for row in range(rows) for half in _HALVES]
         first, *others = (f"%ymm{n}" for n in range(2 * rows, 16))

@@ -16,11 +16,22 @@ from cpuspec.errors import BackendError
 from cpuspec.formats import FORMATS, get_format
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import isa, machine_code, selfcheck, tiles, ymm
-from cpuspec.kernels.ops import F32, F32X16, I1, Ops, Value, Variable, fma
+from cpuspec.kernels.ops import F32, F32X16, I1, I32, I32X16, Ops, Value, Variable, fma
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.passes import Operands, Pass, block_of, pass_of
-from cpuspec.kernels.products import BLOCK_ROWS, ENCODINGS, add_group, add_rotated_group, end_panel, sum_of_weights
-from cpuspec.kernels.readers import AHEAD, FLOAT_CODES, INTO_FIRST, NUMBERS, PAIRED, READERS
+from cpuspec.kernels.products import (
+    BLOCK_ROWS,
+    PANEL_LINE,
+    PANEL_RECORD,
+    add_group,
+    add_products,
+    bytes_between_rows,
+    end_panel,
+    factors_of_panel,
+    inputs_of_group,
+    sum_of_weights,
+)
+from cpuspec.kernels.readers import AHEAD, FLOAT_CODES, INTO_FIRST, NUMBERS, PAIRED, READERS, integer_scale
 
 # The most rows that one pass over a tile serves. Fewer rows are served eight at a time, and then the rest: unpacking a tile once
 # more costs as much as three rows. Each number of rows is code to compile, once per format. Numbers need two of 32 registers for a
@@ -74,7 +85,7 @@ def prompt_encoding(format_name: str, precise: bool = False) -> str:
 
 def _few_rows(name: str, encoding: str, counts: Iterable[int]) -> Callable[[Pass], None]:
     """A pass for the numbers of rows in `counts`. Its sums stay in registers, or in the first cache."""
-    step = _bytes_between_rows(encoding)
+    step, sums_of = bytes_between_rows(encoding), _sums_of_panels if encoding == "rotated" else _quantized_sums
 
     def emit(p: Pass) -> None:
         o, (acts, block_rows) = p.o, block_of(p, step)
@@ -82,7 +93,7 @@ def _few_rows(name: str, encoding: str, counts: Iterable[int]) -> Callable[[Pass
         def of(count: int) -> None:
             if name in READERS:
                 streams = p.num_tiles if count <= _STREAMED_ROWS else o.number(1)
-                sums = _quantized_sums(p, name, encoding, count, acts, block_rows, streams)
+                sums = sums_of(p, name, encoding, count, acts, block_rows, streams)
                 with o.loop(streams) as stream:
                     p.finish_rows(stream, [(row, sums(stream, row)) for row in range(count)])
                 return
@@ -103,39 +114,26 @@ def _counts(most: int) -> list[int]:
     return sorted({*range(1, min(most, 8) + 1), most})
 
 
-def _bytes_between_rows(encoding: str) -> int:
-    """Bytes from the first activations of a row to those of the next row of its block."""
-    return 4 if encoding in ("f32", "rounded") else ENCODINGS[encoding]
-
-
 def _quantized_sums(p: Pass, name: str, encoding: str, rows: int, acts: Value, block_rows: Value, streams: Value) -> _Sums:
     """The sums of `rows` rows and one tile of each stream, from activations in records."""
-    o, record_bytes = p.o, ENCODINGS[encoding]
+    o, record_bytes = p.o, bytes_between_rows(encoding)
     panel_size = panel_bytes(FORMATS[name])
     share = panel_size // _GROUPS
     groups = p.operands.in_features >> 5
     stride = block_rows * record_bytes
-    rotated = encoding == "rotated"
     if rows > _STREAMED_ROWS:  # of one tile, in registers
         sums = o.variables(rows)
     else:
         place = o.stack(64 * rows * _STREAMS)
-    if rotated:
-        place_of_all = o.stack(64 * rows * _STREAMS)
 
     def total(stream: Value, row: int, align: int | None = None) -> Variable:
         if rows > _STREAMED_ROWS:
             return sums[row]
         return o.variable_at(place + stream * (64 * rows) + 64 * row, F32X16, align)
 
-    def of_all(stream: Value, row: int) -> Variable:
-        """The sums of all panels, where `total` has those of one."""
-        return o.variable_at(place_of_all + stream * (64 * rows) + 64 * row, F32X16) if rotated else total(stream, row)
-
     with o.loop(streams) as stream:
         for row in range(rows):
             total(stream, row).set(o.number(0.0, F32X16))
-            of_all(stream, row).set(o.number(0.0, F32X16))
     with o.loop(groups.rounded_up(_GROUPS)) as panel:
         first = panel * _GROUPS
         inside = (groups - first).smaller(_GROUPS)
@@ -150,14 +148,45 @@ def _quantized_sums(p: Pass, name: str, encoding: str, rows: int, acts: Value, b
                 group = READERS[name](here, inside, index)
                 shifted = sum_of_weights(group) if encoding == "int8" else None
                 for row in range(rows):
-                    own, record = total(stream, row), records + row * record_bytes
-                    add = add_rotated_group if rotated else partial(add_group, shifted=shifted)
-                    own.set(add(group, record=record, total=own.get()))
-        if rotated:
-            with o.loop(streams) as stream:
-                for row in range(rows):
-                    end_panel(total(stream, row), acts + first * stride + row * record_bytes, of_all(stream, row))
-    return lambda stream, row: of_all(stream, row).get()
+                    own = total(stream, row)
+                    own.set(add_group(group, shifted, records + row * record_bytes, own.get()))
+    return lambda stream, row: total(stream, row).get()
+
+
+def _sums_of_panels(p: Pass, name: str, encoding: str, rows: int, acts: Value, block_rows: Value, streams: Value) -> _Sums:
+    """`_quantized_sums` of weights that are whole numbers under one scale for a panel: sums of integers over each panel."""
+    o, panel_size = p.o, panel_bytes(FORMATS[name])
+    share = panel_size // _GROUPS
+    place, dots_at = o.stack(64 * rows * _STREAMS), o.stack(64 * rows)
+
+    def total(stream: Value, row: int) -> Variable:
+        return o.variable_at(place + stream * (64 * rows) + 64 * row, F32X16)
+
+    with o.loop(streams) as stream:
+        for row in range(rows):
+            total(stream, row).set(o.number(0.0, F32X16))
+    in_memory = isa.has_sixteen_registers()
+    dots = [o.variable_at(dots_at + 64 * row, I32X16, 32) for row in range(rows)] if in_memory else o.variables(rows, 0, I32X16)
+    with o.loop(p.operands.in_features // PANEL) as panel, o.loop(streams) as stream:
+        here, inputs = p.weights + stream * p.bytes_apart + panel * panel_size, acts + panel * block_rows * PANEL_RECORD
+        inside = p.row & (BLOCK_ROWS - 1)
+        factors = [factors_of_panel(inputs - inside * PANEL_LINE, block_rows, inside + row) for row in range(rows)]
+        for dot, (_, minus_sum) in zip(dots, factors, strict=True):
+            dot.set(o.number(0, I32X16) if in_memory and ymm.multiplies_signed(encoding) else minus_sum.every(I32))
+        with o.loop(_GROUPS) as index:
+            (here + index * share).fetch(AHEAD, share, INTO_FIRST or rows > _STREAMED_ROWS)
+            own = inputs_of_group(inputs, block_rows, index)
+            if in_memory:
+                ymm.add_rows(encoding, lambda at: READERS[name](at, o.number(_GROUPS), index), here.base(), own.base(), dots)
+            else:
+                codes = READERS[name](here, o.number(_GROUPS), index).codes
+                for row, dot in enumerate(dots):
+                    dot.set(add_products(dot.get(), codes, own + row * PANEL_LINE))
+        scale = integer_scale(name, here)
+        for row, (dot, (scale_of_row, _)) in enumerate(zip(dots, factors, strict=True)):
+            sums = total(stream, row)
+            sums.set(end_panel(dot.get(), scale, scale_of_row, sums.get()))
+    return lambda stream, row: total(stream, row).get()
 
 
 def number_sums(o: Ops, name: str, rows: int, matrix: Value, in_features: Value, acts: Value, stride: Value) -> list[Value]:
@@ -278,7 +307,7 @@ def linear_kernel(format_name: str, encoding: str) -> int:
     def compiled(in_tiles: bool) -> int:
         return machine_code.address(name + "-tiles" * in_tiles, 12, lambda: made(format_name, encoding, in_tiles), check=check)
 
-    has_two = isa.has_tiles() and format_name in READERS and encoding in ("int8", "int16")
+    has_two = isa.has_tiles() and format_name in READERS and encoding in ("int8", "int16", "rotated")
     return machine_code.first_sound([partial(compiled, in_tiles) for in_tiles in ((True, False) if has_two else (False,))])
 
 
@@ -286,6 +315,8 @@ def made(format_name: str, encoding: str, in_tiles: bool = True) -> Callable[...
     """The Python function of `linear_kernel`. in_tiles: with tile registers for many rows, where the processor has them."""
     if encoding == "bf16":
         return _bf16_linear() if format_name == PAIRED else _dequantized_linear(format_name)
+    if encoding == "rotated" and in_tiles and isa.has_tiles():
+        return _panels_linear(format_name)
     if isa.has_sixteen_registers() and format_name in READERS:
         return _ymm_linear(format_name, encoding)
     return _linear(format_name, encoding, in_tiles)
@@ -346,6 +377,31 @@ def _dequantized_linear(name: str) -> Callable[..., None]:
         for top in range(0, rows, most_rows):
             for tile in range(first, end, most_tiles):
                 run(operands, tile, min(most_tiles, end - tile), 1, top, min(most_rows, rows - top))
+        tiles.release()
+
+    return linear
+
+
+def _panels_linear(name: str) -> Callable[..., None]:
+    """The kernel of weights that are whole numbers under one scale for a panel, in tile registers for any number of rows."""
+    run, many = pass_of(partial(tiles.panels_pass, name)), tiles.MANY_OF_PANELS
+
+    def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
+        operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)
+        tiles.shape_of_panels(rows)
+        span = max(2 * BLOCK_ROWS, min(many, _NEAR // row_bytes // (2 * BLOCK_ROWS) * (2 * BLOCK_ROWS)))
+        for top in range(0, rows, span):
+            count = min(span, rows - top)
+            if count > BLOCK_ROWS:
+                for tile in range(first, end, 2):
+                    run(operands, tile, min(2, end - tile), 1, top, count)
+                continue
+            length = (end - first) // _STREAMS
+            if length * tile_bytes < _LEAST_STREAM:
+                length = 0
+            for turn in range(end - first - (_STREAMS - 1) * length):
+                tile, num_tiles, apart = _turn(first, length, turn)
+                run(operands, tile, num_tiles, apart, top, count)
         tiles.release()
 
     return linear

@@ -299,16 +299,24 @@ class Ops:
 
     # Matrices of bytes in tile registers (AMX). A register holds 16 rows of 64 bytes.
 
-    def tile_shapes(self, shapes: dict[int, tuple[int, int]]) -> None:
-        """Give tile registers their shapes: register -> (rows, bytes of a row). What they held is lost."""
+    def tile_shapes(self, shapes: dict[int, tuple[int, int]], others: Sequence[int] = (), rows: Value | None = None) -> None:
+        """Give tile registers their shapes: register -> (rows, bytes of a row). What they held is lost.
+
+        others: registers with `rows` rows of 64 bytes, 1 to 16.
+        """
         config = bytearray(64)
         config[0] = 1  # palette
-        for register, (rows, row_bytes) in shapes.items():
-            assert rows <= 16, f"a tile register has up to 16 rows, got {rows}"
+        for register, (count, row_bytes) in (shapes | dict.fromkeys(others, (1, 64))).items():
+            assert count <= 16, f"a tile register has up to 16 rows, got {count}"
             assert row_bytes <= 64, f"a row of a tile register has up to 64 bytes, got {row_bytes}"
             config[16 + 2 * register] = row_bytes
-            config[48 + register] = rows
-        where = cgutils.alloca_once_value(self.b, ir.Constant(ir.ArrayType(I8, len(config)), config))
+            config[48 + register] = count
+        where = cgutils.alloca_once(self.b, ir.ArrayType(I8, len(config)))
+        self.b.store(ir.Constant(ir.ArrayType(I8, len(config)), config), where)
+        if rows is not None:
+            for register in others:
+                place = Value(self.b, self.b.ptrtoint(where, I64)) + (48 + register)
+                place.store(rows.trunc(I8))
         _call(self.b, "llvm.x86.ldtilecfg", VOID, [where])
 
     def tile_release(self) -> None:
@@ -429,6 +437,13 @@ def lookup_bytes(table: Sequence[int], indices: Value, isa: str | None = None) -
     if len(found_parts) == 2:
         return found_parts[0].shuffled(range(64), found_parts[1]).bits(I32X16)
     return found_parts[0].bits(I32X16)
+
+
+def lookup_128(table: Sequence[int], indices: Value) -> Value:
+    """Per byte 0..127 of an i32x16 vector: that entry of a table of 128 signed bytes (AVX-512 VBMI)."""
+    part = vector_of(I8, 64)
+    low, high = (Value(indices.b, ir.Constant(part, list(table[at : at + 64]))) for at in (0, 64))
+    return call("llvm.x86.avx512.vpermi2var.qi.512", part, low, indices.bits(part), high).bits(I32X16)
 
 
 def lookup_f32(table: Sequence[float], indices: Value) -> Value:

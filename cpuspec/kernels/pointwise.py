@@ -10,9 +10,7 @@ from cpuspec.formats.packing import PANEL
 from cpuspec.kernels import isa, products, simd
 from cpuspec.kernels.options import compiled, inlined
 
-_INT8_RECORD, _INT16_RECORD, _BF16_RECORD, _ROTATED_RECORD = (
-    products.ENCODINGS[encoding] for encoding in ("int8", "int16", "bf16", "rotated")
-)
+_INT8_RECORD, _INT16_RECORD, _BF16_RECORD = (products.ENCODINGS[encoding] for encoding in ("int8", "int16", "bf16"))
 
 _IN_PAIRS = isa.dot_isa() == "avx2"  # how "int16" records hold their numbers, see `products`
 
@@ -245,8 +243,7 @@ def prepare_row(
             simd.store_f32(numbers, low)
             simd.store_f32(numbers + 64, high)
             if start % PANEL == PANEL - 32:
-                stride = block_rows * _ROTATED_RECORD
-                quantize_rotated(panel, rotated + record * _ROTATED_RECORD - (PANEL // 32 - 1) * stride, stride)
+                quantize_rotated(panel, rotated + start // PANEL * block_rows * products.PANEL_RECORD, place, block_rows)
         at, stride = (start * block_rows + place) * 4, block_rows * 4
         if f32 != 0:
             simd.scatter_f32(f32 + at, stride, min(16, end - start), low)
@@ -290,9 +287,10 @@ def quantize_to_int16(low, high, record):
 
 
 @compiled
-def quantize_rotated(numbers, record, stride):
-    """Multiply PANEL numbers with Hadamard's matrix, in place, and write their "rotated" records, `stride` bytes apart: codes
-    -127..127 around zero.
+def quantize_rotated(numbers, to, row, rows):
+    """Multiply PANEL numbers with Hadamard's matrix, in place, and write them as "rotated" activations of a row: codes -127..127.
+
+    to: the address of the panel in the row's block. row: its place in the block, which has `rows` rows.
     """
     hadamard_head(numbers, PANEL, PANEL)
     largest = simd.splat_f32(0.0)
@@ -300,15 +298,14 @@ def quantize_rotated(numbers, record, stride):
         largest = simd.max_f32(largest, simd.abs_f32(simd.load_f32(at)))
     scale = simd.max_lanes(largest) / simd.to_float(127)
     inverse = simd.splat_f32(simd.inverse_or_zero(scale))
-    for at in range(numbers, numbers + 4 * PANEL, 128):
-        low_codes, high_codes = (simd.nearest_i32(simd.load_f32(at) * inverse), simd.nearest_i32(simd.load_f32(at + 64) * inverse))
-        simd.store_i8(record, low_codes)
-        simd.store_i8(record + 16, high_codes)
-        simd.poke_f32(record + products.SCALE, scale)
-        total = simd.int32(simd.sum_lanes_i32(low_codes) + simd.sum_lanes_i32(high_codes))
-        simd.poke_i32(record + products.MINUS_40_SUMS, simd.int32(-40 * total))
-        simd.poke_i32(record + products.CODE_SUM, total)
-        record += stride
+    sums = simd.splat_i32(0)
+    for n in range(0, PANEL, 16):
+        codes = simd.nearest_i32(simd.load_f32(numbers + 4 * n) * inverse)
+        simd.store_i8(to + (n // products.PANEL_LINE * rows + row) * products.PANEL_LINE + n % products.PANEL_LINE, codes)
+        sums = sums + codes
+    factors = to + rows * PANEL + row * 4  # as `products.factors_of_panel`
+    simd.poke_f32(factors, scale)
+    simd.poke_i32(factors + rows * 4, simd.int32(-128 * simd.sum_lanes_i32(sums)))
 
 
 @compiled

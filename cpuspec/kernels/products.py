@@ -8,8 +8,9 @@ Activations have one of these encodings, in blocks of up to BLOCK_ROWS rows:
   "bf16"   [group][row] records of 32 numbers rounded to bf16, for bf16 weights on processors that multiply them in tile registers;
            of prompts also for codes, which are dequantized to bf16.
   "rounded"  [input][row] the same numbers, in f32, for processors that do not.
-  "rotated"  [group][row] records of 64 bytes, for formats whose weights are rotated: each 256 inputs times Hadamard's matrix,
-           x = scale * byte with one scale for all 256. So sums of groups need no scale of the inputs before a panel ends.
+  "rotated"  for formats whose weights are rotated: each 256 inputs times Hadamard's matrix, x = scale * byte with one scale for all
+           256. Weights are whole numbers under one scale for the same inputs, so products are added as integers over a panel. Of a
+           panel: [64 inputs][row] bytes, then the scale of each row, then of each row -128 times the sum of the bytes.
 "bf16" and "rounded" are padded with zeros to whole groups. A record of integers holds 32 signed bytes, then at the offsets below
 the scale, the shift and what formats with a zero point or a minimum need of the sums; then in "int16" the 32 low bytes. On
 processors that multiply with AVX2 alone an "int16" record has numbers of 16 bits in the place of both, those of the first 16 inputs
@@ -19,17 +20,39 @@ and of the last, the second and third of each four swapped.
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from cpuspec.formats.packing import GROUP, PANEL
 from cpuspec.kernels.isa import dot_isa
-from cpuspec.kernels.ops import F32, F32X16, I8, I16, I32, I32X16, Value, Variable, bf16_pairs, call, dot_bytes, fma, vector_of
+from cpuspec.kernels.ops import F32, F32X16, I8, I32, I32X16, Value, bf16_pairs, dot_bytes, fma, vector_of
 from cpuspec.kernels.readers import Group
 
 BLOCK_ROWS = 16  # rows of a block of activations, which lie together
 SCALE, SHIFT, VALUE_SUM, MINUS_8_SUMS, MINUS_16_SUMS, MINUS_128_SUMS, MINUS_32_LOW, MINUS_32_HIGH = range(32, 64, 4)
-MINUS_40_SUMS, CODE_SUM = SHIFT, VALUE_SUM  # of "rotated" records, which have the scale and these sums alone
 LOW_BYTES = 64
+PANEL_LINE, PANEL_RECORD = 64, 320  # of "rotated": bytes that lie together; of a panel and row, rounded up to whole lines
 
 # Bytes of activations for each row and group of 32 inputs (where rows are side by side, for each row and 32 inputs).
-ENCODINGS: Mapping[str, int] = MappingProxyType({"int8": 64, "int16": 128, "f32": 128, "bf16": 64, "rounded": 128, "rotated": 64})
+ENCODINGS: Mapping[str, int] = MappingProxyType(
+    {"int8": 64, "int16": 128, "f32": 128, "bf16": 64, "rounded": 128, "rotated": PANEL_RECORD // 8}
+)
+
+
+def bytes_between_rows(encoding: str) -> int:
+    """Bytes from the first activations of a row to those of the next row of its block."""
+    return {"f32": 4, "rounded": 4, "rotated": PANEL_LINE}.get(encoding, ENCODINGS[encoding])
+
+
+def factors_of_panel(codes: Value, rows: Value | int, row: Value | int) -> tuple[Value, Value]:
+    """The addresses of the scale of a row, and of -128 times its sum, in "rotated" activations of a block of `rows` rows.
+
+    codes: the address of what the block has of the panel.
+    """
+    scale = codes + (rows * PANEL + row * 4)
+    return scale, scale + rows * 4
+
+
+def inputs_of_group(codes: Value, rows: Value, group: Value) -> Value:
+    """The address of a group's bytes of a row in "rotated" activations of a block of `rows` rows. codes: those of group 0."""
+    return codes + (group >> 1) * rows * PANEL_LINE + (group & 1) * GROUP
 
 
 def row_bytes(encoding: str, features: int) -> int:
@@ -38,7 +61,7 @@ def row_bytes(encoding: str, features: int) -> int:
 
 
 # Fields of a record that have sums of inputs times -zero, by zero: of the whole group, or of each half.
-_SUMS = {8: MINUS_8_SUMS, 16: MINUS_16_SUMS, 40: MINUS_40_SUMS, 128: MINUS_128_SUMS}
+_SUMS = {8: MINUS_8_SUMS, 16: MINUS_16_SUMS, 128: MINUS_128_SUMS}
 MINIMUM_FIELDS = (MINUS_32_LOW, MINUS_32_HIGH)  # what the minima of two halves of a group are multiplied with, times -1/32
 
 
@@ -116,13 +139,7 @@ def start_of(zero: int, num_scales: int, part: int) -> tuple[int, int]:
 
 
 def start(record: Value, group: Group, part: int) -> Value:
-    """`start_of` in every lane, or the products of the row's sum with moves."""
-    if group.moves is not None:
-        words, halves = vector_of(I16), []
-        for lanes in (range(8), range(8, 16)):
-            operands = [some.shuffled(lanes).bits(words) for some in (group.moves, (record + CODE_SUM).every(I32))]
-            halves.append(call("llvm.x86.avx2.pmadd.wd", vector_of(I32, 8), *operands))
-        return halves[0].shuffled(range(16), halves[1])
+    """`start_of` in every lane."""
     field, shift = start_of(group.zero, len(group.scales), part)
     return (record + field).every(I32).shifted(shift)
 
@@ -138,30 +155,19 @@ def add_group(group: Group, shifted: Value | None, record: Value, total: Value) 
         zero = vectors[0].like(0)
         begin = start(record, group, part) if group.zero else zero
         if shifted is None:
-            high = _dot(zero, vectors, record + first)
-            dots.append((high << 8) + _dot(begin, vectors, record + (LOW_BYTES + first)))
+            high = add_products(zero, vectors, record + first)
+            dots.append((high << 8) + add_products(begin, vectors, record + (LOW_BYTES + first)))
         else:
-            dots.append(_dot(begin, vectors, record + first))
+            dots.append(add_products(begin, vectors, record + first))
     return add_dots(dots, group.scales, shifted, group.minima, record, total)
 
 
-def add_rotated_group(group: Group, record: Value, total: Value) -> Value:
-    """total + scale * integer dot, for "rotated" records. `end_panel` multiplies with the scale of the row."""
-    return add_rotated_dot(_dot(start(record, group, 0), group.codes, record), group.scales[0], total)
+def end_panel(dot: Value, scale: Value, scale_of_row: Value, total: Value) -> Value:
+    """total + the integer dot of a panel * the scales of its weights and of the row. scale_of_row: its address."""
+    return fma(dot.sitofp(F32X16), scale * scale_of_row.every(F32), total)
 
 
-def add_rotated_dot(dot: Value, scale: Value, total: Value) -> Value:
-    """`add_rotated_group` where the integer dot is known."""
-    return fma(dot.sitofp(F32X16), scale, total)
-
-
-def end_panel(of_panel: Variable, record: Value, total: Variable) -> None:
-    """Add the sums of a panel's groups, from a row of "rotated" records, to a total, and begin again from zero."""
-    total.set(fma(of_panel.get(), (record + SCALE).every(F32), total.get()))
-    of_panel.set(total.get().like(0.0))
-
-
-def _dot(total: Value, vectors: list[Value], address: Value) -> Value:
+def add_products(total: Value, vectors: list[Value], address: Value) -> Value:
     """total + the products of the vectors' bytes with 4 bytes each from the address on."""
     for v, codes in enumerate(vectors):
         total = dot_bytes(total, codes, (address + 4 * v).every(I32))

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
 
-from cpuspec.formats import FORMATS, Format, nl4
+from cpuspec.formats import FORMATS, Format, integers, nl4
 from cpuspec.formats.format import Plane
-from cpuspec.formats.packing import GROUP, TILE
+from cpuspec.formats.packing import GROUP, PANEL, TILE
 from cpuspec.kernels import isa
-from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, I32X16, Value, lookup_bytes, lookup_f32, vector_of
+from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, I32X16, Value, lookup_128, lookup_bytes, lookup_f32, vector_of
 
 # Bytes of weights to ask for in advance: with many rows the processor does not look so far ahead itself.
 # See benchmarks/DECISIONS.md#prefetch.
@@ -23,10 +24,9 @@ class Group:
 
     bits: int  # of a code
     codes: list[Value]  # eight vectors of unsigned bytes, four inputs each
-    scales: list[Value]  # one for the group, or one for each half of it
+    scales: list[Value]  # one for the group, or one for each half of it; none where a panel has one
     zero: int = 0  # zero point of the codes
     minima: tuple[Value, ...] = ()  # added to every weight of the group, or of each half of it
-    moves: Value | None = None  # added to the codes of each row in the place of -zero: whole numbers, their low 16 bits
 
 
 @dataclass(frozen=True)
@@ -160,16 +160,12 @@ def _nl4(panel: Panel) -> _Scales:
 
 
 def _nl4_xs(panel: Panel) -> _Scales:
-    scale, move = _xs_scales_and_moves(panel)
-    return [scale], (scale * move.sitofp(F32X16),)
-
-
-def _xs_scales_and_moves(panel: Panel) -> tuple[Value, Value]:
     """A panel is a superblock."""
     head, own = panel["head"].i32(), panel["steps"].i32() >> _in_lanes(panel.group * 4)
     halves = ((head & 0xFF) - (own & 7) & 0xFF) << 7 | (own & 8) << 12
     move = (head >> _in_lanes(panel.group * 3 + 8) & 7) * 2 + nl4.LEAST_MOVE
-    return halves.trunc(vector_of(I16)).bits(vector_of(F16)).fpext(F32X16), move
+    scale = halves.trunc(vector_of(I16)).bits(vector_of(F16)).fpext(F32X16)
+    return [scale], (scale * move.sitofp(F32X16),)
 
 
 def _grids(panel: Panel) -> _Scales:
@@ -274,22 +270,55 @@ def _reader(row: Format) -> Reader:
     return read
 
 
-def _nl4_r(at: Value, groups: Value, group: Value) -> Group:
-    """The record of nl4_xs. Codes are moved here, once for all rows: a group then has whole numbers, one scale and no minimum.
+def integer_codes(name: str, panel: Value, group: Value, offset: int = 0) -> list[Value]:
+    """Eight vectors of bytes plus an offset, of a group of a panel of `formats.integers`."""
+    there = Panel(FORMATS[name], panel, panel.like(PANEL // GROUP), group)
+    if name == integers.Q6_I.name:
+        zero = panel.like(0).trunc(I32).splat().like((offset - 32 & 0xFF) * 0x01010101)
+        codes, moves = there.codes(0), zero.bits(vector_of(I8, 64))
+    else:
+        codes, moves = _factors_times_levels(there, offset)
+    return [(some.bits(vector_of(I8, 64)) + moves).bits(I32X16) for some in codes]
 
-    With AVX2 alone codes keep their six bits, of which two pairs of products fit 16 bits, and sums are moved.
-    """
-    panel = Panel(nl4.NL4_R, at, groups, group)
-    scale, move = _xs_scales_and_moves(panel)
-    if isa.dot_isa() == "avx2":
-        zero = -nl4.LEVELS[0]
-        codes = [lookup_bytes([zero + level for level in nl4.LEVELS], code) for code in panel.codes(0)]
-        return Group(6, codes, [scale], zero, moves=move - zero & 0xFFFF)
-    zero = 40  # above the furthest level with a move
-    steps = (move - nl4.LEAST_MOVE).bits(vector_of(I8, 64)).shuffled([byte & ~3 for byte in range(64)])
-    table = [zero + nl4.LEAST_MOVE + level for level in nl4.LEVELS]
-    codes = [(lookup_bytes(table, code).bits(vector_of(I8, 64)) + steps).bits(I32X16) for code in panel.codes(0)]
-    return Group(7, codes, [scale], zero)
+
+def _factors_times_levels(panel: Panel, offset: int) -> tuple[list[Value], Value]:
+    """Of a group of nl4_i: factor * level as bytes, and the moves plus an offset."""
+    own = panel["steps"].i32() >> _in_lanes(panel.group * 4)
+    move = (panel["head"].i32() >> _in_lanes(panel.group * 2 + 16) & 3) << 2 | own >> 2 & 2
+    moves = _in_bytes(move + (integers.MOVES[0] + offset & 0xFF) & 0xFF)
+    if "avx512vbmi" in isa.features():
+        factors = [sign * factor for sign in (1, -1) for factor in integers.FACTORS]
+        table = [factor * level for factor in factors for level in integers.LEVELS]
+        places = _in_bytes((own & 7) << 4).bits(I32X16)
+        return [lookup_128(table, code | places) for code in panel.codes(0)], moves
+    factor = (own & 3) + integers.FACTORS[0]
+    factor = (own & 4).equals(4).select(factor.like(0) - factor, factor) & 0xFFFF
+    both = (factor | factor << 16).bits(vector_of(I16, 32))
+    levels = [lookup_bytes([level & 0xFF for level in integers.LEVELS], code) for code in panel.codes(0)]
+    return [_bytes_times(some.bits(vector_of(I16, 32)), both) for some in levels], moves
+
+
+def integer_scale(name: str, panel: Value) -> Value:
+    """The scales of a panel of `formats.integers`."""
+    there = Panel(FORMATS[name], panel, panel.like(PANEL // GROUP), panel.like(0))
+    if name == integers.Q6_I.name:
+        return there.numbers("d")[0]
+    return there["head"].i32().trunc(vector_of(I16)).bits(vector_of(F16)).fpext(F32X16)
+
+
+def _bytes_times(pairs: Value, factors: Value) -> Value:
+    """The low bytes of bytes times factors, in words of two bytes."""
+    return ((pairs * factors & 0x00FF) | (pairs & 0xFF00) * factors).bits(I32X16)
+
+
+def _in_bytes(words: Value) -> Value:
+    """The low byte of each of sixteen words, in all four of its bytes."""
+    return words.bits(vector_of(I8, 64)).shuffled([byte & ~3 for byte in range(64)])
+
+
+def _integers(name: str, at: Value, groups: Value, group: Value) -> Group:
+    """A group's whole numbers, without the scale, which all groups of the panel share."""
+    return Group(8, integer_codes(name, at, group, 128), [], 128)
 
 
 @dataclass(frozen=True)
@@ -334,7 +363,8 @@ _FLOAT_CODES: Mapping[str, Callable[[Format], FloatCodes]] = MappingProxyType(
 _BYTES_OF_16_NUMBERS = {"f32": 64, "f16": 32}
 
 READERS: Mapping[str, Reader] = MappingProxyType(
-    {name: _reader(row) for name, row in FORMATS.items() if row.reader in _SCALES} | {nl4.NL4_R.name: _nl4_r}
+    {name: _reader(row) for name, row in FORMATS.items() if row.reader in _SCALES}
+    | {row.name: partial(_integers, row.name) for row in integers.FORMATS}
 )
 NUMBERS: Mapping[str, tuple[int, str]] = MappingProxyType(
     {name: (_BYTES_OF_16_NUMBERS[row.reader], row.reader) for name, row in FORMATS.items() if row.reader in _BYTES_OF_16_NUMBERS}

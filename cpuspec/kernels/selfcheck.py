@@ -22,15 +22,15 @@ from cpuspec.kernels import isa, kv_rows, layout, machine_code, pointwise
 from cpuspec.kernels.layout import WALK
 from cpuspec.kernels.products import (
     BLOCK_ROWS,
-    CODE_SUM,
     ENCODINGS,
     LOW_BYTES,
     MINUS_8_SUMS,
     MINUS_16_SUMS,
     MINUS_32_HIGH,
     MINUS_32_LOW,
-    MINUS_40_SUMS,
     MINUS_128_SUMS,
+    PANEL_LINE,
+    PANEL_RECORD,
     SCALE,
     SHIFT,
     VALUE_SUM,
@@ -45,6 +45,7 @@ _SCRATCH_BYTES = 4 << 20  # more than a walk over such keys and values needs
 _ROWS = (130, *range(17, 0, -1))
 _OUTPUTS = 99  # seven tiles, the last in part: passes over four, two and one of them
 _APART_BYTES = 128 << 10  # from a tile to the next, so that kernels read several tiles in turns
+_PIECES = (*[PANEL_LINE] * (PANEL // PANEL_LINE), 4, 4, PANEL_RECORD - PANEL - 8)  # of what "rotated" activations have of a panel
 _ALLOWED = 1e-6  # of the sum of the magnitudes of all products: more than twice what rounding does in any format
 
 
@@ -58,10 +59,15 @@ class Inputs(NamedTuple):
 
 
 def records(inputs: Inputs, encoding: str, in_words: bool) -> U8:
-    """The bytes of records of "int8", "int16" or "rotated" activations, [T, groups, bytes]. in_words: whether "int16" numbers lie
-    as words (see `products`).
+    """The bytes of records of "int8" or "int16" activations, [T, groups, bytes], or of what "rotated" ones have of a panel, [T,
+    panels, bytes]. in_words: whether "int16" numbers lie as words (see `products`).
     """
     codes = inputs.codes
+    if encoding == "rotated":
+        panels = codes.reshape(len(codes), -1, PANEL).astype(np.int8).view(np.uint8)
+        scales = inputs.scale[:, :: PANEL // GROUP].copy().view(np.uint8).reshape(*panels.shape[:2], 4)
+        sums = (-128 * codes.reshape(panels.shape).sum(2)).astype("<i4").view(np.uint8).reshape(scales.shape)
+        return np.concatenate([panels, scales, sums, np.zeros((*panels.shape[:2], _PIECES[-1]), np.uint8)], axis=2)
     out = np.zeros((*inputs.scale.shape, ENCODINGS[encoding]), np.uint8)
 
     def put(offset: int, values: NDArray[Any], kind: str) -> None:
@@ -69,12 +75,6 @@ def records(inputs: Inputs, encoding: str, in_words: bool) -> U8:
         out[:, :, offset : offset + data.shape[2]] = data
 
     low_bytes = codes.astype(np.int8)
-    if encoding == "rotated":
-        put(0, codes, "i1")
-        put(SCALE, inputs.scale, "<f4")
-        put(MINUS_40_SUMS, -40 * codes.sum(2), "<i4")
-        put(CODE_SUM, codes.sum(2), "<i4")
-        return out
     if encoding == "int8":
         put(0, codes, "i1")
     elif in_words:
@@ -150,8 +150,10 @@ def random_tensor(format: Format, out_features: int) -> QuantTensor:
         parts[part] = (0.01 * rng.standard_normal(parts[part].shape)).astype("<f2")
     if "e" in parts:
         parts["e"] = rng.integers(110, 140, parts["e"].shape, np.uint8)
-    if format.name in ("nl4_xs", "nl4_r"):  # scales of every size that a group's steps can be taken from
+    if format.name == "nl4_xs":  # scales of every size that a group's steps can be taken from
         parts["head"] = parts["head"] & ~np.uint32(0xFF) | rng.integers(7, 100, parts["head"].shape, np.uint32)
+    if format.name == "nl4_i":
+        parts["head"] = parts["head"] & ~np.uint32(0xFFFF) | parts["d"].view(np.uint16)
     if format.reader == "e4m3":
         parts["codes"] = np.where(parts["codes"] & 0x7F == 0x7F, 0x7E, parts["codes"])  # the others are nan
     return QuantTensor(format, (out_features, in_features), format.join(parts))
@@ -173,7 +175,7 @@ def linear(format_name: str, encoding: str, address: int) -> str:
         tiles[:, : packed.tile_bytes] = packed.data
         whole: Any = None
         for rows in _ROWS:
-            acts, out = _in_blocks(x_records[:rows], stride), np.full((rows, added.shape[1]), np.nan, np.float32)
+            acts, out = in_blocks(x_records[:rows], stride), np.full((rows, added.shape[1]), np.nan, np.float32)
             kernel(
                 tiles.ctypes.data, tile_bytes, tensor.shape[1], 0, len(tiles), acts.ctypes.data, stride, rows,
                 bias.ctypes.data if sums else 0, added.ctypes.data if sums else 0, out.ctypes.data, out.strides[0],
@@ -261,6 +263,7 @@ def run(address: int) -> str:
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, features), features))
     acts = {name: np.zeros((features // GROUP, rows, ENCODINGS[name]), np.uint8) for name in (*_IN_CODES, "bf16")}
     acts |= {name: np.zeros((features, rows, 4), np.uint8) for name in ("f32", "rounded")}
+    acts["rotated"] = np.zeros((features // PANEL, rows, PANEL_RECORD), np.uint8)
     places = {name: laid.ctypes.data for name, laid in acts.items()}
     operands = {"kind": pointwise.NORM, "rows": x.ctypes.data, "stride": x.strides[0], "weight": weight.ctypes.data, "eps": 1e-5}
     operations, _ = layout.program([("prepare", operands | places | {"features": features})])
@@ -273,7 +276,7 @@ def run(address: int) -> str:
 
     normed = x / np.sqrt(np.mean(x.astype(np.float64) ** 2, axis=1, keepdims=True) + 1e-5) * weight
     for name, laid in acts.items():
-        own = np.ascontiguousarray(laid.swapaxes(0, 1))  # [row, step, bytes]
+        own = _together(laid) if name == "rotated" else np.ascontiguousarray(laid.swapaxes(0, 1))  # [row, step, bytes]
         wanted, step = normed, 2.0**-7 * np.abs(normed)  # of numbers in bf16
         if name in ("f32", "rounded"):
             got, step = own.view(np.float32)[:, :, 0], step * (2.0**-14 if name == "f32" else 1)
@@ -291,6 +294,11 @@ def _read(own: U8, encoding: str) -> tuple[NDArray[Any], NDArray[Any]]:
     """What records [T, groups, bytes] stand for and the steps between neighbours, [T, inputs] both. Nan where a sum is not of the
     codes.
     """
+    if encoding == "rotated":
+        panels, scale = own[:, :, :PANEL].view(np.int8).astype(np.int64), own[:, :, PANEL : PANEL + 4].view(np.float32)
+        inputs = Inputs(panels.reshape(len(own), -1, GROUP), np.repeat(scale[:, :, 0], PANEL // GROUP, axis=1), scale, scale)
+        x = np.where(np.all(records(inputs, encoding, False) == own, axis=2)[:, :, None], panels * scale.astype(np.float64), np.nan)
+        return x.reshape(len(own), -1), np.repeat(scale[:, :, 0], PANEL, axis=1)
     in_words = encoding == "int16" and isa.dot_isa() == "avx2"
     codes = own[:, :, :GROUP].view(np.int8).astype(np.int64)
     if in_words:
@@ -299,19 +307,27 @@ def _read(own: U8, encoding: str) -> tuple[NDArray[Any], NDArray[Any]]:
     elif encoding == "int16":
         codes = codes * 256 + own[:, :, LOW_BYTES : LOW_BYTES + GROUP].view(np.int8)
     scale, shift, value_sum = (own[:, :, at : at + 4].view(np.float32)[:, :, 0] for at in (SCALE, SHIFT, VALUE_SUM))
-    shift = np.zeros_like(scale) if encoding == "rotated" else shift
     x = codes * scale[:, :, None].astype(np.float64) + shift[:, :, None]
     sound = np.all(records(Inputs(codes, scale, shift, value_sum), encoding, in_words) == own, axis=2)
-    if encoding != "rotated":
-        sound &= np.abs(value_sum - x.sum(2)) <= 1e-5 * np.abs(x).sum(2)
+    sound &= np.abs(value_sum - x.sum(2)) <= 1e-5 * np.abs(x).sum(2)
     shape = len(x), -1
     return np.where(sound[:, :, None], x, np.nan).reshape(shape), np.repeat(scale, GROUP, axis=1)
 
 
-def _in_blocks(steps: U8, stride: int) -> U8:
-    """What each row has, [T, steps, bytes], as kernels read it: step by step in blocks of rows, and whole vectors behind them."""
+def _together(laid: U8) -> U8:
+    """ "rotated" activations [panels, T, bytes] of a block, of which pieces lie together, as records [T, panels, bytes]."""
+    pieces = np.split(laid.reshape(len(laid), -1), np.cumsum(_PIECES)[:-1] * laid.shape[1], axis=1)
+    return np.concatenate([piece.reshape(*laid.shape[:2], -1) for piece in pieces], axis=2).swapaxes(0, 1).copy()
+
+
+def in_blocks(steps: U8, stride: int) -> U8:
+    """What each row has, [T, steps, bytes], as kernels read it: step by step in blocks of rows, and whole vectors behind them. Of
+    "rotated" activations pieces of a step lie together.
+    """
+    pieces = _PIECES if steps.shape[2] == PANEL_RECORD else (steps.shape[2],)
     out = np.zeros((len(steps) + 2 * BLOCK_ROWS) * stride, np.uint8)
     for first in range(0, len(steps), BLOCK_ROWS):
         block = steps[first : first + BLOCK_ROWS].swapaxes(0, 1)
-        out[first * stride :][: block.size] = block.ravel()
+        parts = np.split(block, np.cumsum(pieces)[:-1], axis=2)
+        out[first * stride :][: block.size] = np.concatenate([part.reshape(len(block), -1) for part in parts], axis=1).ravel()
     return out

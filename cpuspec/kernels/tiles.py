@@ -13,11 +13,22 @@ from cpuspec.formats.packing import GROUP, PANEL, TILE, panel_bytes
 from cpuspec.kernels import isa
 from cpuspec.kernels.ops import F32X16, I8, I32X16, Ops, Value, Variable, vector_of
 from cpuspec.kernels.passes import Pass
-from cpuspec.kernels.products import BLOCK_ROWS, ENCODINGS, LOW_BYTES, add_dots, dequantized, sum_of_weights
-from cpuspec.kernels.readers import AHEAD, PAIRED, READERS, Group, num_scales
+from cpuspec.kernels.products import (
+    BLOCK_ROWS,
+    ENCODINGS,
+    LOW_BYTES,
+    PANEL_LINE,
+    PANEL_RECORD,
+    add_dots,
+    dequantized,
+    end_panel,
+    factors_of_panel,
+    sum_of_weights,
+)
+from cpuspec.kernels.readers import AHEAD, PAIRED, READERS, Group, integer_codes, integer_scale, num_scales
 from cpuspec.kernels.simd import emitted
 
-MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
+MANY, MANY_OF_PANELS = 8 * BLOCK_ROWS, 8 * BLOCK_ROWS  # rows that one pass serves at most
 _LEAST, _LEAST_OF_HALVES = 13, 17  # fewer rows are quicker without; the latter where each half of a group has a scale
 _TOGETHER = 8  # rows that are summed at once
 _TURNS = 2 + BLOCK_ROWS // _TOGETHER  # through the groups of a batch: to unpack them, for their dots, for the sums of each 8 rows
@@ -31,7 +42,7 @@ _STEP = _GROUPS
 
 # Tile registers: totals, rows of activations, codes.
 _TOTALS, _ACTS, _CODES = (0, 1, 2, 3), 4, 5
-_PAIRED_ACTS, _PAIRED_WEIGHTS = (4, 5), (6, 7)  # of bf16
+_PAIRED_ACTS, _PAIRED_WEIGHTS = (4, 5), (6, 7)  # of bf16, and of panels
 
 
 def least(format_name: str) -> int:
@@ -148,6 +159,93 @@ def _prefetch(panel: Value, group: Value, size: int, turn: int) -> None:
     here = panel + group * (size // _GROUPS)
     for line in range(64 * turn, size // _GROUPS, 64 * _TURNS):
         here.fetch(AHEAD + line, 64, into_first=False)
+
+
+def panels_pass(name: str, p: Pass) -> None:
+    """The outputs of one or two neighbouring tiles of weights that are whole numbers under one scale for a panel, for up to
+    MANY_OF_PANELS rows from the start of a block on; or for up to BLOCK_ROWS rows those of a tile of each stream.
+
+    A panel is unpacked to the stack. Then registers take its dots with all rows, over all 256 inputs, and then these are scaled and
+    added to the sums of the panels before. A block's missing rows get dots of what follows the block, which no code reads.
+    """
+    o, streams, is_few = p.o, p.num_tiles, p.rows <= BLOCK_ROWS
+
+    def of_streams() -> None:
+        sums = o.stack(64 * BLOCK_ROWS * 4)
+        with o.loop(streams * BLOCK_ROWS) as index:
+            (sums + index * 64).store(o.number(0.0, F32X16))
+        with o.loop(p.operands.in_features // PANEL) as panel, o.loop(streams) as stream:
+            _add_panel(p, name, panel, [(p.weights + stream * p.bytes_apart, sums + stream * (64 * BLOCK_ROWS))])
+        with o.loop(streams) as stream, o.loop(p.rows) as row:
+            p.finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())
+
+    def of_neighbours(width: int) -> None:
+        sums = o.stack(64 * MANY_OF_PANELS * width)
+        tiles = [(p.weights + p.operands.tile_bytes * n, sums + 64 * MANY_OF_PANELS * n) for n in range(width)]
+        with o.loop(p.rows) as row:
+            for _, own_sums in tiles:
+                (own_sums + row * 64).store(o.number(0.0, F32X16))
+        with o.loop(p.operands.in_features // PANEL) as panel:
+            _add_panel(p, name, panel, tiles)
+        with o.loop(p.rows) as row:
+            for n, (_, own_sums) in enumerate(tiles):
+                p.finish(o.number(n), row, (own_sums + row * 64).f32())
+
+    key = is_few.select(o.number(0), streams)
+    o.switch(key, {0: of_streams, 1: partial(of_neighbours, 1), 2: partial(of_neighbours, 2)})
+
+
+def _add_panel(p: Pass, name: str, panel: Value, tiles: Sequence[tuple[Value, Value]]) -> None:
+    """Add the products of a panel of some tiles with all rows of a pass. tiles: where the weights and the sums of each are."""
+    o, rows, size = p.o, p.rows, panel_bytes(FORMATS[name])
+    share, block_bytes, code_bytes = size // _GROUPS, 64 * BLOCK_ROWS, PANEL * TILE
+    codes, dots = o.stack(code_bytes * len(tiles)), o.stack(64 * MANY_OF_PANELS * len(tiles))
+    scales = []
+    for n, (start, _) in enumerate(tiles):
+        here = start + panel * size
+        with o.loop(_GROUPS) as group:
+            (here + group * share).fetch(AHEAD, share, into_first=False)
+            for v, numbers in enumerate(integer_codes(name, here, group)):
+                (codes + (code_bytes * n + 64 * v) + group * (GROUP * TILE)).store(numbers)
+        scales.append(integer_scale(name, here))
+
+    def inputs_of(block: Value, block_rows: Value | int) -> Value:
+        return p.acts + block * BLOCK_ROWS * p.operands.row_bytes + panel * (block_rows * PANEL_RECORD)
+
+    def multiply(block: Value, count: int, block_rows: Value | int) -> None:
+        """`count` blocks, 1 or 2."""
+        inputs, totals = [inputs_of(block + n, block_rows) for n in range(count)], paired_totals(count, len(tiles))
+        for total in totals.values():
+            o.tile_zero(total)
+        for step in range(PANEL // PANEL_LINE):
+            for m in range(len(tiles)):
+                o.tile_load(_PAIRED_WEIGHTS[m], codes + (code_bytes * m + step * (PANEL_LINE * TILE)), PANEL_LINE)
+            for n, start in enumerate(inputs):
+                o.tile_load(_PAIRED_ACTS[n], start + block_rows * (step * PANEL_LINE), PANEL_LINE)
+                for m in range(len(tiles)):
+                    o.tile_dot_signed(totals[n, m], _PAIRED_ACTS[n], _PAIRED_WEIGHTS[m])
+        for (n, m), total in totals.items():
+            o.tile_store(total, dots + 64 * MANY_OF_PANELS * m + (block + n) * block_bytes, PANEL_LINE)
+
+    def add(block: Value, block_rows: Value | int, row: Value | int) -> None:
+        scale_of_row, _ = factors_of_panel(inputs_of(block, block_rows), block_rows, row)
+        for m, (_, sums) in enumerate(tiles):
+            at = (block * BLOCK_ROWS + row) * 64
+            dot, total = (dots + 64 * MANY_OF_PANELS * m + at).i32(), sums + at
+            total.store(end_panel(dot, scales[m], scale_of_row, total.f32()))
+
+    whole, last_rows = rows // BLOCK_ROWS, rows % BLOCK_ROWS
+    with o.loop(whole // 2) as pair:
+        multiply(pair * 2, 2, BLOCK_ROWS)
+    with o.when((whole % 2).differs(0)):
+        multiply(whole - 1, 1, BLOCK_ROWS)
+    with o.when(last_rows.differs(0)):
+        multiply(whole, 1, last_rows)
+    with o.loop(whole) as block:
+        for place in range(BLOCK_ROWS):
+            add(block, BLOCK_ROWS, place)
+    with o.loop(last_rows) as row:
+        add(whole, last_rows, row)
 
 
 def bf16_pass(p: Pass) -> None:
@@ -296,6 +394,14 @@ def shape(o: Ops, format_name: str) -> None:
     elif isa.has_tiles():
         inputs = GROUP // num_scales(FORMATS[format_name])
         o.tile_shapes(dict.fromkeys(_TOTALS, (BLOCK_ROWS, 64)) | {_ACTS: (BLOCK_ROWS, inputs), _CODES: (inputs // 4, 64)})
+
+
+@emitted
+def shape_of_panels(o: Ops, rows: Value) -> None:
+    """`shape` for `panels_pass`, whose registers have as many rows as a block has."""
+    if isa.has_tiles():
+        weights = dict.fromkeys(_PAIRED_WEIGHTS, (BLOCK_ROWS, PANEL_LINE))
+        o.tile_shapes(weights, (*_TOTALS, *_PAIRED_ACTS), rows.smaller(BLOCK_ROWS))
 
 
 @emitted

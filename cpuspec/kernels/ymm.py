@@ -14,11 +14,23 @@ from llvmlite import ir
 
 from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
+from cpuspec.kernels import isa
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
-from cpuspec.kernels.ops import F32X16, I8, I16, I32, I64, LANES, VOID, Ops, Value, Variable, call, vector_of
+from cpuspec.kernels.ops import F32X16, I8, I16, I32, I32X16, I64, LANES, VOID, Ops, Value, Variable, call, vector_of
 from cpuspec.kernels.passes import Pass
-from cpuspec.kernels.products import BLOCK_ROWS, ENCODINGS, add_dots, add_rotated_dot, end_panel, start, sum_of_weights, weigh
-from cpuspec.kernels.readers import AHEAD, INTO_FIRST, READERS, Group
+from cpuspec.kernels.products import (
+    BLOCK_ROWS,
+    PANEL_RECORD,
+    add_dots,
+    bytes_between_rows,
+    end_panel,
+    factors_of_panel,
+    inputs_of_group,
+    start,
+    sum_of_weights,
+    weigh,
+)
+from cpuspec.kernels.readers import AHEAD, INTO_FIRST, READERS, Group, integer_scale
 
 # Rows that are multiplied while weights are unpacked, by the encoding of activations: up to _WHOLE with both halves of a tile, more
 # with one after the other. Inputs of 16 bits take twice the products, beside which unpacking to the stack counts less.
@@ -46,16 +58,18 @@ def add_rows(encoding: str, read: Callable[[Value], Group], address: Value, reco
     """Add a group's products with up to FEW rows to their totals, from registers.
 
     read: returns the group of a tile at an address. It is called again for each vector of codes, right before the vector is
-    multiplied; LLVM drops what is not used. records: the address of the first row's record.
+    multiplied; LLVM drops what is not used. records: the address of the first row's record. totals: of "rotated" records integers,
+    without what the zero point of codes makes of them if `multiplies_signed`.
     """
     group = read(address)
-    products, share = Products.of(encoding, group), 8 // len(group.scales)
+    products, record_bytes = Products.of(encoding, group), bytes_between_rows(encoding)
+    share = 8 // products.num_scales
     signed = products.in_nibbles
     assert group.zero == 128 or not signed, "codes of eight bits are around 128"
     in_bytes = share * (2**group.bits - 1) < 256  # whether the sums of codes fit
     dots: list[_Halves] = []
     weights: list[Value] = []
-    for part in range(len(group.scales)):
+    for part in range(products.num_scales):
         dots.append([[None, None] for _ in totals])
         of_codes: list[Any] = [None, None]
         for halves in [_HALVES] if len(totals) <= _WHOLE else [(half,) for half in _HALVES]:
@@ -68,7 +82,7 @@ def add_rows(encoding: str, read: Callable[[Value], Group], address: Value, reco
                         for half, some in zip(halves, parts, strict=True):
                             of_codes[half] = _plus(of_codes[half], some.bits(_BYTES) if in_bytes else _pairs(some.bits(_BYTES)))
                     for row, own in enumerate(sums):
-                        inputs = (records + (ENCODINGS[encoding] * row + at)).load(I32).splat(8)
+                        inputs = (records + (record_bytes * row + at)).load(I32).splat(8)
                         own[:] = [_times(products, *both, inputs) for both in zip(own, parts, strict=True)]
                     records, address = _settled(sums, records, address)
                 for own, dot in zip(sums, dots[part], strict=True):
@@ -79,14 +93,19 @@ def add_rows(encoding: str, read: Callable[[Value], Group], address: Value, reco
             weights.append(_whole([_widened(half) for half in pairs]) - group.zero * 4 * share)
     shifted = weigh(weights, group) if products.shifted else None
     for row, total in enumerate(totals):
-        record = records + ENCODINGS[encoding] * row
+        record = records + record_bytes * row
         whole = [_whole(part[row]) for part in dots]
+        if encoding == "rotated":
+            total.set(total.get() + whole[0])
+            continue
         if group.zero and not signed:
             whole = [dot + start(record, group, part) for part, dot in enumerate(whole)]
-        if encoding == "rotated":
-            total.set(add_rotated_dot(whole[0], group.scales[0], total.get()))
-        else:
-            total.set(add_dots(whole, group.scales, shifted, group.minima, record, total.get()))
+        total.set(add_dots(whole, group.scales, shifted, group.minima, record, total.get()))
+
+
+def multiplies_signed(encoding: str) -> bool:
+    """Whether `add_rows` multiplies codes of eight bits less their zero point."""
+    return encoding != "int16" and isa.dot_isa() == "avx2"
 
 
 def _times(products: Products, total: Any, codes: Value, inputs: Value) -> Value:
@@ -151,18 +170,18 @@ class _Unpacked:
         """sample: any group of the weights, for what all have in common."""
         self._products = Products.of(encoding, sample)
         self._code_bytes = 64 * len(laid(self._products, sample))
-        self._factor_bytes = 64 * (len(sample.scales) + len(sample.minima) + self._products.shifted + self._products.moved)
+        self._factor_bytes = 64 * (len(sample.scales) + len(sample.minima) + self._products.shifted)
         self._codes, self._factors = o.stack(self._code_bytes * _GROUPS), o.stack(self._factor_bytes * _GROUPS)
         self._scratch = o.stack(SCRATCH_BYTES)
 
     def put(self, place: Value, group: Group) -> None:
-        """Keep a group: its codes, its scales, its minima, the factor of shifts or moves."""
+        """Keep a group: its codes, its scales, its minima, the factor of shifts."""
         to = self._codes + place * self._code_bytes
         for n, codes in enumerate(laid(self._products, group)):
             (to + 64 * n).store(codes)
         to = self._factors + place * self._factor_bytes
         minima = [minimum * (-1 / 32) for minimum in group.minima] if len(group.minima) == 2 else list(group.minima)
-        weights = [sum_of_weights(group)] if self._products.shifted else [group.moves] if group.moves is not None else []
+        weights = [sum_of_weights(group)] if self._products.shifted else []
         for n, value in enumerate([*group.scales, *minima, *weights]):
             (to + 64 * n).store(value)
 
@@ -189,11 +208,11 @@ def rows_pass(name: str, encoding: str, p: Pass) -> None:
     tile of each stream, panel by panel in turns.
     """
     o, rows, streams = p.o, p.rows, p.num_tiles
-    panel_size, record_bytes = panel_bytes(FORMATS[name]), ENCODINGS[encoding]
+    panel_size, record_bytes, rotated = panel_bytes(FORMATS[name]), bytes_between_rows(encoding), encoding == "rotated"
     share = panel_size // _GROUPS
     groups = p.operands.in_features >> 5
     sums = o.stack(64 * MANY)  # or of BLOCK_ROWS for each stream
-    of_panel = o.stack(64 * MANY) if encoding == "rotated" else sums  # sums of one panel, where those of all are apart
+    of_panel = o.stack(64 * MANY) if rotated else sums  # integers of one panel, where those of all are apart
     num_blocks = rows.rounded_up(BLOCK_ROWS)
     with o.loop(streams * (num_blocks * BLOCK_ROWS)) as index:
         (sums + index * 64).store(o.number(0.0, F32X16))
@@ -210,7 +229,7 @@ def rows_pass(name: str, encoding: str, p: Pass) -> None:
             block = blocks * BLOCK_ROWS
             block_rows = (rows - block).smaller(BLOCK_ROWS)
             stride = block_rows * record_bytes
-            records = p.acts + block * p.operands.row_bytes + first * stride
+            records = p.acts + block * p.operands.row_bytes + (panel * block_rows * PANEL_RECORD if rotated else first * stride)
             at = (stream * BLOCK_ROWS + block) * 64
             totals = of_panel + at
             pieces, step = _pieces(block_rows)
@@ -222,13 +241,17 @@ def rows_pass(name: str, encoding: str, p: Pass) -> None:
                     with o.loop(inside) as place:
                         with o.when((block + row).equals(0)):  # while memory would have nothing to do
                             (here + place * share).fetch(AHEAD, share, INTO_FIRST)
-                        unpacked.add(place, records + row * record_bytes + place * stride, totals + row * 64, number)
+                        inputs = inputs_of_group(records, block_rows, place) if rotated else records + place * stride
+                        unpacked.add(place, inputs + row * record_bytes, totals + row * 64, number)
 
                 counts = range(1, MOST_ROWS + 1)
                 o.switch((block_rows - row).smaller(step), {number: partial(add, number) for number in counts})
-            if encoding == "rotated":
+            if rotated:
+                scale = integer_scale(name, here)
                 with o.loop(block_rows) as row:
-                    own, all_panels = (o.variable_at(place + at + row * 64, F32X16) for place in (of_panel, sums))
-                    end_panel(own, records + row * record_bytes, all_panels)
+                    scale_of_row, minus_sum = factors_of_panel(records, block_rows, row)
+                    own, total = totals + row * 64, sums + at + row * 64
+                    total.store(end_panel(own.i32() + minus_sum.every(I32), scale, scale_of_row, total.f32()))
+                    own.store(o.number(0, I32X16))
     with o.loop(streams) as stream, o.loop(rows) as row:
         p.finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())

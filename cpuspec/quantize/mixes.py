@@ -29,7 +29,7 @@ _ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
 _BASES = {name: name.removesuffix("_s").removesuffix("_m").removesuffix("_l") for name in FILE_TYPES if "_k_" in name}
 _FALLBACKS = {
     "q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "nvfp4": "q4_0",
-    "nl4_xs": "nl4_g32", "nl4_r": "nl4_g32",
+    "nl4_xs": "nl4_g32", "nl4_i": "nl4_g32",
 }  # fmt: skip
 
 # The values of --type: formats of files, and mixes.
@@ -103,7 +103,7 @@ def choose(
         elif pure or own.affine is None:
             chosen[name] = _fitting(own.name, shape[1])
         elif is_output:
-            chosen[name] = _output_format(own, type_name, shape[1])
+            chosen[name] = _output_format(own, type_name, shape[1], tied=name == "embed")
         else:
             if type_name == "mxfp4" and config.experts and "expert_" not in part:  # llama.cpp's MXFP4_MOE
                 chosen[name] = _fitting("q8_0", shape[1])
@@ -169,11 +169,13 @@ def _found(pattern: str, name: str) -> bool:
         raise ConfigError(f"the tensor pattern {pattern!r} is no regular expression: {error}") from None
 
 
-def _output_format(own: Format, type_name: str, columns: int) -> Format:
-    """The output matrix chooses the tokens: it gets 6 bits, or 8 where its rows do not fill superblocks."""
+def _output_format(own: Format, type_name: str, columns: int, tied: bool) -> Format:
+    """The output matrix chooses the tokens: it gets 6 bits, or 8 where its rows do not fill superblocks. tied: whether it is the
+    embedding, too, whose rows are no activations to rotate.
+    """
     if type_name == "mxfp4" or own.name == "q8_0" or columns % own.block_size:
         return _fitting("q8_0", columns)
-    return _fitting("q6_k", columns)
+    return _fitting("q6_i" if own.rotated and not tied else "q6_k", columns)
 
 
 def _fitting(name: str, columns: int) -> Format:

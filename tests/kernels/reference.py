@@ -189,22 +189,19 @@ def codes_times(tensor: Weights, inputs: Inputs) -> F32:
     return total
 
 
-def add_rotated_group(total: F32, group: Weights, inputs: Inputs) -> F32:
-    """total [T, N] + the products of one group of rotated weights, without the scales of the rows."""
-    return fma((inputs.codes @ group.codes.T).astype(np.float32), group.scales[:, 0], total)
-
-
 def rotated_times(tensor: QuantTensor, inputs: Inputs) -> F32:
-    """Products [T, N] of rotated weights and rows: groups with the scales of weights, then panels with those of rows."""
-    own, moves = weights(tensor), -tensor.format.split(tensor.data)["z"].astype(np.int64)
-    own = own._replace(codes=own.codes + moves[:, :, None])
-    total = np.zeros((len(inputs.codes), len(own.codes)), np.float32)
-    of_panel = np.zeros_like(total)
-    for group in range(own.codes.shape[1]):
-        of_panel = add_rotated_group(of_panel, of_group(own, group), of_group(inputs, group))
-        if (group + 1) % (PANEL // GROUP) == 0:
-            total = fma(of_panel, inputs.scale[:, group, None], total)
-            of_panel[:] = 0
+    """Products [T, N] of rotated weights and rows: integers over a panel, times both scales."""
+    parts, affine = tensor.format.split(tensor.data), tensor.format.affine
+    assert affine is not None, f"{tensor.format.name} has codes"
+    whole = parts["codes"].astype(np.int64) - int(affine.zero)
+    if affine.levels is not None:
+        levels = np.array(affine.levels, np.int64)[parts["codes"]].reshape(*parts["s"].shape, GROUP)
+        whole = levels * parts["s"][:, :, None] - parts["z"][:, :, None].astype(np.int64)
+    weights, rows = (codes.reshape(len(codes), -1, PANEL) for codes in (whole, inputs.codes))
+    total = np.zeros((len(rows), len(weights)), np.float32)
+    for panel in range(rows.shape[1]):
+        scale = parts["d"][:, panel].astype(np.float32) * inputs.scale[:, panel * (PANEL // GROUP), None]
+        total = fma((rows[:, panel] @ weights[:, panel].T).astype(np.float32), scale, total)
     return total
 
 

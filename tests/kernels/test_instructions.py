@@ -16,6 +16,7 @@ from cpuspec.formats.packing import GROUP, TILE
 from cpuspec.kernels import isa
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
 from cpuspec.kernels.ops import I64, VOID, Value
+from cpuspec.kernels.products import PANEL_LINE
 from cpuspec.kernels.readers import READERS
 from cpuspec.kernels.selfcheck import Inputs, records
 from tests.kernels import reference
@@ -136,8 +137,7 @@ def _memory(products: Products, rows: int) -> tuple[list[bytearray], np.ndarray]
     codes = rng.integers(0, 1 << products.bits, (TILE, GROUP))
     codes[0] = (1 << products.bits) - 1  # sums that are as large as they can be
     scales, minima = (rng.standard_normal((TILE, count)).astype("f4") for count in (products.num_scales, products.num_minima))
-    moves = rng.integers(-39, -24, TILE) if products.moved else np.full(TILE, -products.zero)
-    weights = reference.Weights(codes + moves[:, None], scales, minima)
+    weights = reference.Weights(codes - products.zero, scales, minima)
     wide = products.encoding == "int16"
     largest = 32512 if wide else 127
     numbers = rng.integers(-largest, largest + 1, (rows, GROUP))
@@ -155,11 +155,15 @@ def _memory(products: Products, rows: int) -> tuple[list[bytearray], np.ndarray]
         laid = vectors
     factors = [*scales.T, *(minima.T * np.float32(-1 / 32) if products.num_minima == 2 else minima.T)]
     factors += [reference.sum_of_weights(weights)] if products.shifted else []
-    factors += [(moves & 0xFFFF).astype("<u4").view("f4")] if products.moved else []
-    rows_of_inputs = records(Inputs(*(part[:, None] for part in inputs)), products.encoding, products.in_words)
+    order = "int8" if products.encoding == "rotated" else products.encoding
+    rows_of_inputs = records(Inputs(*(part[:, None] for part in inputs)), order, products.in_words)
     memory = [laid.tobytes(), np.array(factors).tobytes(), rows_of_inputs.tobytes(), totals.tobytes(), bytes(SCRATCH_BYTES)]
-    add_group = reference.add_rotated_group if products.encoding == "rotated" else reference.add_group
-    return [bytearray(part) for part in memory], add_group(totals, weights, inputs)
+    wanted = reference.add_group(totals, weights, inputs)
+    if products.encoding == "rotated":  # sums of a panel, of which this group is one
+        whole = np.arange(TILE * rows, dtype="<i4").reshape(rows, TILE) * 1000
+        memory[2] = b"".join(row.tobytes().ljust(PANEL_LINE) for row in numbers.astype("i1"))
+        memory[3], wanted = whole.tobytes(), (whole + numbers @ codes.T).astype("<i4")
+    return [bytearray(part) for part in memory], wanted
 
 
 def _totals(instructions: Iterable[str], memory: list[bytearray]) -> bytes:

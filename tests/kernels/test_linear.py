@@ -12,8 +12,9 @@ from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.format import hadamard
 from cpuspec.formats.packing import PANEL, TILE, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels.isa import dot_isa, lookup_isa
-from cpuspec.kernels.linear import ENCODINGS, activation_encoding, prompt_encoding
+from cpuspec.kernels.linear import activation_encoding, prompt_encoding
 from cpuspec.kernels.ops import Ops, lookup_bytes
+from cpuspec.kernels.products import ENCODINGS, PANEL_RECORD
 from cpuspec.kernels.readers import READERS
 from tests.kernels import reference
 
@@ -42,6 +43,12 @@ def _decoded(x: np.ndarray, order: str) -> np.ndarray:
         return _rounded(x).astype(np.float64)
     rows, features = x.shape
     out = []
+    if order == "rotated":
+        for row in range(rows):
+            panels = activations(x[row : row + 1], order)[: features // PANEL * PANEL_RECORD].reshape(-1, PANEL_RECORD)
+            scale = np.ascontiguousarray(panels[:, PANEL : PANEL + 4]).view(np.float32).astype(np.float64)
+            out.append((panels[:, :PANEL].view(np.int8) * scale).ravel())
+        return hadamard(np.array(out), PANEL)
     for row in range(rows):
         records = activations(x[row : row + 1], order)[: features // 32 * ENCODINGS[order]].reshape(-1, ENCODINGS[order])
         scale, shift = np.ascontiguousarray(records[:, 32:40]).view(np.float32).astype(np.float64).T
@@ -51,9 +58,8 @@ def _decoded(x: np.ndarray, order: str) -> np.ndarray:
             codes = codes.reshape(-1, 8, 4)[:, :, [0, 2, 1, 3]].reshape(-1, 32)
         elif order == "int16":
             codes = codes * 256 + records[:, 64:96].view(np.int8)
-        shift = np.zeros_like(shift) if order == "rotated" else shift
         out.append((codes * scale[:, None] + shift[:, None]).ravel())
-    return hadamard(np.array(out), PANEL if order == "rotated" else 0)
+    return np.array(out)
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:

@@ -371,7 +371,7 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error_with_words() -> None:
     said = r"the kernel wrong cannot be compiled for .*; use --backend numpy and report this: TypingError: "
     with pytest.raises(BackendError, match=said):
         address("wrong", 1, lambda: wrong, returns=True)
-    for format_name, encoding in (("q8_0", "f32"), ("f16", "int8"), ("nl4_r", "int8"), ("bf16", "f32"), ("q4_k", "nothing")):
+    for format_name, encoding in (("q8_0", "f32"), ("f16", "int8"), ("nl4_i", "int8"), ("bf16", "f32"), ("q4_k", "nothing")):
         with pytest.raises(BackendError, match=f"{format_name} weights are multiplied with .* activations, got {encoding}"):
             linear_kernel(format_name, encoding)
 

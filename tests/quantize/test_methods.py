@@ -49,7 +49,7 @@ def test_moved_factors_leave_the_model_as_it_is(tmp_path: Path, architecture: st
     source = open_checkpoint(make_tiny_hf(tmp_path / "hf", architecture))
     weights, chunks = Weights(source), chunks_for(source)
     shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-    formats = {name: get_format("nl4_r" if method == "balanced" else "q4_0") for name, shape in shapes.items() if len(shape) == 2}
+    formats = {name: get_format("nl4_i" if method == "balanced" else "q4_0") for name, shape in shapes.items() if len(shape) == 2}
     means = {name: np.random.default_rng(2).lognormal(0, 2, shapes[name][1]).astype(np.float32) for name in formats}
     moved = {
         "awq": lambda: awq(weights, chunks, formats),
@@ -73,7 +73,7 @@ def test_moved_factors_leave_the_model_as_it_is(tmp_path: Path, architecture: st
 @pytest.mark.parametrize("name", ["layers.0.q", "layers.1.gate"])
 def test_balanced_columns_of_rotated_formats_lose_less_of_the_outputs(tmp_path: Path, name: str) -> None:
     source = open_checkpoint(make_tiny_gguf(tmp_path / "source.gguf", weight_format="f16", hidden_size=256, intermediate_size=512))
-    weights, format = Weights(source), get_format("nl4_r")
+    weights, format = Weights(source), get_format("nl4_i")
     means = {one: np.random.default_rng(2).lognormal(0, 2, source.tensors[one].shape[1]) for one in weights.matrices}
     moved = balanced(weights, dict.fromkeys(weights.matrices, format), means)
 
@@ -290,7 +290,7 @@ def test_a_directory_is_of_the_language_model_that_was_read(tmp_path: Path) -> N
         (Job("w8a8", ("awq",)), "out", "calibration"),
         (Job("nl4_g32"), "out", ".gguf"),
         (Job("nl4_xs"), "out", ".gguf"),
-        (Job("nl4_r"), "out", ".gguf"),
+        (Job("nl4_i"), "out", ".gguf"),
         (Job("w4a16"), "hf", "itself"),
     ],
 )

@@ -339,7 +339,7 @@ def test_weighing_inputs_never_raises_the_weighted_error(name: str) -> None:
             for is_weighed in (False, True)
             for pair in (("nl4_g32", "q4_k"), ("nl4_g32", "iq4_nl"), ("nl4_xs", "iq4_xs"))
         ),
-        ("nl4_r", "iq4_xs", False),
+        ("nl4_i", "iq4_xs", False),
     ],
 )
 def test_our_formats_lose_less_than_those_of_as_many_bytes(own: str, other: str, is_weighed: bool) -> None:
@@ -538,7 +538,7 @@ def test_what_cannot_be_made_is_refused(source: Checkpoint, tmp_path: Path, job:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("iq4_xs", "iq4_nl"), ("nl4_xs", "nl4_g32"), ("nl4_r", "nl4_g32")])
+@pytest.mark.parametrize(("name", "wanted"), [("iq4_xs", "iq4_nl"), ("nl4_xs", "nl4_g32"), ("nl4_i", "nl4_g32")])
 def test_rows_that_do_not_fill_superblocks_get_the_format_of_smaller_blocks(source: Checkpoint, name: str, wanted: str) -> None:
     found = choose(source.config, {"layers.1.up": (64, 576), "layers.1.o": (64, 1536)}, name)
     assert {part: format.name for part, format in found.items()} == {"layers.1.up": wanted, "layers.1.o": name}
