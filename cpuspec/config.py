@@ -607,7 +607,7 @@ class ModelConfig:
         if self.rotates_first and (self.norm_spans != "head" or not self.qk_norm):
             raise ConfigError("rotates_first needs norms of the heads of queries and keys")
         if self.layer_recurrent and (self.recurrent is None or self.parallel or (self.head and any(self.layer_recurrent))):
-            raise ConfigError("layer_recurrent needs a recurrent mixer, in a model that is no head and has no parallel branches")
+            raise ConfigError("layer_recurrent needs a recurrent mixer, in a model that is not a head and has no parallel branches")
         length = self.query_growth_length
         if not fits(partial(number, low=0, high=100), self.query_growth) or (
             self.query_growth and not fits(partial(whole, low=1, high=_LONGEST_CONTEXT), length)

@@ -90,7 +90,7 @@ REFUSED: list[tuple[tuple[str, ...], int | tuple[int, ...], str]] = [
     (("perplexity", "MODEL", "TEXT.gone"), 1, "cannot be read"),
     (("perplexity", "MODEL", "TEXT", "-c", "512"), 1, "at least 1024 tokens"),
     (("perplexity", "MODEL", "TEXT", "--stride", "8", "--save-logits", "x"), 2, "leave out --stride"),
-    (("kl", "MODEL", "TEXT"), 1, "no file of logits"),
+    (("kl", "MODEL", "TEXT"), 1, "not a file of logits"),
     (("kv", "MODEL", "TEXT", "--rows", "8", "--depth", "9"), 2, "at least 10 tokens"),
     (("kv", "MODEL", "TEXT", "--rows", "8", "--depth", "100000"), 2, "is more than the model's context"),
     (("kv", "MODEL", "TEXT", "--rows", "8", "--formats", "q4_0"), 2, "'q4_0' is not known"),

@@ -52,7 +52,7 @@ class Line:
         except (ValueError, RecursionError) as error:
             raise LineError("invalid_json_line", f"the line is not JSON: {in_one_line(str(error))}") from None
         if not isinstance(value, dict):
-            raise LineError("invalid_json_line", "the line is no JSON object")
+            raise LineError("invalid_json_line", "the line is not a JSON object")
         if not {"body", "url", "method"} & value.keys():
             body = {name: one for name, one in value.items() if name != "custom_id"}
             if ("messages" in body) == ("prompt" in body):

@@ -102,7 +102,7 @@ def _keep_answers(file: BinaryIO, lines: Iterator[Line], name: Path) -> int:
             raise ConfigError(f"{name} is the output of another batch: this one {which}; name another file, or remove that one")
         num_kept, end = num_kept + 1, file.tell()
     if len(answer) == _MAX_ANSWER_BYTES or not answer.startswith(ANSWER_BEGINS[: len(answer)]):
-        raise ConfigError(f"{name} exists and is no output of a batch; name another file, or remove that one")
+        raise ConfigError(f"{name} exists and is not an output of a batch; name another file, or remove that one")
     file.truncate(end)
     return num_kept
 

@@ -105,7 +105,7 @@ def open_adapter(path: Path, config: ModelConfig, model: str, scale: float = 1.0
     for theirs, (down, up) in stored.items():
         ours, rank = names.ours(theirs), down.shape[0]
         if not ours or "@" in ours or ours == "embed" or ours.endswith(("delta_o", ".k_b|v_b", ".k_b", ".v_b")):
-            raise CheckpointError(f"{path}: {theirs} is no matrix of {model} that an adapter can change here")
+            raise CheckpointError(f"{path}: {theirs} is not a matrix of {model} that an adapter can change here")
         if not merges and (ours == "output" or rank > MAX_RANK):
             raise CheckpointError(
                 f"{path}: {theirs}, of rank {rank}, is not applied to answers: wanted matrices of layers and ranks up to "
@@ -118,7 +118,7 @@ def open_adapter(path: Path, config: ModelConfig, model: str, scale: float = 1.0
         for name, rows in arranged(str(path), config, family, kind, {ours: up}, thin).items():
             shape = wanted.get(name, ())
             if len(shape) != 2 or not is_linear(name, shape):
-                raise CheckpointError(f"{path}: {theirs} is no matrix of {model} that an adapter can change here")
+                raise CheckpointError(f"{path}: {theirs} is not a matrix of {model} that an adapter can change here")
             if got := [rows.shape[0], down.shape[1]] if (rows.shape[0], down.shape[1]) != shape else []:
                 raise CheckpointError(f"{path}: {theirs} is for a matrix {got}, and that of {model} is {list(shape)}")
             pairs[name] = narrow, rows.dequantize() * factor
@@ -173,7 +173,7 @@ _Scale = Callable[[str, int], float]  # (a matrix's name in the file, its rank) 
 def _read_gguf(path: Path) -> tuple[int, _Pairs, _Scale]:
     file = read_gguf(path)
     if file.metadata.get("general.type") != "adapter" or file.metadata.get("adapter.type") != "lora":
-        raise CheckpointError(f"{path} is no LoRA adapter: its general.type is {file.metadata.get('general.type')!r}")
+        raise CheckpointError(f"{path} is not a LoRA adapter: its general.type is {file.metadata.get('general.type')!r}")
     alpha = file.metadata.get("adapter.lora.alpha", 0.0)
     if not isinstance(alpha, int | float):
         raise CheckpointError(f"{path}: adapter.lora.alpha is {alpha!r}, wanted a number")
@@ -238,7 +238,7 @@ def _paired(path: Path, stored: Mapping[str, QuantTensor], pattern: re.Pattern[s
     for name, tensor in stored.items():
         match = pattern.fullmatch(name)
         if match is None or len(tensor.shape) != 2:
-            raise CheckpointError(f"{path}: tensor {name!r} {list(tensor.shape)} is no part of a LoRA adapter that is read here")
+            raise CheckpointError(f"{path}: tensor {name!r} {list(tensor.shape)} is not a part of a LoRA adapter that is read here")
         matrix = match[1] if match[1].endswith(".weight") else f"{match[1]}.weight"
         found.setdefault(matrix, {})[match[2].lower()] = tensor
     if lone := next((name for name, parts in found.items() if len(parts) < 2), ""):

@@ -99,7 +99,7 @@ def _packed(what: str, parts: LayerTensors, known_bits: set[int]) -> QuantTensor
     ]
     if not found or dims[0] != len(words) or dims[1] < 1:
         raise CheckpointError(
-            f"{what}: weight_packed {list(words.shape)} is no matrix {dims} of {sorted(known_bits)} bits, as config.json and "
+            f"{what}: weight_packed {list(words.shape)} is not a matrix {dims} of {sorted(known_bits)} bits, as config.json and "
             "weight_shape say; the file is damaged"
         )
     (bits, count_words), (outputs, inputs) = found[0], dims

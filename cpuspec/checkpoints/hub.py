@@ -243,7 +243,7 @@ def check_reachable() -> None:
         if not parts.hostname:
             raise ValueError
     except (ValueError, KeyError):
-        raise DownloadError(f"{endpoint[:200]} is no http or https address; check HF_ENDPOINT") from None
+        raise DownloadError(f"{endpoint[:200]} is not an http or https address; check HF_ENDPOINT") from None
     if not has_proxy():
         try:
             socket.create_connection((parts.hostname, port), HUB_TIMEOUT_S).close()

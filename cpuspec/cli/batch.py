@@ -50,7 +50,7 @@ def batch(
     What a line asks for goes before the options. A line that cannot be answered gets its error as the answer, and the others go on.
     """
     if not source.is_file():
-        raise typer.BadParameter(f"{source} is no file; give one with a request in each line")
+        raise typer.BadParameter(f"{source} is not a file; give one with a request in each line")
     if not over_ray and (address or workers):
         raise typer.BadParameter("--address and --workers go with --ray")
     with step_progress() as show:

@@ -117,7 +117,7 @@ def prefix_directory(given: str | None) -> str | None:
 def check_directory(option: str, path: str | None) -> None:
     """Raise BadParameter for an option's path that is no directory."""
     if path is not None and not Path(path).is_dir():
-        raise typer.BadParameter(f"{option} {path} is no directory; make it first")
+        raise typer.BadParameter(f"{option} {path} is not a directory; make it first")
 
 
 def run_server(models: "Mapping[str, tuple[Callable[[], LLM], int]]", config: ServerConfig, keys: Sequence[str]) -> None:

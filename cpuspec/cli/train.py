@@ -344,7 +344,7 @@ def _read_part(text: str) -> tuple[int, int]:
 def _check_files(paths: list[Path], name: str) -> None:
     for path in paths:
         if not path.is_file():
-            raise typer.BadParameter(f"{path} is no file; {name} are files")
+            raise typer.BadParameter(f"{path} is not a file; {name} are files")
 
 
 train_app = typer.Typer(

@@ -228,7 +228,7 @@ def export(
         raise typer.BadParameter(str(error)) from None
     target, found = open_target(model), find_reader(path)
     if found is None:
-        raise typer.BadParameter(f"{head} is no draft head; wanted a directory that `cpuspec train` wrote, or one as published")
+        raise typer.BadParameter(f"{head} is not a draft head; wanted a directory that `cpuspec train` wrote, or one as published")
     reader, files = found
     of_file = None if path.suffix == ".gguf" else get_format("f16")
     write_head(out, reader.read(files, target), target, get_format(type_name) if type_name else of_file, has_tokenizer)

@@ -347,7 +347,7 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
     if drafter.name in (*OWN_WEIGHTS, MTP) or drafter.argument == MTP:
         if target.checkpoint is None:
             raise ConfigError(
-                f"{part.drafter} drafts with the target's own weights, and this target is no checkpoint; name a model"
+                f"{part.drafter} drafts with the target's own weights, and this target is not a checkpoint; name a model"
             )
         if drafter.argument == MTP:
             head = own_mtp(target.checkpoint, settings.mmap)
@@ -361,7 +361,7 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
             head = open_head(reader, files, target.checkpoint, target.tokenizer, made_for)
             return _opened_head(head, part, drafter, target, backend, settings, verifier, num_tokens)
         if made_for:
-            raise CheckpointError(f"{path} is no head of a known kind, and the recipe {drafter.model} says that it is one")
+            raise CheckpointError(f"{path} is not a head of a known kind, and the recipe {drafter.model} says that it is one")
         # Parsing a vocabulary of 150,000 tokens takes a third of a second: once is enough.
         parsed = files.files if files else None
         checkpoint = checkpoint_of(parsed) if isinstance(parsed, GgufFile) else open_checkpoint(path, settings.mmap)

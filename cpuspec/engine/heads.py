@@ -30,7 +30,9 @@ def open_head(
     Raises ConfigError if the target is no checkpoint, and CheckpointError for a head that is damaged or does not fit.
     """
     if target is None:
-        raise ConfigError(f"{files.path} shares weights with the model that it was trained for, and this target is no checkpoint")
+        raise ConfigError(
+            f"{files.path} shares weights with the model that it was trained for, and this target is not a checkpoint"
+        )
     if made_for and made_for.norm_sha256 and (got := norm_sha256(target)) != made_for.norm_sha256:
         raise CheckpointError(
             f"{files.path} cannot draft: its recipe is for {made_for.target}, whose last norm has the sha256 "

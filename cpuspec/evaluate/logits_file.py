@@ -92,7 +92,7 @@ class LogitsFile:
             with path.open("rb") as file:
                 head = file.read(20)
                 if len(head) < 20 or head[:8] != _MAGIC:
-                    raise ConfigError(f"{path} is no file of logits; wanted one that --save-logits or llama.cpp wrote")
+                    raise ConfigError(f"{path} is not a file of logits; wanted one that --save-logits or llama.cpp wrote")
                 context, self.vocab_size, num_windows = np.frombuffer(head, "<i4", 3, 8).tolist()
                 if not (4 <= context <= _MOST_CONTEXT and 1 <= self.vocab_size <= _MOST_VOCABULARY and num_windows >= 1):
                     raise ConfigError(
@@ -117,7 +117,7 @@ class LogitsFile:
         data = np.fromfile(self.path, "<u2", count * self._row_bytes // 2, offset=at).reshape(count, -1)
         scale, least = data[:, :4].copy().view("<f4").T
         if not (np.isfinite(scale).all() and np.isfinite(least).all() and (scale >= 0).all()):
-            raise ConfigError(f"{self.path} has a row whose scale is no number, in window {window + 1}; it is damaged")
+            raise ConfigError(f"{self.path} has a row whose scale is not a number, in window {window + 1}; it is damaged")
         return LogRows(scale, least, data[:, 4 : 4 + self.vocab_size])
 
 

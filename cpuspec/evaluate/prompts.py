@@ -85,7 +85,7 @@ def parse_line(content: str | bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {in_one_line(str(error))}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} is no JSON object")
+        raise ConfigError(f"{where} is not a JSON object")
     return value
 
 

@@ -97,7 +97,7 @@ async def ask_cases(
             (choice,) = reply["choices"]
             found = judge_calls(case, choice["message"], choice["finish_reason"])
         except (KeyError, TypeError, ValueError):
-            raise CpuspecError(f"the server's answer is no chat completion: {json.dumps(reply)[:200]}") from None
+            raise CpuspecError(f"the server's answer is not a chat completion: {json.dumps(reply)[:200]}") from None
         num_done += 1
         on_answer(num_done)
         return found
@@ -148,7 +148,7 @@ def _object(arguments: Any) -> dict[str, Any] | None:
 
 
 def _refused(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _fits(made: tuple[str, Mapping[str, Any]], wanted: Call) -> bool:

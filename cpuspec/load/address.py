@@ -28,7 +28,7 @@ def local_address(url: str) -> LocalAddress:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or 80
     except ValueError as error:
-        raise ConfigError(f"{shown!r} is no URL: {error}") from None
+        raise ConfigError(f"{shown!r} is not a URL: {error}") from None
     if parts.scheme != "http" or not host:
         raise ConfigError(f"got the address {shown!r}; wanted one of this machine with http://, as http://127.0.0.1:8000")
     if parts.username is not None or parts.query or parts.fragment:

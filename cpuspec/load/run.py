@@ -154,7 +154,7 @@ class _Watch:
         except (ValueError, RecursionError):
             event = None
         if not isinstance(event, dict):
-            raise ServerError(f"an event is no JSON object: {in_one_line(data)!r}")
+            raise ServerError(f"an event is not a JSON object: {in_one_line(data)!r}")
         if error := event.get("error"):
             raise ServerError(in_one_line(str(error.get("message", error) if isinstance(error, dict) else error)))
         self._usage = _object(event.get("usage")) or self._usage

@@ -145,7 +145,7 @@ def _block(head: Head) -> tuple[dict[str, QuantTensor], dict[str, Value]]:
     """The same of a DFlash or DSpark head."""
     block, numbers = head.block, get_format("f32")
     if block is None or head.state_norm is None:
-        raise ConfigError(f"{head.name} is no head that drafts blocks")
+        raise ConfigError(f"{head.name} is not a head that drafts blocks")
     markov, confidence = block.markov, block.confidence
     reasons = {
         "its Markov head has a gate or a memory": markov is not None and (markov.gate is not None or markov.joint is not None),

@@ -153,7 +153,9 @@ def _read_legacy(path: Path, content: bytes) -> Importance:
         data = file.read(4)
         value = struct.unpack("<i", data)[0] if len(data) == 4 else -1
         if not 0 <= value <= most:
-            raise CheckpointError(f"{path}: {what} is {value}, wanted 0 to {most}; this is no importance matrix, or a part of one")
+            raise CheckpointError(
+                f"{path}: {what} is {value}, wanted 0 to {most}; this is not an importance matrix, or a part of one"
+            )
         return value
 
     means: dict[str, F32] = {}

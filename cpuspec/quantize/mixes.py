@@ -127,7 +127,7 @@ def candidates(
     for name in names:
         if name not in FORMATS or FORMATS[name].gguf_type is None:
             known = ", ".join(other for other, row in FORMATS.items() if row.gguf_type is not None)
-            raise ConfigError(f"the candidate {name!r} is no format of GGUF files; wanted some of {known}")
+            raise ConfigError(f"the candidate {name!r} is not a format of GGUF files; wanted some of {known}")
     found = {}
     for name, shape in matrices.items():
         asked = _asked(name, shape[1], _is_output(name, matrices), named)
@@ -166,7 +166,7 @@ def _found(pattern: str, name: str) -> bool:
     try:
         return re.search(pattern, name) is not None
     except re.error as error:
-        raise ConfigError(f"the tensor pattern {pattern!r} is no regular expression: {error}") from None
+        raise ConfigError(f"the tensor pattern {pattern!r} is not a regular expression: {error}") from None
 
 
 def _output_format(own: Format, type_name: str, columns: int, tied: bool) -> Format:

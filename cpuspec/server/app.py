@@ -105,7 +105,7 @@ def _bad_body(request: Request, error: RequestValidationError) -> RequestError:
     first = error.errors()[0]
     place = first["loc"][1:]
     if first["type"] == "json_invalid":
-        return RequestError("the body is no JSON; wanted one JSON object")
+        return RequestError("the body is not JSON; wanted one JSON object")
     if not place and request.headers.get("content-type", "").partition(";")[0] != "application/json":
         return RequestError("the body was not read as JSON: send the header Content-Type: application/json")
     return wrong_field(first, request.url.path, place)

@@ -275,7 +275,7 @@ def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
         wanted = "{'type': 'function', 'function': {...}}, or 'custom' in place of 'function'"
-        raise RequestError(f"tools[{number}] is no function; wanted {wanted}", "tools")
+        raise RequestError(f"tools[{number}] is not a function; wanted {wanted}", "tools")
     name = function.get("name")
     if not isinstance(name, str) or not name or len(name) > 256 or not name.isprintable() or '"' in name or "\\" in name:
         raise RequestError(f"tools[{number}].function.name must be a name", "tools")

@@ -250,7 +250,7 @@ def _schema_text(schema: Any, options: Mapping[str, Any], name: str, **implied: 
     try:
         found = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(found, Mapping):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
         found = {**implied, **found, "x-guidance": {**_STYLE, **options}}
         return json.dumps({key: value for key, value in found.items() if key != "$schema"}, allow_nan=False)
     except (ValueError, RecursionError) as error:

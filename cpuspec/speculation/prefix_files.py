@@ -135,7 +135,7 @@ class PrefixFiles:
         except OSError as error:
             raise CacheError(f"{path} cannot be read: {error.strerror or error}") from error
         except CheckpointError as error:
-            raise CacheError(f"{error}; it is no file of saved keys and values, or it is damaged") from error
+            raise CacheError(f"{error}; it is not a file of saved keys and values, or it is damaged") from error
         except ValueError as error:
             raise CacheError(f"{str(path)!r} cannot be read: {error}") from error
 

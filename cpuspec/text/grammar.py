@@ -300,7 +300,7 @@ class AfterTrigger:
             control = tokenizer.token_id(trigger) is not None
             self._trigger = re.compile((re.escape(trigger) if control else trigger).encode())
         except (re.error, UnicodeEncodeError) as error:
-            raise ConfigError(f"grammar_trigger is no regular expression: {in_one_line(str(error), 200)}") from None
+            raise ConfigError(f"grammar_trigger is not a regular expression: {in_one_line(str(error), 200)}") from None
         self._grammar, self._tokenizer, self._vocabulary = grammar, tokenizer, vocabulary
         self._free = np.ones(vocabulary.size, np.bool_)
         self._names: dict[int, bytes] = {}  # what tokens add to the text

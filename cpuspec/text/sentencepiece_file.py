@@ -21,7 +21,7 @@ def read_sentencepiece(path: Path) -> GgufVocabulary:
     try:
         return _read(data)
     except (ValueError, IndexError, struct.error) as error:
-        raise TokenizerError(f"{path} is no SentencePiece model: {error}") from error
+        raise TokenizerError(f"{path} is not a SentencePiece model: {error}") from error
 
 
 def _read(data: bytes) -> GgufVocabulary:

@@ -255,7 +255,7 @@ def _read_added(tokens: Any) -> Iterator[AddedToken]:
     if not isinstance(tokens, list) or not all(
         isinstance(token, dict) and isinstance(token.get("content"), str) for token in tokens
     ):
-        raise TokenizerError("added_tokens is no list of tokens")
+        raise TokenizerError("added_tokens is not a list of tokens")
     if sum(len(token["content"]) for token in tokens) > _MOST_ADDED:
         raise TokenizerError(f"added_tokens have over {_MOST_ADDED} characters")
     for token in tokens:
@@ -293,7 +293,7 @@ def _by_id(vocab: dict[str, Any]) -> tuple[str | None, ...]:
 def _read_merges(merges: Any) -> Iterator[tuple[str, str]]:
     """Pairs, written as lists or as texts with a space between."""
     if not isinstance(merges, list | None):
-        raise TokenizerError("merges is no list")
+        raise TokenizerError("merges is not a list")
     for number, merge in enumerate(merges or ()):
         if isinstance(merge, str) and merge.startswith("#version"):
             continue

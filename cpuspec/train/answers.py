@@ -314,7 +314,7 @@ class _Run:
             held.append((prompt_id, line))
             end += len(content)
         if len(content) > MAX_LINE_BYTES:
-            raise ConfigError(f"{out} at byte {end} has a line of more than {MAX_LINE_BYTES} bytes, and is no file of answers")
+            raise ConfigError(f"{out} at byte {end} has a line of more than {MAX_LINE_BYTES} bytes, and is not a file of answers")
         if max_tokens is not None and self.summary.num_answer_tokens >= max_tokens:
             self._keep([one for _, one in held])
             file.truncate(end)

@@ -105,7 +105,7 @@ class _Progress:
         whole = read_json_object(path, _MOST_BYTES)
         for name in ("settings", "seconds", "done"):
             if not isinstance(whole.get(name), dict):
-                raise CheckpointError(f"{path} is damaged: {name} is no object; remove it, and the run continues")
+                raise CheckpointError(f"{path} is damaged: {name} is not an object; remove it, and the run continues")
         before: dict[str, Any] = whole["settings"]  # type: ignore[assignment]
         others = [name for name, value in self._settings.items() if before.get(name) != value]
         if others:

@@ -134,7 +134,7 @@ def read_head(directory: Path, target: Checkpoint) -> Head:
     """A head's directory as the engine reads it. Raises CheckpointError where it is none, or is not for this target."""
     found = find_reader(directory, mmap=False)
     if found is None:
-        raise CheckpointError(f"{directory} is no draft head; wanted a directory that `cpuspec train` wrote")
+        raise CheckpointError(f"{directory} is not a draft head; wanted a directory that `cpuspec train` wrote")
     reader, files = found
     return reader.read(files, target)
 

@@ -198,12 +198,12 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         (_put(f"{Q}.lora_A.weight", np.zeros((2, 64))), "wanted one rank"),
         (_put(f"{Q}.lora_A.weight", np.zeros((0, 64))), "wanted one rank|is empty|shape"),
         (_put("base_model.model.model.layers.0.self_attn.nothing.lora_A.weight", np.zeros((3, 64))), "one of the two parts"),
-        (_put_both("base_model.model.model.layers.0.self_attn.nothing"), "is no matrix of tiny"),
-        (_put_both("base_model.model.model.layers.7.self_attn.q_proj"), "is no matrix of tiny"),
+        (_put_both("base_model.model.model.layers.0.self_attn.nothing"), "is not a matrix of tiny"),
+        (_put_both("base_model.model.model.layers.7.self_attn.q_proj"), "is not a matrix of tiny"),
         (_put_both("base_model.model.lm_head"), "quantize --lora"),
         (_put(f"{Q}.lora_B.weight", np.full((64, RANK), np.nan)), "not finite"),
         (_put("base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight", np.zeros((3, 3))), "one of the two parts"),
-        (_put("base_model.model.model.embed_tokens.lora_embedding_A", np.zeros((3, 3))), "no part of a LoRA adapter"),
+        (_put("base_model.model.model.embed_tokens.lora_embedding_A", np.zeros((3, 3))), "not a part of a LoRA adapter"),
         (lambda directory: (directory / "adapter_config.json").unlink(), "has no adapter_config.json"),
         (lambda directory: (directory / "adapter_model.safetensors").write_bytes(b"x"), "bytes"),
     ],
@@ -220,7 +220,7 @@ def test_what_is_no_adapter_of_the_model_is_refused(tmp_path: Path, change: Call
 def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path) -> None:
     model = make_tiny_hf(tmp_path / "model", "qwen3moe")
     write_peft(tmp_path / "lora", model)
-    with pytest.raises(CheckpointError, match=r"experts\.\d+\.\w+_proj.* is no matrix of tiny that an adapter can change here"):
+    with pytest.raises(CheckpointError, match=r"experts\.\d+\.\w+_proj.* is not a matrix of tiny that an adapter can change here"):
         open_adapter(tmp_path / "lora", open_checkpoint(model).config, "tiny")
 
 

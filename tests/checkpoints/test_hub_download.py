@@ -469,7 +469,7 @@ def test_a_model_larger_than_the_disk_is_refused_before_it_is_asked_for(hub: Sta
 @pytest.mark.parametrize("address", ["ftp://x", "nonsense", "http://", "http://a:b"])
 def test_a_strange_hub_address_is_not_opened(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv("HF_ENDPOINT", address)
-    with pytest.raises(DownloadError, match="no http or https address; check HF_ENDPOINT"):
+    with pytest.raises(DownloadError, match="not an http or https address; check HF_ENDPOINT"):
         resolve_model(f"{NAME}:Q4_K_M")
 
 

@@ -359,11 +359,11 @@ def _state(tensors: dict[str, Any], **changes: object) -> None:
         ("awq", lambda t: _with(t, "qzeros", "I32", [1, 32], bytes(128)), r"qzeros are \[1, 32\], wanted \[2, 32\]"),
         ("awq", lambda t: _with(t, "scales", "F16", [2, 128], bytes(512)), r"scales are \[2, 128\], wanted \[2, 256\]"),
         ("compressed-tensors int4", lambda t: t.pop(Q + "weight_scale"), r"and no weight_scale"),
-        ("compressed-tensors int4", lambda t: _with(t, "weight_shape", "I64", [2], bytes(16)), r"is no matrix \[0, 0\]"),
+        ("compressed-tensors int4", lambda t: _with(t, "weight_shape", "I64", [2], bytes(16)), r"is not a matrix \[0, 0\]"),
         ("compressed-tensors int4", lambda t: _with_nan(t, "weight_scale"), r"not finite"),
         *[
             ("compressed-tensors int3 of older versions", lambda t, dims=dims: _with(t, "weight_shape", "I64", [len(dims)],
-            np.array(dims, np.int64).tobytes()), r"is no matrix \[")
+            np.array(dims, np.int64).tobytes()), r"is not a matrix \[")
             for dims in ([256], [256, 255 * 10**9], [256, -256], [1 << 62, 256], [256, 26 * 10 + 1], [255, 256], [256, 1, 256])
         ],
         ("compressed-tensors int3 of older versions", lambda t: _with(t, "weight_packed", "I32", [1, 1, 1], bytes(4)), r"of 2 "),
@@ -441,7 +441,7 @@ def test_tensors_that_do_not_belong_together_are_a_clear_error(
         ("awq", {"version": "gemv"}, r"'gemv', wanted gemm; quantize the model again"),
         ("awq", {"group_size": 64}, r"scales are \[4, 256\], wanted \[8, 256\]"),
         ("compressed-tensors int4", {"format": "marlin-24"}, r"format is 'marlin-24', wanted one of dense"),
-        ("compressed-tensors int4", {"config_groups": {}}, r"is no matrix \[256, 512\] of \[\] bits"),
+        ("compressed-tensors int4", {"config_groups": {}}, r"is not a matrix \[256, 512\] of \[\] bits"),
         ("compressed-tensors int4", {"config_groups": {"g": 1}}, r"wanted an object"),
         ("fp8 of blocks", {"weight_block_size": [128]}, r"two numbers, rows and inputs of a block"),
         ("fp8 of blocks", {"weight_block_size": [64, 64]}, r"or for each block of 64 x 64"),

@@ -156,7 +156,7 @@ def test_scales_by_id_are_what_requests_without_names_use(opened: Callable[..., 
         ("NOWHERE", CheckpointError, "adapter_config.json"),
         ("ONE=inf", ConfigError, "finite"),
         (["ONE", "ONE"], ConfigError, "called 'one' already"),
-        ("MODEL", CheckpointError, "no LoRA adapter"),
+        ("MODEL", CheckpointError, "not a LoRA adapter"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused_before_weights_are_loaded(

@@ -287,7 +287,7 @@ def test_a_spec_knows_the_models_that_it_takes_from_elsewhere() -> None:
         ("ngram:8", "ngram takes no argument or tree, got '8'; ngram@8"),
         ("self", "self takes an argument"),
         ("self:mxfp4,ngram", "ngram has no model to verify what self:mxfp4 drafts"),
-        ("self:mxfp4", "this target is no checkpoint"),
+        ("self:mxfp4", "this target is not a checkpoint"),
         ("numpy", "numpy runs a model, as in numpy:MODEL"),
         ("torch:ngram", "torch runs a model, as in torch:MODEL"),
         ("torch:auto", "torch runs a model"),

@@ -188,14 +188,14 @@ def test_top_overlap_counts_the_reference_s_likeliest_ids(backends) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: b"GGUF" + data[4:], "no file of logits"),
-        (lambda data: data[:12], "no file of logits"),
+        (lambda data: b"GGUF" + data[4:], "not a file of logits"),
+        (lambda data: data[:12], "not a file of logits"),
         (lambda data: data[:-2], "bytes; wanted"),
         (lambda data: data + b"\0\0", "bytes; wanted"),
         (lambda data: data[:16] + struct.pack("<i", -1) + data[20:], "damaged"),
         (lambda data: data[:8] + struct.pack("<i", 1 << 30) + data[12:], "damaged"),
         (lambda data: data[:20] + struct.pack("<i", 1 << 20) + data[24:], "outside"),
-        (lambda data: data[:148] + struct.pack("<f", float("nan")) + data[152:], "no number"),
+        (lambda data: data[:148] + struct.pack("<f", float("nan")) + data[152:], "not a number"),
     ],
 )
 def test_a_damaged_file_is_refused(their_model, tmp_path: Path, change, message: str) -> None:

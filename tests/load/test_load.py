@@ -259,7 +259,7 @@ def plain_reply(status: str, body: bytes, *headers: str) -> bytes:
         (plain_reply("500 Oh", b"\x1b[31mno"), r"status 500: \\x1b\[31mno"),
         (HEAD + text_event("a"), "ended before the answer did"),
         (HEAD + event(error={"message": "failed"}), "failed"),
-        (HEAD + b"data: nonsense\n\n", "no JSON object"),
+        (HEAD + b"data: nonsense\n\n", "not a JSON object"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\nshort", "broke off"),
         (b"what?\r\n\r\n", "speaks no HTTP"),
         (b"", "broke off"),

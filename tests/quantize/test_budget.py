@@ -162,8 +162,8 @@ def test_formats_named_one_by_one_are_within_the_budget(source: Checkpoint, chun
     [
         (Job("", bits_per_weight=1.5), "out.gguf", "times as many bits per weight"),
         (Job("", bits_per_weight=4.5), "out", r"ends in \.gguf"),
-        (Job("", bits_per_weight=4.5, candidates=("q9",)), "out.gguf", "'q9' is no format of GGUF files"),
-        (Job("", bits_per_weight=4.5, candidates=("int4_g32",)), "out.gguf", "'int4_g32' is no format of GGUF files"),
+        (Job("", bits_per_weight=4.5, candidates=("q9",)), "out.gguf", "'q9' is not a format of GGUF files"),
+        (Job("", bits_per_weight=4.5, candidates=("int4_g32",)), "out.gguf", "'int4_g32' is not a format of GGUF files"),
     ],
 )
 def test_a_budget_that_cannot_be_kept_is_refused(

@@ -228,7 +228,7 @@ def test_many_salts_leave_few_texts_behind() -> None:
 
 def test_the_option_of_a_wrong_directory_is_named(tmp_path: Path) -> None:
     for option in ("--lora-dir", "--slot-save-path"):
-        with pytest.raises(typer.BadParameter, match=f"{option} .* is no directory"):
+        with pytest.raises(typer.BadParameter, match=f"{option} .* is not a directory"):
             check_directory(option, str(tmp_path / "none"))
 
 

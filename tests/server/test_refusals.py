@@ -34,7 +34,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"logit_bias": {"999999": 1}}, "logit_bias ids"),
     (CHAT, {"functions": [{"name": "f"}]}, "Unrecognized request argument supplied: functions; send tools instead"),
     (CHAT, {"response_format": {"type": "xml"}}, "response_format.type is text, json_object or json_schema"),
-    (CHAT, {"tools": [{"type": "web_search"}]}, "is no function"),
+    (CHAT, {"tools": [{"type": "web_search"}]}, "is not a function"),
     (CHAT, {"tool_choice": "required"}, "there are no tools"),
     *((CHAT, {"prediction": one}, "prediction") for one in ({"type": "other", "content": "a"}, {"type": "content"}, "a")),
     (CHAT, {"prediction": {"type": "content", "content": [{}]}}, "prediction"),

@@ -721,7 +721,7 @@ def test_a_recipe_ties_a_head_to_its_target(target: Checkpoint, heads: dict[str,
         llm_over(target, str(path))
     make_tiny_hf(tmp_path / "heads" / "model", **SMALL)
     write(named, "heads/model")
-    with pytest.raises(CheckpointError, match="is no head of a known kind"):
+    with pytest.raises(CheckpointError, match="is not a head of a known kind"):
         llm_over(target, str(path))
 
 

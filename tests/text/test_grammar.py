@@ -196,7 +196,7 @@ def test_a_grammar_holds_behind_its_trigger_until_its_text_is_whole(settings: di
             for n in range(len(text)):
                 legal, _, forced = answers(plain, text[:n])
                 assert answers(one, [*path, CALL, *text[:n]]) == (legal, False, forced)
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="not a regular expression"):
         marked([], **settings, grammar_trigger="(<tool>")
 
 

@@ -735,10 +735,10 @@ EVIL = "(?:a+)+[bc](?!x)"
         ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 0}, "merges": []}}, "share the id 0"),
         ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 99_999}, "merges": []}}, "highest id is 99999"),
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}, "added_tokens": []}, "cannot be used"),
-        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": 3}, "added_tokens": []}, "merges is no list"),
-        ({"added_tokens": [{"id": 5}]}, "no list of tokens"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": 3}, "added_tokens": []}, "merges is not a list"),
+        ({"added_tokens": [{"id": 5}]}, "not a list of tokens"),
         ({"added_tokens": [{"id": 5, "content": "a"}]}, "has the ids"),
-        ({"added_tokens": "x"}, "no list of tokens"),
+        ({"added_tokens": "x"}, "not a list of tokens"),
         ({"decoder": {"type": "CTC"}}, "wanted ByteLevel"),
         ({"decoder": 3}, "wanted an object"),
         ({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}, "cannot be used"),
@@ -1122,7 +1122,7 @@ def test_a_directory_with_only_a_sentencepiece_model_is_read(tmp_path: Path) -> 
     assert tokenizer.chat_template == "a"
     for damaged in (b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"", b"\x0a\x02\x0a\x40", sentencepiece_model(PIECES, kind=3)):
         (tmp_path / "tokenizer.model").write_bytes(damaged)
-        with pytest.raises(TokenizerError, match="is no SentencePiece model"):
+        with pytest.raises(TokenizerError, match="is not a SentencePiece model"):
             make(files)
 
 

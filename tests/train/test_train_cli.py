@@ -71,7 +71,7 @@ def test_a_head_is_exported_as_gguf_and_drafts(target: Checkpoint, tmp_path: Pat
     [
         (["HEAD", "out.safetensors"], "does not end with .gguf"),
         (["HEAD", "out.gguf", "--type", "q9"], "there is no --type 'q9'"),
-        (["EMPTY", "out.gguf"], "is no draft head"),
+        (["EMPTY", "out.gguf"], "is not a draft head"),
         (["MISSING", "out.gguf"], "MISSING"),
     ],
 )

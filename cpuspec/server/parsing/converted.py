@@ -178,7 +178,7 @@ def _as_json(value: Any) -> Any:
     """The value as JSON can say it: numbers that are not finite become null."""
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise ValueError("its arguments have a key that is no text")
+            raise ValueError("its arguments have a key that is not a text")
         return {key: _as_json(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return list(map(_as_json, value))
@@ -202,7 +202,7 @@ def read_value(text: str, is_whole: bool = True) -> Any:
         tree = _ListForSet().visit(ast.parse(text, mode="eval"))
         return ast.literal_eval(tree)
     except (SyntaxError, TypeError, MemoryError):
-        raise ValueError("it is no JSON") from None
+        raise ValueError("it is not JSON") from None
 
 
 def _nothing(name: str) -> None:
@@ -305,7 +305,7 @@ def from_json(text: str, functions: Functions, is_whole: bool) -> Call:
     if isinstance(one, dict) and isinstance(one.get("function"), dict):
         one = one["function"]
     if not isinstance(one, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     name = next((one[key] for key in ("name", "tool_name", "function") if isinstance(one.get(key), str)), "")
     given = next((key for key in ("arguments", "parameters") if key in one), "")
     if not given and one.keys() - {"name", "tool_name", "function", "id", "tool_call_id", "type"}:
@@ -326,7 +326,7 @@ def from_python(text: str, functions: Functions, is_whole: bool) -> Call:
     name, _, _ = text.partition("(")
     given = text[len(name) :]
     if not re.fullmatch(r"[\w.-]+", name) or call_end(given, (), True, True) != (len(given), len(given)):
-        raise ValueError("it is no call of Python")
+        raise ValueError("it is not a call of Python")
     arguments: dict[str, Any] = {}
     for part in _parted(given):
         key, equals, value = part.partition("=")
@@ -360,7 +360,7 @@ def from_xml(text: str, functions: Functions, is_whole: bool) -> Call:
         return from_json(text, functions, is_whole)
     head = re.match(r"<function=([^>]*)>", text)
     if head is None or not (is_whole or text.endswith(("</parameter>", "</function>"))):
-        raise ValueError("it is no function in tags, or the answer ends in it")
+        raise ValueError("it is not a function in tags, or the answer ends in it")
     name = _name(head[1])
     values = [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in _PARAMETER.findall(text, head.end())]
     return name, _typed(values, functions, name)
@@ -386,7 +386,7 @@ def from_invocation(text: str, functions: Functions, is_whole: bool) -> Call:
         return from_json(text, functions, is_whole)
     found = _INVOCATION.match(text)
     if found is None or not (is_whole or text.endswith("invoke>")):
-        raise ValueError("it is no invocation, or the answer ends in it")
+        raise ValueError("it is not an invocation, or the answer ends in it")
     name, values = _name(found[2]), _NAMED.findall(found[3].strip(SPACE))
     texts = {key: value for _, key, kind, value in values if 'string="true"' in kind}
     return name, _typed([(key, value) for _, key, _, value in values], functions, name) | texts
@@ -440,7 +440,7 @@ def from_gemma(text: str, functions: Functions, is_whole: bool) -> Call:
             literal = word and re.fullmatch(r"-?\d+(\.\d*)?([eE][+-]?\d+)?|true|false|null|True|False|None", word.strip(SPACE))
             part = _WORDS.get(word.strip(SPACE), word) if word and literal else json.dumps((key or late or word or "").strip(SPACE))
         else:
-            raise ValueError("it is no call of Gemma's")
+            raise ValueError("it is not a call of Gemma's")
         if has_value and not closing:
             parts.append(",")
         parts.append(f"{key and part}:" if key else opening or closing or part)
