@@ -12,7 +12,7 @@ from record import Rounds, record, save, say
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.checkpoints.gguf_parts import file_identity
-from cpuspec.engine.assemble import check_spec
+from cpuspec.engine.draft_spec import check_spec
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.certify import NUM_SAMPLES, certify

@@ -49,7 +49,7 @@ from record import Rounds, record, save, say
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.cli.answer import rounds_table
-from cpuspec.engine.assemble import check_spec
+from cpuspec.engine.draft_spec import check_spec
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError, CpuspecError

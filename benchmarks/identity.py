@@ -19,7 +19,7 @@ from rich.progress import track
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.engine.assemble import MODELS
+from cpuspec.engine.draft_spec import MODELS
 from cpuspec.engine.llm import LLM
 from cpuspec.evaluate.prompts import prompt_ids, read_prompts
 from cpuspec.settings import EngineConfig, SamplingParams

@@ -34,8 +34,8 @@ from cpuspec import LLM, SamplingParams
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import read_prompts
-from cpuspec.load.client import Client, ServerError
-from cpuspec.load.run import first_model
+from cpuspec.loadtest.client import Client, ServerError
+from cpuspec.loadtest.run import first_model
 from cpuspec.settings import EngineConfig
 
 CHAT, TOKENS, TEXT, IDS, TOOLS, MESSAGES, RESPONSES, LONG = (

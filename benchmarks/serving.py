@@ -39,11 +39,11 @@ from record import Rounds, record, save, say, spread
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import read_prompts
-from cpuspec.load.address import local_address
-from cpuspec.load.client import Client, ServerError
-from cpuspec.load.figures import RequestResult, summarize
-from cpuspec.load.requests import LoadRequest
-from cpuspec.load.run import LoadPlan, first_model, run_load, warm_up
+from cpuspec.loadtest.address import local_address
+from cpuspec.loadtest.client import Client, ServerError
+from cpuspec.loadtest.figures import RequestResult, summarize
+from cpuspec.loadtest.requests import LoadRequest
+from cpuspec.loadtest.run import LoadPlan, first_model, run_load, warm_up
 
 THROUGHPUT, REQUESTS = "output tokens/s", "requests/s"
 LATENCIES = tuple(f"p{rank}_{name}_ms" for name in ("ttft", "tpot") for rank in (50, 95, 99))

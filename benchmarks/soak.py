@@ -51,9 +51,9 @@ from cpuspec import LLM
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import read_prompts
-from cpuspec.load.address import local_address
-from cpuspec.load.client import Client, ServerError
-from cpuspec.load.run import first_model
+from cpuspec.loadtest.address import local_address
+from cpuspec.loadtest.client import Client, ServerError
+from cpuspec.loadtest.run import first_model
 
 PROBE_EVERY_S, PROBE_TOKENS, SAMPLE_EVERY_S = 3.0, 8, 2.0
 LEAST_PROBES = 7  # in each half: with fewer, no permutation is rarer than one in a thousand

@@ -23,7 +23,7 @@ from serving import Arm, own_arm, serving
 
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.errors import CpuspecError
-from cpuspec.load.client import Client
+from cpuspec.loadtest.client import Client
 from cpuspec.metrics import now_s
 
 THROUGHPUT, OVER = "output tokens/s", "output tokens/s over none"

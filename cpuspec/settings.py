@@ -714,7 +714,7 @@ class SpecConfig:
     def parse(text: str) -> "SpecConfig":
         """Read the text of `--draft`, as `ngram`, `ngram@8`, `suffix,self:mxfp4@4` or `small-model@6:0.4+ngram`, or vLLM's JSON.
 
-        Names are checked where drafters are known (`cpuspec.engine.assemble`). Raises ConfigError on bad grammar.
+        Names are checked where drafters are known (`cpuspec.engine.draft_spec`). Raises ConfigError on bad grammar.
         """
         if text.lstrip().startswith("{"):
             try:

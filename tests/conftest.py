@@ -21,7 +21,7 @@ settings.load_profile("untimed")
 
 # By mark, the directories and modules whose tests have it.
 MARKS: Mapping[str, tuple[str, ...]] = {
-    "server": ("server", "load", "ray"),
+    "server": ("server", "loadtest", "ray"),
     "fuzz": ("fuzz",),
     "oracle": (
         *("backends/test_transformers.py", "checkpoints/test_quantized_oracles.py", "checkpoints/test_published_tokenizers.py"),
@@ -33,7 +33,7 @@ MARKS: Mapping[str, tuple[str, ...]] = {
 COMBINED = {  # by directory
     "backends": "adapters experts forward kv_formats latent layer_differences recurrent sharing",
     "checkpoints": "adapters quantized safetensors",
-    "engine": "adapters assemble engine faults grammar interleaving mixtures prefix_cache prompt_arithmetic recurrent_prefixes"
+    "engine": "adapters draft_spec engine faults grammar interleaving mixtures prefix_cache prompt_arithmetic recurrent_prefixes"
     " scoring ways",
     "evaluate": "certify parity replays",
     "kernels": "attention attention_plan",

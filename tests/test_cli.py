@@ -36,7 +36,7 @@ from cpuspec.cli.app import COMMANDS, whole_command
 from cpuspec.cli.brief import EXAMPLES
 from cpuspec.cli.chat import _COMMANDS, Chat, converse
 from cpuspec.cli.console import deliver_again, emit_generated, note, print_table, size
-from cpuspec.engine.assemble import LOOKUPS, MODELS
+from cpuspec.engine.draft_spec import LOOKUPS, MODELS
 from cpuspec.engine.engine import Output
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate import speed

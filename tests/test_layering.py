@@ -29,7 +29,7 @@ LAYERS = (
     ("text",),
     ("metrics",),
     ("quantize",),
-    ("load",),
+    ("loadtest",),
     ("speculation",),
     ("engine",),
     ("",),
@@ -64,8 +64,8 @@ HOMES = {
     "uvicorn": {"server"},
     "pydantic": {"evaluate", "server"},
     "prometheus_client": {"ray", "server"},
-    "httpx": {"load"},
-    "httpx_sse": {"load"},
+    "httpx": {"loadtest"},
+    "httpx_sse": {"loadtest"},
     "ray": {"ray"},
     "lm_eval": {"evaluate"},
     "evalplus": {"evaluate"},
@@ -158,7 +158,7 @@ def test_no_modules_import_each_other() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("formats.legacy", "from cpuspec.checkpoints import Checkpoint"),
+        ("formats.blocks32", "from cpuspec.checkpoints import Checkpoint"),
         ("speculation.round", "def f():\n    import cpuspec.engine.engine"),
         ("speculation.round", "from cpuspec import engine"),
         ("engine.llm", "from cpuspec import LLM"),

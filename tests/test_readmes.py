@@ -10,7 +10,7 @@ import pytest
 import cpuspec
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.cli.app import whole_command
-from cpuspec.engine.assemble import check_spec
+from cpuspec.engine.draft_spec import check_spec
 from cpuspec.settings import SpecConfig
 from tools.make_families_table import ROWS, with_table
 from tools.make_readme_tables import RESULTS, read_results, with_headline

@@ -23,7 +23,10 @@ COMMANDS = {
     "generate": ("generate:generate", "Answer one prompt."),
     "chat": ("chat:chat", "Talk with a model."),
     "serve": ("serve:serve", "Serve models over HTTP to clients of OpenAI's and Anthropic's APIs."),
-    "bench-serve": ("load:bench_serve", "Send a load of requests to a server of this machine, and show latencies and throughput."),
+    "bench-serve": (
+        "bench_serve:bench_serve",
+        "Send a load of requests to a server of this machine, and show latencies and throughput.",
+    ),
     "batch": ("batch:batch", "Answer a file of prompts, many at once."),
     "pull": ("models:pull", "Fetch models, check them, and print where they are."),
     "models": ("models:models", "List the models that can be named: recipes, with size, licence, and whether they are fetched."),

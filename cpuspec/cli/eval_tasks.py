@@ -168,8 +168,8 @@ def tools(
 
     try:
         from cpuspec.evaluate.tool_calls import ask_cases, served, spread, tool_cases, tool_scores
-        from cpuspec.load.address import local_address
-        from cpuspec.load.client import Client
+        from cpuspec.loadtest.address import local_address
+        from cpuspec.loadtest.client import Client
     except ModuleNotFoundError as error:
         raise BackendError(f"`cpuspec eval tools` needs {error.name}; install it with: pip install 'cpuspec[server]'") from None
     cases, at_once = spread(tool_cases(), limit), running.settings.max_sequences
@@ -277,10 +277,10 @@ def _ask_server(
     from cpuspec.evaluate.answers import cost_of_server
 
     try:
-        from cpuspec.load.address import local_address
-        from cpuspec.load.client import Client
-        from cpuspec.load.requests import LoadRequest
-        from cpuspec.load.run import LoadPlan, run_load
+        from cpuspec.loadtest.address import local_address
+        from cpuspec.loadtest.client import Client
+        from cpuspec.loadtest.requests import LoadRequest
+        from cpuspec.loadtest.run import LoadPlan, run_load
     except ModuleNotFoundError as error:
         raise BackendError(f"--base-url needs {error.name}; install it with: pip install 'cpuspec[server]'") from None
 

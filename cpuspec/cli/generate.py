@@ -13,7 +13,7 @@ from cpuspec.cli import INTERRUPTED, options
 from cpuspec.cli.console import ERROR, emit, emit_apart, emit_generated, emit_json, exit_codes, note
 from cpuspec.cli.opening import load_llm, sampling_defaults, thinking_variables
 from cpuspec.cli.options import argument, flag, option
-from cpuspec.engine.assemble import model_and_spec
+from cpuspec.engine.draft_spec import model_and_spec
 from cpuspec.errors import ConfigError
 
 

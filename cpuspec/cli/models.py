@@ -22,7 +22,7 @@ from cpuspec.cli.console import ERROR, Report, emit, emit_json, exit_codes, note
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.options import argument, flag
 from cpuspec.cli.progress import busy, fetch_progress
-from cpuspec.engine.assemble import draft_models, model_and_spec
+from cpuspec.engine.draft_spec import draft_models, model_and_spec
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor

@@ -11,7 +11,7 @@ from cpuspec.checkpoints.download import find_model, resolve_model
 from cpuspec.cli import options
 from cpuspec.cli.console import note
 from cpuspec.cli.progress import busy, fetch_progress
-from cpuspec.engine.assemble import draft_models, model_and_spec
+from cpuspec.engine.draft_spec import draft_models, model_and_spec
 from cpuspec.errors import ConfigError
 from cpuspec.settings import SamplingDefaults, SpecConfig
 

@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 from cpuspec.backends import BACKENDS, check_backend
 from cpuspec.checkpoints.recipes import known_names
 from cpuspec.cli.brief import BriefCommand, show_whole_help
-from cpuspec.engine.assemble import LOOKUPS, check_spec
+from cpuspec.engine.draft_spec import LOOKUPS, check_spec
 from cpuspec.errors import BackendError, ConfigError, FormatError
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.settings import EngineConfig, SamplingParams, ServerConfig, SpecConfig, read_backend

@@ -12,7 +12,7 @@ from cpuspec.cli.opening import load_backend, open_model, open_target
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import busy, step_progress
 from cpuspec.cli.train_heads import check_is_installed, distill, eagle3, export, mtp, tell, tell_duplicates
-from cpuspec.engine.assemble import model_and_spec
+from cpuspec.engine.draft_spec import model_and_spec
 from cpuspec.errors import ConfigError
 from cpuspec.metrics import now_s
 

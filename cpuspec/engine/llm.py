@@ -21,7 +21,7 @@ from cpuspec.checkpoints.heads.head import final_norm
 from cpuspec.checkpoints.recipes import recipe_of
 from cpuspec.config import ModelConfig
 from cpuspec.engine.account import round_parts
-from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec, within_memory
+from cpuspec.engine.draft_spec import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec, within_memory
 from cpuspec.engine.embedding import EmbeddingJob
 from cpuspec.engine.engine import Engine, Output, Request, RequestedAnswer, divide_memory
 from cpuspec.engine.lora import LoadedAdapters, Lora, check_adapts

@@ -14,7 +14,7 @@ from cpuspec.engine.engine import Output, RequestedAnswer
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import Prompt, prompt_ids
-from cpuspec.load.figures import RequestResult
+from cpuspec.loadtest.figures import RequestResult
 from cpuspec.metrics import LevelCounters, RequestStats, now_s, percentiles, sum_levels
 from cpuspec.server.parsing import answer_parser, shown_tokens
 from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig

@@ -12,7 +12,7 @@ from typing import Any
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.tool_cases import KINDS, Call, ToolCase, tool_cases
-from cpuspec.load.client import Client
+from cpuspec.loadtest.client import Client
 from cpuspec.server.app import listen, serve
 from cpuspec.server.server import Server
 from cpuspec.settings import ServerConfig

@@ -18,9 +18,9 @@ q6_i, 6.0625 bits, for the output matrix. A byte is the code less 32:
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.formats.blocks32 import BLOCK, NIBBLES
 from cpuspec.formats.format import F32, OWN_GGUF_TYPES, Affine, CodeField, Format, Parts
 from cpuspec.formats.kquants import PAIRS, SUPERBLOCK
-from cpuspec.formats.legacy import BLOCK, NIBBLES
 from cpuspec.formats.packing import bits, lanes
 from cpuspec.formats.search import IN_NUMPY, Searches, inverse
 

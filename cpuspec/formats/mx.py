@@ -8,8 +8,8 @@ exceeds 6 becomes 6.
 
 import numpy as np
 
+from cpuspec.formats.blocks32 import BLOCK, NIBBLES
 from cpuspec.formats.format import F32, Affine, Format, Parts
-from cpuspec.formats.legacy import BLOCK, NIBBLES
 from cpuspec.formats.packing import bits, lanes
 from cpuspec.formats.search import Searches
 

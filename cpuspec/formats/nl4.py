@@ -24,9 +24,9 @@ algorithm on values of normal and of t distributions.
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.formats.blocks32 import BLOCK, NIBBLES
 from cpuspec.formats.format import F32, OWN_GGUF_TYPES, U8, Affine, Format, Parts
 from cpuspec.formats.kquants import SUPERBLOCK
-from cpuspec.formats.legacy import BLOCK, NIBBLES
 from cpuspec.formats.packing import bits, lanes
 from cpuspec.formats.search import IN_NUMPY, Searches, inverse
 

@@ -8,9 +8,9 @@ whose top two are bits of `top`. Decoding equals ggml's bit for bit.
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.formats.blocks32 import BLOCK, NIBBLES
 from cpuspec.formats.format import Affine, Format, Parts
 from cpuspec.formats.kquants import SUPERBLOCK
-from cpuspec.formats.legacy import BLOCK, NIBBLES
 from cpuspec.formats.packing import bits, lanes, words
 
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

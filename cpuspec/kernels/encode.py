@@ -13,7 +13,7 @@ import numpy as np
 
 from cpuspec.errors import FormatError
 from cpuspec.formats import Format, lowbit
-from cpuspec.formats.legacy import BLOCK
+from cpuspec.formats.blocks32 import BLOCK
 from cpuspec.formats.tensor import F32, U8
 from cpuspec.kernels import machine_code, simd
 from cpuspec.kernels.blocks import inverted, larger, lay, rounded, smaller, splat

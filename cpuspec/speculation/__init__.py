@@ -1,4 +1,4 @@
-"""Speculation: propose, score, verify. To add a drafter: a Proposer, and a row of LOOKUPS or MODELS in `engine.assemble`."""
+"""Speculation: propose, score, verify. To add a drafter: a Proposer, and a row of LOOKUPS or MODELS in `engine.draft_spec`."""
 
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context

@@ -5,7 +5,7 @@ import json
 import identity
 import pytest
 
-from cpuspec.engine.assemble import BY_TEXT, LOOKUPS, OWN_WEIGHTS, check_spec
+from cpuspec.engine.draft_spec import BY_TEXT, LOOKUPS, OWN_WEIGHTS, check_spec
 from cpuspec.engine.llm import LLM
 from cpuspec.settings import SpecConfig
 from tools.make_tiny_model import make_tiny_gguf

@@ -20,7 +20,7 @@ from cpuspec.checkpoints.recipes import (
     load_recipes,
     recipe_of,
 )
-from cpuspec.engine.assemble import check_spec, draft_models, model_and_spec
+from cpuspec.engine.draft_spec import check_spec, draft_models, model_and_spec
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
 from cpuspec.files import why_unwritable

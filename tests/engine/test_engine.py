@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from cpuspec.engine.assemble import LOOKUPS
+from cpuspec.engine.draft_spec import LOOKUPS
 from cpuspec.engine.engine import Engine, Output, RequestedAnswer
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.statistics import chi_square

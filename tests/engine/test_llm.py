@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.engine.assemble import LOOKUPS
+from cpuspec.engine.draft_spec import LOOKUPS
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig

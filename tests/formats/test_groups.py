@@ -5,11 +5,11 @@ the grids of other tools and an exhaustive search.
 import numpy as np
 import pytest
 
-from cpuspec.formats import FORMATS, int4, lowbit
+from cpuspec.formats import FORMATS, int4_groups, lowbit
 
 LOWBIT = [row.name for row in lowbit.FORMATS]
-SYMMETRIC = [row.name for row in int4.FORMATS if not row.name.endswith("_asym")]
-ASYMMETRIC = [row.name for row in int4.FORMATS if row.name.endswith("_asym")]
+SYMMETRIC = [row.name for row in int4_groups.FORMATS if not row.name.endswith("_asym")]
+ASYMMETRIC = [row.name for row in int4_groups.FORMATS if row.name.endswith("_asym")]
 
 
 def every(names: list[str]) -> pytest.MarkDecorator:

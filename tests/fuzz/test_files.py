@@ -15,7 +15,7 @@ from cpuspec.backends import packed
 from cpuspec.checkpoints.download import fetch
 from cpuspec.checkpoints.recipes import find_named, load_all
 from cpuspec.cli.parity import describe_parity
-from cpuspec.engine.assemble import check_spec, model_and_spec
+from cpuspec.engine.draft_spec import check_spec, model_and_spec
 from cpuspec.evaluate.parity import GreedyAnswer, LogitRow, ModelIdentity, Question, RecordedPrompt, Recording, compare_sides
 from cpuspec.evaluate.parity_file import read_recording, write_recording
 from cpuspec.formats import FORMATS, QuantTensor

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from cpuspec import LLM
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.cli.app import app
-from cpuspec.engine.assemble import model_and_spec
+from cpuspec.engine.draft_spec import model_and_spec
 from cpuspec.errors import CheckpointError, ConfigError, CpuspecError
 from cpuspec.quantize.head_output import write_head
 from cpuspec.settings import EngineConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuspec.errors import ConfigError, in_one_line
-from cpuspec.load.client import Client, ServerError
+from cpuspec.loadtest.client import Client, ServerError
 
 _MAX_LINE_BYTES = 64 << 20
 COMPLETIONS, CHAT = "openai", "openai-chat"  # vLLM's names of the two protocols

@@ -9,7 +9,7 @@ import httpx
 from httpx_sse import EventSource, SSEError
 
 from cpuspec.errors import CpuspecError, in_one_line
-from cpuspec.load.address import LocalAddress
+from cpuspec.loadtest.address import LocalAddress
 
 _MAX_REPLY_BYTES = 64 << 20
 _MAX_ERROR_BYTES = 64 << 10

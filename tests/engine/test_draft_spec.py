@@ -10,7 +10,7 @@ import pytest
 from cpuspec.backends import BACKENDS
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.gguf_file import GgufFile, read_gguf
-from cpuspec.engine.assemble import LOOKUPS, OWN_WEIGHTS, Target, build, check_spec, draft_models, open_spec
+from cpuspec.engine.draft_spec import LOOKUPS, OWN_WEIGHTS, Target, build, check_spec, draft_models, open_spec
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.settings import EngineConfig, LevelSpec, SamplingParams, SpecConfig
@@ -356,7 +356,7 @@ def test_the_target_is_released_when_its_draft_cannot_be_loaded(models: Path, mo
     def close(self: Any) -> None:
         closed.append(self)
 
-    monkeypatch.setattr("cpuspec.engine.assemble.make_backend", failing)
+    monkeypatch.setattr("cpuspec.engine.draft_spec.make_backend", failing)
     monkeypatch.setattr("cpuspec.backends.numpy_backend.NumpyBackend.close", close)
     with pytest.raises(MemoryError):
         LLM(models / "target.gguf", str(models / "draft.gguf"), "numpy")

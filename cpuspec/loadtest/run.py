@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from cpuspec.errors import CpuspecError, in_one_line
-from cpuspec.load.client import Client, ServerError
-from cpuspec.load.figures import RequestResult
-from cpuspec.load.requests import PATHS, LoadRequest
+from cpuspec.loadtest.client import Client, ServerError
+from cpuspec.loadtest.figures import RequestResult
+from cpuspec.loadtest.requests import PATHS, LoadRequest
 from cpuspec.metrics import now_s
 
 OUT_OF_TIME, INTERRUPTED = "out of time", "interrupted"

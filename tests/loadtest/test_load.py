@@ -11,11 +11,19 @@ import numpy as np
 import pytest
 
 from cpuspec.errors import ConfigError
-from cpuspec.load.address import LocalAddress, local_address
-from cpuspec.load.client import Client, ServerError
-from cpuspec.load.figures import RequestResult, most_at_once, percentile, read_goodput, read_metrics, read_percentiles, summarize
-from cpuspec.load.requests import CHAT, COMPLETIONS, LoadRequest, random_requests, read_requests
-from cpuspec.load.run import INTERRUPTED, OUT_OF_TIME, LoadPlan, LoadResult, arrival_times, run_load, warm_up
+from cpuspec.loadtest.address import LocalAddress, local_address
+from cpuspec.loadtest.client import Client, ServerError
+from cpuspec.loadtest.figures import (
+    RequestResult,
+    most_at_once,
+    percentile,
+    read_goodput,
+    read_metrics,
+    read_percentiles,
+    summarize,
+)
+from cpuspec.loadtest.requests import CHAT, COMPLETIONS, LoadRequest, random_requests, read_requests
+from cpuspec.loadtest.run import INTERRUPTED, OUT_OF_TIME, LoadPlan, LoadResult, arrival_times, run_load, warm_up
 
 # --- addresses
 
