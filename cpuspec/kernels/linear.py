@@ -397,7 +397,7 @@ def _panels_linear(name: str) -> Callable[..., None]:
                     run(operands, tile, min(2, end - tile), 1, top, count)
                 continue
             length = (end - first) // _STREAMS
-            if length * tile_bytes < _LEAST_STREAM:
+            if length * tile_bytes < _LONG:
                 length = 0
             for turn in range(end - first - (_STREAMS - 1) * length):
                 tile, num_tiles, apart = _turn(first, length, turn)

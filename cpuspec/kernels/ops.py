@@ -99,7 +99,7 @@ class Value:
     __radd__, __rsub__, __rmul__ = __add__, _instruction("sub", "fsub", swapped=True), __mul__
     __truediv__, __rtruediv__ = _instruction("", "fdiv"), _instruction("", "fdiv", swapped=True)
     __floordiv__, __mod__, __lshift__, __rshift__ = map(_instruction, ("udiv", "urem", "shl", "lshr"))
-    __and__, __or__ = map(_instruction, ("and_", "or_"))
+    __and__, __or__, __xor__ = map(_instruction, ("and_", "or_", "xor"))
     __lt__, __le__, __gt__, __ge__ = map(_comparison, ("<", "<=", ">", ">="))
     equals, differs = map(_comparison, ("==", "!="))
     zext, sext, trunc, fpext, fptrunc, bits, sitofp, uitofp = map(
@@ -439,11 +439,12 @@ def lookup_bytes(table: Sequence[int], indices: Value, isa: str | None = None) -
     return found_parts[0].bits(I32X16)
 
 
-def lookup_128(table: Sequence[int], indices: Value) -> Value:
-    """Per byte 0..127 of an i32x16 vector: that entry of a table of 128 signed bytes (AVX-512 VBMI)."""
+def lookup_64(table: Sequence[int], indices: Value) -> Value:
+    """Per byte 0..63 of an i32x16 vector: that entry of a table of 64 signed bytes (AVX-512 VBMI)."""
     part = vector_of(I8, 64)
-    low, high = (Value(indices.b, ir.Constant(part, list(table[at : at + 64]))) for at in (0, 64))
-    return call("llvm.x86.avx512.vpermi2var.qi.512", part, low, indices.bits(part), high).bits(I32X16)
+    return call("llvm.x86.avx512.permvar.qi.512", part, Value(indices.b, ir.Constant(part, list(table))), indices.bits(part)).bits(
+        I32X16
+    )
 
 
 def lookup_f32(table: Sequence[float], indices: Value) -> Value:

@@ -11,7 +11,7 @@ from cpuspec.formats import FORMATS, Format, integers, nl4
 from cpuspec.formats.format import Plane
 from cpuspec.formats.packing import GROUP, PANEL, TILE
 from cpuspec.kernels import isa
-from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, I32X16, Value, lookup_128, lookup_bytes, lookup_f32, vector_of
+from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, I32X16, Value, lookup_64, lookup_bytes, lookup_f32, vector_of
 
 # Bytes of weights to ask for in advance: with many rows the processor does not look so far ahead itself.
 # See benchmarks/DECISIONS.md#prefetch.
@@ -287,10 +287,10 @@ def _factors_times_levels(panel: Panel, offset: int) -> tuple[list[Value], Value
     move = (panel["head"].i32() >> _in_lanes(panel.group * 2 + 16) & 3) << 2 | own >> 2 & 2
     moves = _in_bytes(move + (integers.MOVES[0] + offset & 0xFF) & 0xFF)
     if "avx512vbmi" in isa.features():
-        factors = [sign * factor for sign in (1, -1) for factor in integers.FACTORS]
-        table = [factor * level for factor in factors for level in integers.LEVELS]
-        places = _in_bytes((own & 7) << 4).bits(I32X16)
-        return [lookup_128(table, code | places) for code in panel.codes(0)], moves
+        table = [factor * level for factor in integers.FACTORS for level in integers.LEVELS]
+        places, is_minus = _in_bytes((own & 3) << 4).bits(I32X16), own >> 2 & 1
+        signs = is_minus.like(0) - is_minus  # all bits, which turn a number x into -x - 1
+        return [lookup_64(table, code | places) ^ signs for code in panel.codes(0)], moves + _in_bytes(is_minus)
     factor = (own & 3) + integers.FACTORS[0]
     factor = (own & 4).equals(4).select(factor.like(0) - factor, factor) & 0xFFFF
     both = (factor | factor << 16).bits(vector_of(I16, 32))
