@@ -71,17 +71,17 @@ def with_headline(readme: str, results: Mapping[str, Result]) -> str:
     record = next(
         r for r in results.values() if r["benchmark"] == "chains" and set(_KINDS) <= {*r.get("peers", {}).get("sets", {})}
     )
-    lines = [["tokens/s", "llama.cpp, plain or with its best drafts", f"{OWN}, no drafts", f"{OWN}, best drafts"], ["---"] * 4]
+    lines = [["tokens/s", "llama.cpp, the faster of plain and drafted", f"{OWN}, no drafts", f"{OWN}, best drafts"], ["---"] * 4]
     for kind, label in _KINDS.items():
         own, peers = record["sets"][kind], record["peers"]["sets"][kind]
         best = max(own.values(), key=lambda arm: arm["tokens_per_s"])
         low, high = best["over_plain_interval"]
-        gain = f"{best['tokens_per_s']:.0f}, {best['over_plain']:.2f}x plain ({low:.2f} to {high:.2f})"
+        gain = f"{best['tokens_per_s']:.0f}, {best['over_plain']:.2f}x ({low:.2f} to {high:.2f})"
         peer = max(arm["tokens_per_s"] for arm in peers.values())
         lines.append([label, f"{peer:.0f}", f"{own['none']['tokens_per_s']:.0f}", gain])
     machine = record["machine"]
     place = f"{machine['cores']} cores of an {machine['processor']} ({machine['isa']})"
-    head = f"{Path(record['model']).stem} on {place}, greedy, the same answers in all arms:"
+    head = f"{Path(record['model']).stem} on {place}, greedy. Gains are over cpuspec without drafts, with 95 % intervals:"
     return _between(readme, f"{head}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
