@@ -274,8 +274,8 @@ def integer_codes(name: str, panel: Value, group: Value, offset: int = 0) -> lis
     """Eight vectors of bytes plus an offset, of a group of a panel of `formats.integers`."""
     there = Panel(FORMATS[name], panel, panel.like(PANEL // GROUP), group)
     if name == integers.Q6_I.name:
-        zero = panel.like(0).trunc(I32).splat().like((offset - 32 & 0xFF) * 0x01010101)
-        codes, moves = there.codes(0), zero.bits(vector_of(I8, 64))
+        codes = there.codes(0)
+        moves = codes[0].bits(vector_of(I8, 64)).like(offset - 32)
     else:
         codes, moves = _factors_times_levels(there, offset)
     return [(some.bits(vector_of(I8, 64)) + moves).bits(I32X16) for some in codes]
