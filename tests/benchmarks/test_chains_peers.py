@@ -168,6 +168,8 @@ def test_a_peer_that_would_decode_other_weights_is_refused(model, choice, target
 
 
 def test_transformers_reads_the_file_and_decodes_it_with_and_without_lookup(model):
+    for needed in ("torch", "transformers", "gguf"):
+        pytest.importorskip(needed)
     prompt = [5, 6, 7, 8] * 4
     with LLM(model, "none", "numpy") as llm:
         wanted = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids
