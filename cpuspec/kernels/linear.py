@@ -384,7 +384,7 @@ def _dequantized_linear(name: str) -> Callable[..., None]:
 
 def _panels_linear(name: str) -> Callable[..., None]:
     """The kernel of weights that are whole numbers under one scale for a panel, in tile registers for any number of rows."""
-    run, many = pass_of(partial(tiles.panels_pass, name)), tiles.MANY_OF_PANELS
+    run, many = pass_of(partial(tiles.panels_pass, name)), tiles.MANY
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)

@@ -28,7 +28,7 @@ from cpuspec.kernels.products import (
 from cpuspec.kernels.readers import AHEAD, PAIRED, READERS, Group, integer_codes, integer_scale, num_scales
 from cpuspec.kernels.simd import emitted
 
-MANY, MANY_OF_PANELS = 8 * BLOCK_ROWS, 8 * BLOCK_ROWS  # rows that one pass serves at most
+MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
 _LEAST, _LEAST_OF_HALVES = 13, 17  # fewer rows are quicker without; the latter where each half of a group has a scale
 _TOGETHER = 8  # rows that are summed at once
 _TURNS = 2 + BLOCK_ROWS // _TOGETHER  # through the groups of a batch: to unpack them, for their dots, for the sums of each 8 rows
@@ -163,7 +163,7 @@ def _prefetch(panel: Value, group: Value, size: int, turn: int) -> None:
 
 def panels_pass(name: str, p: Pass) -> None:
     """The outputs of one or two neighbouring tiles of weights that are whole numbers under one scale for a panel, for up to
-    MANY_OF_PANELS rows from the start of a block on; or for up to BLOCK_ROWS rows those of a tile of each stream.
+    MANY rows from the start of a block on; or for up to BLOCK_ROWS rows those of a tile of each stream.
 
     A panel is unpacked to the stack. Then registers take its dots with all rows, over all 256 inputs, and then these are scaled and
     added to the sums of the panels before. A block's missing rows get dots of what follows the block, which no code reads.
@@ -171,7 +171,7 @@ def panels_pass(name: str, p: Pass) -> None:
     o, streams, is_few = p.o, p.num_tiles, p.rows <= BLOCK_ROWS
 
     def of_streams() -> None:
-        sums = o.stack(64 * BLOCK_ROWS * 4)
+        sums = o.stack(64 * MANY)  # of BLOCK_ROWS for each stream
         with o.loop(streams * BLOCK_ROWS) as index:
             (sums + index * 64).store(o.number(0.0, F32X16))
         with o.loop(p.operands.in_features // PANEL) as panel, o.loop(streams) as stream:
@@ -180,8 +180,8 @@ def panels_pass(name: str, p: Pass) -> None:
             p.finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())
 
     def of_neighbours(width: int) -> None:
-        sums = o.stack(64 * MANY_OF_PANELS * width)
-        tiles = [(p.weights + p.operands.tile_bytes * n, sums + 64 * MANY_OF_PANELS * n) for n in range(width)]
+        sums = o.stack(64 * MANY * width)
+        tiles = [(p.weights + p.operands.tile_bytes * n, sums + 64 * MANY * n) for n in range(width)]
         with o.loop(p.rows) as row:
             for _, own_sums in tiles:
                 (own_sums + row * 64).store(o.number(0.0, F32X16))
@@ -199,7 +199,7 @@ def _add_panel(p: Pass, name: str, panel: Value, tiles: Sequence[tuple[Value, Va
     """Add the products of a panel of some tiles with all rows of a pass. tiles: where the weights and the sums of each are."""
     o, rows, size = p.o, p.rows, panel_bytes(FORMATS[name])
     share, block_bytes, code_bytes = size // _GROUPS, 64 * BLOCK_ROWS, PANEL * TILE
-    codes, dots = o.stack(code_bytes * len(tiles)), o.stack(64 * MANY_OF_PANELS * len(tiles))
+    codes, dots = o.stack(code_bytes * len(tiles)), o.stack(64 * MANY * len(tiles))
     scales = []
     for n, (start, _) in enumerate(tiles):
         here = start + panel * size
@@ -225,13 +225,13 @@ def _add_panel(p: Pass, name: str, panel: Value, tiles: Sequence[tuple[Value, Va
                 for m in range(len(tiles)):
                     o.tile_dot_signed(totals[n, m], _PAIRED_ACTS[n], _PAIRED_WEIGHTS[m])
         for (n, m), total in totals.items():
-            o.tile_store(total, dots + 64 * MANY_OF_PANELS * m + (block + n) * block_bytes, PANEL_LINE)
+            o.tile_store(total, dots + 64 * MANY * m + (block + n) * block_bytes, PANEL_LINE)
 
     def add(block: Value, block_rows: Value | int, row: Value | int) -> None:
         scale_of_row, _ = factors_of_panel(inputs_of(block, block_rows), block_rows, row)
         for m, (_, sums) in enumerate(tiles):
             at = (block * BLOCK_ROWS + row) * 64
-            dot, total = (dots + 64 * MANY_OF_PANELS * m + at).i32(), sums + at
+            dot, total = (dots + 64 * MANY * m + at).i32(), sums + at
             total.store(end_panel(dot, scales[m], scale_of_row, total.f32()))
 
     whole, last_rows = rows // BLOCK_ROWS, rows % BLOCK_ROWS
