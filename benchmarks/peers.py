@@ -315,24 +315,24 @@ def _model_path(model: str | None, shape: str | None, weight_format: str, worksp
     path = workspace / f"{shape}-{weight_format}.gguf"
     if not path.exists():
         part = _fresh(workspace / f"{path.name}.part")
-        _make_model("shape", part, "--shape", str(shape), "--format", weight_format)
+        _make_model("shape", part, f"shape={shape}", f"weight_format={weight_format}")
         part.rename(path)
     return path
 
 
 def _shape_options(c: ModelConfig) -> list[str]:
-    sizes = {
-        "hidden-size": c.hidden_size,
-        "intermediate-size": c.intermediate_size,
-        "layers": c.num_layers,
-        "heads": c.num_heads,
-        "kv-heads": c.num_kv_heads,
-        "head-dim": c.head_dim,
-        "vocab-size": c.vocab_size,
-        "context-length": c.context_length,
-    }
-    options = ["--architecture", c.architecture, "--format", "bf16", *([] if c.tied_embeddings else ["--untied"])]
-    return options + [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "vocab_size",
+        "context_length",
+    )
+    sizes = [f"{name}={getattr(c, name)}" for name in names]
+    return [f"architecture={c.architecture}", "dtype=bf16", f"tied={str(c.tied_embeddings).lower()}", *sizes]
 
 
 def _make_model(kind: str, path: Path, *options: str) -> None:

@@ -1,7 +1,7 @@
 """Whether files that `cpuspec quantize` writes mean the same elsewhere: greedy tokens of cpuspec and of llama.cpp, type by type.
 
     python benchmarks/same_tokens.py smollm2-135m-instruct --llama-cpp PROGRAMS_DIR --type q4_0 --type q8_0
-    python tools/make_tiny_model.py gguf tiny.gguf --format f32 --untied --layers 4 --vocab-size 2048
+    python tools/make_tiny_model.py gguf tiny.gguf weight_format=f32 tied=false num_layers=4 vocab_size=2048
     python benchmarks/same_tokens.py tiny.gguf --pure --llama-cpp PROGRAMS_DIR --json benchmarks/results/same-tokens.json
 
 A model is written in each type, both engines read the file, and ten prompts are continued. A model whose widths are multiples of

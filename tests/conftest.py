@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from cpuspec.backends import numba_backend
 from cpuspec.config import ModelConfig
+from cpuspec.environment import cache_dir
 from cpuspec.kernels import isa, linear
 
 # A machine may be busy: no example has to end within a time.
@@ -182,6 +183,17 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 pytest_runtest_setup = pytest_runtest_call  # fixtures make them as well
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own, with the kernels that this machine has compiled: compiling them takes half a minute."""
+    kernels, cache = cache_dir() / "kernels", tmp_path / "cache"
+    cache.mkdir()
+    kernels.mkdir(parents=True, exist_ok=True)
+    (cache / "kernels").symlink_to(kernels)
+    monkeypatch.setenv("CPUSPEC_CACHE", str(cache))
+    return cache
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from cpuspec.backends import BACKENDS, packed
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import machine, models
-from cpuspec.cli.answer import StreamedAnswer, figures, stream_answer
+from cpuspec.cli.answer import StreamedAnswer, stream_answer
 from cpuspec.cli.app import COMMANDS, whole_command
 from cpuspec.cli.brief import EXAMPLES
 from cpuspec.cli.chat import _COMMANDS, Chat, converse
@@ -745,15 +745,6 @@ class Interrupted:
             self.closed = True
 
 
-def test_an_interrupted_answer_keeps_what_was_said() -> None:
-    llm, shown = Interrupted(), []
-    answer = stream_answer(llm, "hi", SamplingParams(), shown.append)  # type: ignore[arg-type]
-    assert answer == StreamedAnswer(SamplingParams(), "Hello wor", [1, 2, 3], [], "aborted", None, "Hello wor")
-    assert shown == ["Hello", " wor"]
-    assert figures(answer, SamplingDefaults()) == "interrupted after 3 tokens | greedy"
-    assert llm.closed
-
-
 def test_an_answer_that_cannot_be_shown_is_closed_at_once() -> None:
     def show(text: str) -> None:
         raise typer.Exit(1)
@@ -1195,12 +1186,6 @@ def test_a_heads_recipe_fetches_and_runs_it_with_its_target(
     assert norm in refused.stderr
 
 
-def test_pull_follows_a_branch_of_the_hub(hub: StandInHub) -> None:
-    ok("pull", "some/one:Q8_0")
-    hub.repositories["some/one"].commit = "f" * 40
-    assert Path(ok("pull", "some/one:Q8_0").strip()).parts[-3:] == ("snapshots", "f" * 40, "tiny-Q8_0.gguf")
-
-
 def test_a_hub_name_can_be_generated_with_and_json_has_its_revision(hub: StandInHub) -> None:
     hub.repositories["some/one"].files |= {"mmproj-x-Q8_0.gguf": b"eyes"}
     result = run("generate", "hello", "-m", "some/one:Q8_0", *NUMPY, "--max-tokens", "2", "--json")
@@ -1209,12 +1194,6 @@ def test_a_hub_name_can_be_generated_with_and_json_has_its_revision(hub: StandIn
     assert hub.fetched() == ["tiny-Q8_0.gguf"]
     assert report_of("inspect", "some/one:Q8_0")["revision"] == COMMIT
     assert COMMIT in ok("inspect", "some/one:Q8_0")
-
-
-def test_generate_fetches_what_it_needs(recipe: SimpleNamespace) -> None:
-    result = run("generate", "hello", "-m", "tiny", *NUMPY, "--max-tokens", "2", "--json")
-    assert json.loads(result.stdout)["model"] == "tiny"
-    assert "fetching tiny" in result.stderr
 
 
 def test_models_lists_recipes_and_whether_they_are_fetched(recipe: SimpleNamespace) -> None:

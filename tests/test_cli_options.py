@@ -19,22 +19,12 @@ from cpuspec.settings import EngineConfig, SamplingParams, ServerConfig
 
 # Options whose texts have a grammar: a text, and what the command gets.
 _VALUES: dict[str, tuple[str, Any]] = {
-    "--activations": ("int8", "int8"),
-    "--backend": ("numpy", "numpy"),
-    "--device": ("cpu", "cpu"),
-    "--draft": ("ngram@3", "ngram@3"),
-    "--dtype": ("f32", "f32"),
-    "--goodput": ("ttft:500", ["ttft:500"]),
-    "--draft-format": ("int4", "int4"),
-    "--kv-format": ("int8", "int8"),
-    "--logit-bias": ("5=1.5", {5: 1.5}),
-    "--memory": ("8GB", "8GB"),
-    "--output": ("csv", "csv"),
-    "--pooling": ("mean", "mean"),
-    "--percentile-metrics": ("ttft", ("ttft",)),
-    "--metric-percentiles": ("3", (3.0,)),
-    "--prompt-arithmetic": ("codes", "codes"),
-    "--weights": ("codes", "codes"),
+    **{"--activations": ("int8", "int8"), "--backend": ("numpy", "numpy"), "--device": ("cpu", "cpu")},
+    **{"--draft": ("ngram@3", "ngram@3"), "--dtype": ("f32", "f32"), "--goodput": ("ttft:500", ["ttft:500"])},
+    **{"--draft-format": ("int4", "int4"), "--kv-format": ("int8", "int8"), "--logit-bias": ("5=1.5", {5: 1.5})},
+    **{"--memory": ("8GB", "8GB"), "--output": ("csv", "csv"), "--pooling": ("mean", "mean")},
+    **{"--percentile-metrics": ("ttft", ("ttft",)), "--metric-percentiles": ("3", (3.0,))},
+    **{"--prompt-arithmetic": ("codes", "codes"), "--weights": ("codes", "codes")},
 }
 _OF_COMMANDS = {
     "train": {"--layers": ("1,3", (1, 3))},

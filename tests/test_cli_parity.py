@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cpuspec.backends import BACKENDS
 from tests import command
 from tests.command import small_model
 from tests.processes import interrupt, started, wait_for
@@ -21,11 +20,6 @@ FIGURES = {"max_abs_logit_difference", "kl_mean", "kl_max", "same_top", "greedy_
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return small_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return small_model(tmp_path_factory.mktemp("model") / "other.gguf", seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -68,27 +62,6 @@ def test_a_record_stands_for_the_backend_that_made_it(model: str, recorded: str)
     assert [side["recorded"] for side in (report["a"], report["b"])] == [None, "there.safetensors"]
     assert report["b"]["drafted"]["num_answers"] == 6
     assert report["a"]["drafted"] is None
-
-
-def test_a_text_is_read_beside_the_prompts_and_no_answer_need_be_given(model: str, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("A text of some length. " * 9, "utf-8")
-    report = shown("numpy", "numpy", "-m", model, "--text", f"{tmp_path}/text.txt:40", "--tokens", "0")
-    assert report["num_prompts"] == 0
-    assert [one["num_rows"] for one in report["prompts"]] == [one["num_prompt_tokens"] for one in report["prompts"]]
-    assert report["prompts"][-1]["num_rows"] == 40
-    assert len(report["prompts"]) == 7
-
-
-def test_a_side_may_have_settings_of_its_own(model: str) -> None:
-    report = shown("numpy:kv_format=f32", "numpy:kv_format=int8,threads=1", "-m", model, "--tokens", "2")
-    assert [report[side]["kv_format"] for side in "ab"] == ["f32", "int8"]
-    assert report["b"]["name"] == "numpy:kv_format=int8,threads=1"
-    assert report["max_abs_logit_difference"] > 0
-
-
-def test_two_records_need_no_model(recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpuspec.cli.opening.open_model", lambda *_: pytest.fail("opened"))
-    assert shown(recorded, recorded)["model"] == "tiny.gguf"
 
 
 def test_people_are_told_what_differs_and_what_it_is_computed_from(model: str, recorded: str, tmp_path: Path) -> None:
@@ -161,20 +134,6 @@ def test_what_cannot_be_compared_says_why(model: str, recorded: str, arguments: 
     stands_for = {"RECORD": recorded, "MODEL": model}
     given = (stands_for.get(one, one) for one in arguments)
     command.refused("parity", *given, "-m", model, code=(1, 2), message=wanted)
-
-
-def test_a_record_of_another_model_is_refused_before_anything_is_loaded(
-    other_model: str, recorded: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cpuspec.cli.parity.open_side", lambda *_, **__: pytest.fail("loaded"))
-    result = run(recorded, "numpy", "-m", other_model)
-    assert result.exit_code == 1
-    assert "there.safetensors is of another model: tiny.gguf with sha256" in result.stderr
-
-
-def test_help_names_what_can_be_compared() -> None:
-    result = run("--help-all")
-    assert all(name in result.stdout for name in BACKENDS)
 
 
 def test_ctrl_c_ends_it_with_130_and_no_half_record(model: str, tmp_path: Path) -> None:

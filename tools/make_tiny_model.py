@@ -1,19 +1,21 @@
 """Small random models, complete with a vocabulary that works, for tests and for trying things without a download.
 
-    python tools/make_tiny_model.py gguf tiny.gguf --architecture qwen3 --format q4_k
-    python tools/make_tiny_model.py hf tiny-llama --architecture llama --format bf16
-    python tools/make_tiny_model.py shape speed.gguf --shape qwen2.5-7b --format q4_k
+    python tools/make_tiny_model.py gguf tiny.gguf architecture=qwen3 weight_format=q4_k num_layers=4
+    python tools/make_tiny_model.py hf tiny-llama architecture=llama dtype=bf16
+    python tools/make_tiny_model.py shape speed.gguf shape=qwen2.5-7b weight_format=q4_k
 
-`shape` writes the exact shapes of a known model with random weights: for speed, not for text. Writing GGUF needs the `gguf`
+The pairs are arguments of `make_tiny_gguf`, `make_tiny_hf` and `write_random_gguf`, with the fields of `TinyShape`. `shape` writes
+the exact shapes of a known model (SHAPES) with random weights: for speed, not for text. Writing GGUF needs the `gguf`
 package, an independent implementation of the container, so that files made here do not share our reader's mistakes.
 """
 
-import argparse
 import json
 import math
 import struct
+import sys
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -27,7 +29,6 @@ from cpuspec.checkpoints import gemma
 from cpuspec.checkpoints.canonical import GGUF, HF, file_names, file_shape
 from cpuspec.checkpoints.checkpoint import is_matrix, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, Family, layer_flags
-from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
 from cpuspec.checkpoints.latent import gguf_entries as latent_entries
 from cpuspec.checkpoints.recurrent import gguf_entries
 from cpuspec.config import DeltaNet, Experts, Latent, Mamba2, ModelConfig, RopeScaling, ShortConv
@@ -45,86 +46,27 @@ SHAPES: Mapping[str, ModelConfig] = {
     "qwen3-0.6b": ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 40960, 1e-6, 1e6, qk_norm=True, tied_embeddings=True),
     "qwen3-1.7b": ModelConfig("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 40960, 1e-6, 1e6, qk_norm=True, tied_embeddings=True),
     "lfm2.5-1.2b": ModelConfig(
-        "lfm2",
-        65536,
-        2048,
-        8192,
-        16,
-        32,
-        8,
-        64,
-        128000,
-        1e-5,
-        1e6,
-        qk_norm=True,
-        tied_embeddings=True,
-        recurrent=ShortConv(2048),
-        layer_recurrent=tuple(i not in (2, 5, 8, 10, 12, 14) for i in range(16)),
+        "lfm2", 65536, 2048, 8192, 16, 32, 8, 64, 128000, 1e-5, 1e6, qk_norm=True, tied_embeddings=True,
+        recurrent=ShortConv(2048), layer_recurrent=tuple(i not in (2, 5, 8, 10, 12, 14) for i in range(16)),
     ),
     "qwen3-30b-a3b": ModelConfig(
-        "qwen3moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e-6, 1e6, qk_norm=True, experts=Experts(128, 8, 768)
+        "qwen3moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e-6, 1e6, qk_norm=True, experts=Experts(128, 8, 768),
     ),
     "qwen3.5-4b": ModelConfig(
-        "qwen35",
-        248320,
-        2560,
-        9216,
-        32,
-        16,
-        4,
-        256,
-        262144,
-        1e-6,
-        1e7,
-        qk_norm=True,
-        tied_embeddings=True,
-        rope_dims=64,
-        gated_attention=True,
-        recurrent=DeltaNet(16, 128, 32, 128, tiled=True),
-        layer_recurrent=(True, True, True, False) * 8,
+        "qwen35", 248320, 2560, 9216, 32, 16, 4, 256, 262144, 1e-6, 1e7, qk_norm=True, tied_embeddings=True, rope_dims=64,
+        gated_attention=True, recurrent=DeltaNet(16, 128, 32, 128, tiled=True), layer_recurrent=(True, True, True, False) * 8,
     ),
     "qwen3.5-35b-a3b": ModelConfig(
-        "qwen35moe",
-        248320,
-        2048,
-        512,
-        40,
-        16,
-        2,
-        256,
-        262144,
-        1e-6,
-        1e7,
-        qk_norm=True,
-        rope_dims=64,
-        gated_attention=True,
-        recurrent=DeltaNet(16, 128, 32, 128, tiled=True),
-        layer_recurrent=(True, True, True, False) * 10,
-        experts=Experts(256, 8, 512),
-        shared_size=512,
-        weighs_shared=True,
+        "qwen35moe", 248320, 2048, 512, 40, 16, 2, 256, 262144, 1e-6, 1e7, qk_norm=True, rope_dims=64, gated_attention=True,
+        recurrent=DeltaNet(16, 128, 32, 128, tiled=True), layer_recurrent=(True, True, True, False) * 10,
+        experts=Experts(256, 8, 512), shared_size=512, weighs_shared=True,
     ),
     "gpt-oss-20b": ModelConfig(
-        "gpt-oss",
-        201088,
-        2880,
-        2880,
-        24,
-        64,
-        8,
-        64,
-        131072,
-        1e-5,
-        150000.0,
-        RopeScaling("yarn", 32.0, original_context_length=4096),
-        qkv_bias=True,
-        o_bias=True,
-        activation="swiglu_oai",
-        sinks=True,
-        layer_windows=(128, 0) * 12,
-        experts=Experts(32, 4, 2880, "chosen", normalised=False, bias=True),
+        "gpt-oss", 201088, 2880, 2880, 24, 64, 8, 64, 131072, 1e-5, 150000.0,
+        RopeScaling("yarn", 32.0, original_context_length=4096), qkv_bias=True, o_bias=True, activation="swiglu_oai",
+        sinks=True, layer_windows=(128, 0) * 12, experts=Experts(32, 4, 2880, "chosen", normalised=False, bias=True),
     ),
-}
+}  # fmt: skip
 
 
 def _gemma4(
@@ -1086,15 +1028,10 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
     fields: dict[str, object] = {
         "architectures": [FAMILIES[config.architecture].hf_class],
         "model_type": FAMILIES[config.architecture].hf_types[0] or config.architecture,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.context_length,
-        "rms_norm_eps": config.norm_eps,
+        **{"vocab_size": config.vocab_size, "hidden_size": config.hidden_size},
+        **{"intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_layers},
+        **{"num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads},
+        **{"head_dim": config.head_dim, "max_position_embeddings": config.context_length, "rms_norm_eps": config.norm_eps},
         "rope_theta": config.rope_base,
         "rope_scaling": None if FAMILIES[config.architecture].by_window else _hf_rope_scaling(config.rope_scaling),
         "tie_word_embeddings": config.tied_embeddings,
@@ -1260,11 +1197,8 @@ def _hf_experts(config: ModelConfig, experts: Experts) -> dict[str, object]:
             )
             return used | {
                 **dict(zip(counts, (experts.count, num_shared), strict=True)),
-                "moe_intermediate_size": experts.size,
-                "norm_topk_prob": experts.normalised,
-                "routed_scaling_factor": experts.scale,
-                "n_group": experts.groups,
-                "topk_group": experts.groups_used,
+                **{"moe_intermediate_size": experts.size, "norm_topk_prob": experts.normalised},
+                **{"routed_scaling_factor": experts.scale, "n_group": experts.groups, "topk_group": experts.groups_used},
                 **(
                     {"mlp_layer_types": ["dense"] * first_dense + ["sparse"] * (config.num_layers - first_dense)}
                     if config.architecture == "glm4_moe_lite"
@@ -1325,90 +1259,35 @@ def _write_hf_tokenizer(directory: Path, config: ModelConfig) -> None:
         "post_processor": {**byte_level, "trim_offsets": False, "use_regex": False},
         "decoder": {**byte_level, "use_regex": False},
         "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
+            **{"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": ""},
+            **{"end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False},
             "vocab": {token: i for i, (token, kind) in rows if kind == 1},
             "merges": [merge.split(" ") for merge in vocabulary.merges],
         },
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": False,
-        "add_prefix_space": False,
-        "bos_token": None,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        **{"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False, "add_prefix_space": False},
+        **{"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+        **{"clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE},
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), "utf-8")
 
 
-# Options of the command line, and the fields of `TinyShape` that they set.
-_SIZES = {
-    **{"--hidden-size": "hidden_size", "--intermediate-size": "intermediate_size", "--layers": "num_layers"},
-    **{"--heads": "num_heads", "--kv-heads": "num_kv_heads", "--head-dim": "head_dim"},
-    **{"--vocab-size": "vocab_size", "--context-length": "context_length"},
-}
-
-
-def main() -> None:
-    """The command line described at the top of this file."""
-    parser = argparse.ArgumentParser(description="Write a small random model, or the shapes of a known one.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for command, text in (("gguf", "a small GGUF file"), ("hf", "a small Hugging Face directory")):
-        small = commands.add_parser(command, help=text)
-        small.add_argument("path", type=Path)
-        small.add_argument("--architecture", choices=FAMILIES, default="qwen2")
-        for option, name in _SIZES.items():
-            small.add_argument(option, dest=name, type=int, default=getattr(TinyShape, name))
-        small.add_argument("--untied", action="store_true", help="an output matrix of its own")
-        small.add_argument("--rope-scaling", choices=("linear", "llama3", "yarn"), help="by a factor of 4")
-        small.add_argument("--seed", type=int, default=0)
-        if command == "gguf":
-            small.add_argument("--format", choices=GGUF_FORMATS, default="q4_0")
-        else:
-            small.add_argument("--format", choices=("f32", "f16", "bf16"), default="f32")
-    shape = commands.add_parser("shape", help="a GGUF file with the shapes of a known model")
-    shape.add_argument("path", type=Path)
-    shape.add_argument("--shape", choices=SHAPES, required=True)
-    shape.add_argument("--format", choices=GGUF_FORMATS, default="q4_k")
-    shape.add_argument(
-        "--output-format", choices=GGUF_FORMATS, help="format of the output matrix; gives a tied model one of its own"
-    )
-    shape.add_argument("--embed-format", choices=GGUF_FORMATS, help="format of the embedding; of a tied model, of the output, too")
-    shape.add_argument("--layers", type=int, help="the first layers alone, for a model that is too large here")
-    shape.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-
-    if arguments.command == "shape":
-        write_random_gguf(
-            arguments.path,
-            shape_of(arguments.shape, arguments.layers),
-            weight_format=arguments.format,
-            output_format=arguments.output_format,
-            embed_format=arguments.embed_format,
-            seed=arguments.seed,
-        )
+def main(kind: str, path: str, *pairs: str) -> None:
+    """The command line described at the top of this file: `name=value` pairs, whose values are JSON or plain words."""
+    options: dict[str, Any] = {}
+    for name, _, text in (pair.partition("=") for pair in pairs):
+        options[name] = text
+        with suppress(ValueError):
+            options[name] = json.loads(text)
+    if kind == "shape":
+        config = shape_of(options.pop("shape"), options.pop("num_layers", None))
+        written = write_random_gguf(path, config, **options)
     else:
-        scaling = None
-        if arguments.rope_scaling:
-            scaling = RopeScaling(arguments.rope_scaling, 4.0, original_context_length=max(1, arguments.context_length // 4))
-        sizes = {name: getattr(arguments, name) for name in _SIZES.values()}
-        config = tiny_config(arguments.architecture, **sizes, tied=not arguments.untied, rope_scaling=scaling)
-        weights = random_weights(config, arguments.seed)
-        if arguments.command == "gguf":
-            write_gguf(arguments.path, config, weights, weight_format=arguments.format)
-        else:
-            write_huggingface(arguments.path, config, weights, dtype=arguments.format)
-    print(f"wrote {arguments.path}")
+        written = {"gguf": make_tiny_gguf, "hf": make_tiny_hf}[kind](path, **options)
+    print(f"wrote {written}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

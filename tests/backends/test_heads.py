@@ -1,6 +1,5 @@
 """A head: a small model of its own that takes the target's hidden states, shares its embedding and output, and drafts for it."""
 
-from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -10,14 +9,10 @@ from cpuspec.backends import Backend, make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import HeadConfig
-from cpuspec.engine.engine import Engine
 from cpuspec.errors import BackendError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import F32, ForwardBatch
-from cpuspec.sequence import Sequence
-from cpuspec.settings import EngineConfig, SamplingParams
-from cpuspec.speculation import Context, Draft, NullProposer, Proposer, Verdict
-from cpuspec.text import make_tokenizer
+from cpuspec.settings import EngineConfig
 from tests.backends.models import every_backend, tiny
 
 SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False)
@@ -89,73 +84,3 @@ def test_hidden_states_that_do_not_fit_are_an_error(target: Checkpoint, head: Ch
     plain = make_backend(name, target, SETTINGS)
     with pytest.raises(BackendError, match="takes no hidden states"):
         plain.forward(ForwardBatch(TOKENS, list(range(21)), [0], [0, 21], hidden=hidden), plain.new_cache(1, 64))
-
-
-class HeadProposer:
-    """Drafts with a head: each token beside the hidden state of the token before it, the head's own for drafted tokens."""
-
-    name = "head"
-    most_hidden: int | None = None
-    levels = ()
-
-    def __init__(self, head: Backend, last_layer: int) -> None:
-        self.hidden_layers = (last_layer,)
-        self.num_drafted = 0
-        self._head, self._cache = head, head.new_cache(8, 128)
-        self._known: defaultdict[int, list[F32]] = defaultdict(list)  # by sequence id: hidden states from `_first` on
-        self._first: dict[int, int] = {}
-
-    def begin(self, seq: Sequence, num_cached: int) -> None:
-        self._first[seq.id] = num_cached
-
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        return [
-            self._draft(seq, min(limit, 3)) if self._known[seq.id] else Draft.chain([], self.name)
-            for seq, limit in zip(seqs, limits, strict=True)
-        ]
-
-    def _draft(self, seq: Sequence, limit: int) -> Draft:
-        states, first = np.concatenate(self._known[seq.id]), self._first[seq.id]
-        tokens, drafted = seq.tokens[first + 1 :], list[int]()
-        assert len(states) == len(tokens), "one hidden state for each token but the first"
-        slot = seq.id % 8
-        self._cache.truncate(slot, 0)
-        while len(drafted) < limit:
-            start, size = self._cache.lengths[slot], len(tokens)
-            batch = ForwardBatch(tokens, list(range(start, start + size)), [slot], [0, size], None, [size - 1], (0,), states)
-            output = self._head.forward(batch, self._cache)
-            tokens, states = [int(output.logits[0].argmax())], output.hidden[0][-1:].copy()
-            drafted += tokens
-        self.num_drafted += len(drafted)
-        return Draft.chain(drafted, self.name)
-
-    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        num_kept = len(seq.tokens) - 1 - self._first[seq.id] - sum(map(len, self._known[seq.id]))
-        self._known[seq.id].append(hidden[0][:num_kept].copy())
-
-    def end(self, seq: Sequence) -> None:
-        self._known.pop(seq.id, None)
-
-
-def _answers(backend: Backend, proposer: Proposer, tokenizer, max_rows: int) -> list[list[int]]:
-    """Of two prompts that arrive one after the other and begin alike."""
-    engine = Engine(Context(backend, 2, 128, prompt_rows=max_rows), proposer, tokenizer)
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
-    found: defaultdict[int, list[int]] = defaultdict(list)
-    ids = [engine.add_request(TOKENS, params)]
-    for number in range(200):
-        if number == 4:
-            ids.append(engine.add_request([*TOKENS[:15], 5, 6, 7], params))
-        for output in engine.step():
-            found[output.request_id] += output.token_ids
-    return [found[one] for one in ids]
-
-
-def test_a_head_drafts_through_the_proposers_protocol_and_changes_no_answer(target: Checkpoint, head: Checkpoint) -> None:
-    backend, tokenizer = make_backend("numba", target, SETTINGS), make_tokenizer(target)
-    drafter = HeadProposer(make_backend("numba", head, SETTINGS, backend), target.config.num_layers - 1)
-    wanted = _answers(backend, NullProposer(), tokenizer, 64)
-    assert [len(answer) for answer in wanted] == [24, 24]
-    assert _answers(backend, drafter, tokenizer, 4) == wanted
-    assert drafter.num_drafted > 24
-    backend.close()

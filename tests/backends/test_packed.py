@@ -14,7 +14,7 @@ import pytest
 
 from cpuspec.backends import make_backend, packed
 from cpuspec.backends.packed import packed_directory, packed_files, packed_matrices
-from cpuspec.checkpoints import mapped, open_checkpoint
+from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.mapped import give_back_pages, map_file, place_in_file
 from cpuspec.errors import ConfigError, FormatError
 from cpuspec.formats import FORMATS, Cast, Format, QuantTensor
@@ -28,8 +28,7 @@ SHAPE = (40, 256)
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path / "cache"))
+def _cache(own_cache: Path, monkeypatch) -> None:
     monkeypatch.delenv("CPUSPEC_PACKED_GB", raising=False)
     monkeypatch.setattr(packed, "_SMALLEST_BYTES", 0)
 
@@ -141,14 +140,6 @@ def test_changed_weights_are_packed_again_though_their_file_has_kept_its_time(mo
     rewrite(model, flip(at))
     check(tensors_of(model))
     assert packs
-
-
-def test_a_file_with_another_time_and_the_same_bytes_is_the_same_model(model: Path, packs: list[str]) -> None:
-    check(tensors_of(model))
-    packs.clear()
-    os.utime(model, ns=(1, 1))
-    check(tensors_of(model))
-    assert not packs
 
 
 def test_of_tensors_in_memory_every_byte_counts(packs: list[str]) -> None:
@@ -354,21 +345,6 @@ def test_pages_that_were_given_back_come_back(tmp_path: Path) -> None:
         before = view.tobytes()
         give_back_pages(view)
         assert view.tobytes() == before
-
-
-@pytest.mark.skipif(not hasattr(mapped.mmap, "MADV_DONTNEED"), reason="pages cannot be given back here")
-def test_pages_that_were_given_back_are_not_counted(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(64 << 20))
-    data = map_file(path)
-    assert data[::4096].sum() == 0
-    with_them = resident_bytes()
-    give_back_pages(data)
-    assert with_them - resident_bytes() > 60 << 20
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def test_a_view_knows_its_place_in_its_file_by_what_is_in_it(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 compiled rows have the same bits however the rows before them came, went and were folded.
 """
 
+import os
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +17,6 @@ from cpuspec.model.batch import ForwardBatch, ForwardStoppedError
 from cpuspec.model.cache import KEPT_ROWS
 from cpuspec.settings import EngineConfig
 from tests.backends.models import RECURRENT, asked_to_stop, every_backend, forward, tiny
-from tests.backends.test_packed import resident_bytes
 
 LENGTH = 150
 TEXTS = np.random.default_rng(1).integers(0, 384, (9, LENGTH)).tolist()
@@ -172,6 +173,10 @@ def test_a_wrong_state_would_be_seen(checkpoints, decoded, model: str) -> None: 
     covered[first] = 59  # of the 36 that it covers
     assert not np.array_equal(forward(backend, cache, {0: [TEXTS[0][60]]}).logits[0], decoded[model][0][60])
     backend.close()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def test_memory_of_64_sequences_is_what_the_cache_says(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -16,7 +16,6 @@ from cpuspec.backends.stored import packed_bytes, slot_bytes
 from cpuspec.backends.weights import weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli.bench import describe_bench, show_markdown
-from cpuspec.environment import cache_dir
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.speed import Plan, measure_speed
 from cpuspec.formats.packing import paged_bytes
@@ -27,10 +26,7 @@ from tests.backends.models import TOKENS, asked_to_stop, every_backend, forward,
 SIZES = {"num_layers": 3, "num_experts": 12, "num_used": 3, "expert_size": 256}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "kernels").symlink_to(cache_dir() / "kernels")  # that are compiled already
-    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # Of each order of activations, and where router and experts read different norms.

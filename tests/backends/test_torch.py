@@ -66,29 +66,11 @@ def test_products_of_codes_are_those_of_their_values(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_codes_take_the_bits_of_the_format_and_those_that_fill_a_byte(name: str) -> None:
     more = {
-        "q2_k": 0.5,
-        "q3_k": 1.125,
-        "q5_0": 3,
-        "q5_1": 3,
-        "q5_k": 3,
-        "q6_k": 2,
-        "mxfp4": 0.25,
-        "nvfp4": 0.5,
+        **{"q2_k": 0.5, "q3_k": 1.125, "q5_0": 3, "q5_1": 3, "q5_k": 3, "q6_k": 2, "mxfp4": 0.25, "nvfp4": 0.5},
         "nvfp4_global": 0.25,
         "q1_0": 1,  # whose codes are 0 and 2 of three levels
-        "tq1_0": 0.375,
-        "nl4_g32": 0.25,
-        "nl4_xs": 0.5,
-        "nl4_i": 0.375,
-        "q6_i": 2,
-        "iq1_s": 3,
-        "iq1_m": 3.3125,
-        "iq2_xxs": 2.5,
-        "iq2_xs": 2.75,
-        "iq2_s": 2.5,
-        "iq3_xxs": 1.5,
-        "iq3_s": 1.125,
-        "int3_g32_asym": 1,
+        **{"tq1_0": 0.375, "nl4_g32": 0.25, "nl4_xs": 0.5, "nl4_i": 0.375, "q6_i": 2, "iq1_s": 3, "iq1_m": 3.3125},
+        **{"iq2_xxs": 2.5, "iq2_xs": 2.75, "iq2_s": 2.5, "iq3_xxs": 1.5, "iq3_s": 1.125, "int3_g32_asym": 1},
         "int3_g64_asym": 1,
     }
     tensor = _matrix(name)

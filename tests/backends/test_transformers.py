@@ -149,14 +149,9 @@ WRONG: dict[str, list[dict]] = {
     "ministral3": [{"query_growth": 0.0}, {"query_growth_length": 63}, {"rope_scaling": replace(TEMPERED, attention_factor=None)}],
     "olmo3": [{"layer_ropes": ()}, {"layer_windows": ()}],
     "cohere": [{"norm_kind": "rms"}, {"logit_scale": 1.0}],
-    "starcoder2": [{"activation": "silu"}],
-    "glm4": [{"rope_dims": 0}],
-    "stablelm": [{"norm_eps": 1e-1}],
-    "exaone4 with windows": [{"layer_ropes": ()}],
-    "internlm2": [{"rope_base": 20000.0}],
-    "cohere2": [{"layer_ropes": ()}],
-    "hunyuan": [{"rotates_first": False}],
-    "gemma": [{"embedding_scale": 1.0}],
+    **{"starcoder2": [{"activation": "silu"}], "glm4": [{"rope_dims": 0}], "stablelm": [{"norm_eps": 1e-1}]},
+    **{"exaone4 with windows": [{"layer_ropes": ()}], "internlm2": [{"rope_base": 20000.0}]},
+    **{"cohere2": [{"layer_ropes": ()}], "hunyuan": [{"rotates_first": False}], "gemma": [{"embedding_scale": 1.0}]},
 }
 
 

@@ -370,8 +370,8 @@ def test_what_was_answered_before_an_end_is_kept(source: Path, tmp_path: Path, f
 # --- the command
 
 
-def test_the_command_answers_resumes_and_sums_up(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("own_cache")
+def test_the_command_answers_resumes_and_sums_up(path: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\nbad\n{"prompt": "b"}\n')
     arguments = ("batch", str(source), str(out), "-m", str(path), "--max-tokens=4", "--temperature=0", "--threads=1", "--json")

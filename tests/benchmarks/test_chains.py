@@ -6,7 +6,6 @@ import pytest
 
 from cpuspec import LLM
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.errors import ConfigError
 from cpuspec.formats import FORMATS, get_format
 from tests.backends.models import SMALL
 from tools.make_tiny_model import make_tiny_gguf
@@ -62,35 +61,6 @@ def test_every_arm_answers_every_prompt_as_plain_decoding_does(measured, model, 
     assert "| ngram,self:q4_0 |" in result.output
 
 
-def test_an_answer_without_repeats_has_no_token_of_its_prompt_none_twice_and_no_end(measured, model, use):
-    asked = []
-
-    class Noted(LLM):
-        def generate(self, prompts, params=None):
-            answers = super().generate(prompts, params)
-            asked.append((prompts, answers[0].token_ids))
-            return answers
-
-    use(Noted)
-    saved, _ = measured(chains.main, model, "--no-repeats", "2", "--random-words", "1", "--arm", "ngram", "--no-auto", *BRIEF)
-    assert [(name, arms["ngram"]["num_identical"]) for name, arms in saved["sets"].items()] == [
-        ("random words", 1),
-        ("no repeats", 2),
-    ]
-    repeats = [len({*prompt, *ids}) < len({*prompt}) + len(ids) for prompt, ids in asked]
-    assert repeats == [True] * 4 + [False] * 4  # warm-up and random words, then what was to be shown
-    assert all(len(ids) == 12 for _, ids in asked[4:])
-
-
-def test_sampled_answers_are_those_of_plain_decoding_too(run, measured, model, prompts, tmp_path):
-    options = (model, f"{prompts}:text:2", "--arm", "ngram", "--no-auto", *BRIEF)
-    greedy, _ = measured(chains.main, *options)
-    saved, _ = measured(chains.main, *options, "--temperature", "1")
-    assert (saved["temperature"], greedy["temperature"]) == (1, 0)
-    assert saved["sets"]["tasks"]["ngram"]["num_identical"] == 2
-    assert run(chains.main, *options, "--temperature", "1", "--llama-cpp", tmp_path)[0].exit_code == 2
-
-
 def test_an_arm_with_another_id_fails(run, model, prompts, use):
     class Wrong(LLM):
         def generate(self, prompts, params=None):
@@ -115,22 +85,3 @@ def test_a_target_in_bf16_has_every_matrix_in_bf16_with_the_values_of_the_file(m
         else:
             assert cast.tensors[name] is tensor
     assert {"embed", "output"} <= cast.tensors.keys()
-
-
-def test_passages_are_paragraphs_of_a_fair_length(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("short\n" + "a" * 500 + "\n\n" + "b" * 600 + "\n" + "c" * 5000 + "\n", "utf-8")
-    first, second = chains.read_quotes(f"{path}:2").prompts
-    assert first[0]["content"].endswith("a" * 500)
-    assert second[0]["content"].endswith("b" * 600)
-    with pytest.raises(ConfigError, match="has 2 paragraphs"):
-        chains.read_quotes(f"{path}:3")
-    with pytest.raises(ConfigError, match="FILE:COUNT"):
-        chains.read_quotes(str(path))
-
-
-def test_random_words_are_always_the_same_and_never_alike():
-    words = chains.random_words(3)
-    assert words == chains.random_words(3)
-    assert len(set(words.prompts)) == 3
-    assert len(set(words.prompts[0].split())) > 50

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from chains_peers import Answer, Choice, open_peers, parse_completion, peer_row, peer_table, summarize_peers
+from chains_peers import Answer, Choice, open_peers, peer_table, summarize_peers
 from llama_server import Drafts
 from peers_engines import PeerError
 
@@ -13,12 +13,6 @@ from cpuspec import LLM, SamplingParams
 from cpuspec.checkpoints import open_checkpoint
 from tests.backends.models import SMALL
 from tools.make_tiny_model import make_tiny_gguf
-
-# What llama-server b11434 replied to a request with --spec-type ngram-cache, cut to the fields that tell something.
-COMPLETION = b"""{"index":0,"content":" assistant. They","tokens":[11173,30,1069],"id_slot":0,"stop":true,"tokens_predicted":3,
-"tokens_evaluated":8,"truncated":false,"stop_type":"limit","tokens_cached":10,"timings":{"cache_n":0,"prompt_n":8,
-"prompt_ms":389.432,"prompt_per_token_ms":48.679,"prompt_per_second":20.54273916884077,"predicted_n":3,"predicted_ms":400.0,
-"predicted_per_token_ms":133.3,"predicted_per_second":7.5,"draft_n":7,"draft_n_accepted":1}}"""
 
 # A llama-server that gives back the ids of the prompt, one a millisecond, but fails where FAILS_AT is among them.
 SERVER = '''#!INTERPRETER
@@ -87,17 +81,6 @@ def opened(stack, programs, *drafts):
     return open_peers(Choice(programs, drafts), Path("model.gguf"), 1, 100, [0], stack)
 
 
-def test_a_completion_has_the_ids_and_the_time_of_the_tokens_after_the_first():
-    answer = parse_completion(COMPLETION)
-    assert answer == Answer([11173, 30, 1069], 2, 0.4)
-    assert answer.tokens_per_s == pytest.approx(5)
-
-
-@pytest.mark.parametrize("answer", [Answer([], -1, 0.001), Answer([5], 0, 0.001), Answer([5, 6], 1, 0.0)])
-def test_an_answer_without_tokens_after_the_first_step_or_without_time_has_no_speed(answer):
-    assert answer.tokens_per_s is None
-
-
 def test_ratios_are_of_each_prompt_and_against_the_same_engine():
     answers = {
         "llama.cpp: none": [Answer([1, 2], 10, 1.0), Answer([3, 4], 10, 2.0)],
@@ -120,22 +103,6 @@ def test_ratios_are_of_each_prompt_and_against_the_same_engine():
     shown = peer_table(summary, "auto")
     assert "| llama.cpp: ngram-mod | 14.1 | 2.00x | 2.00 to 2.00 | 1 of 2 | 2.00x | 1.00 to 4.00 | 0.500 0.125 |" in shown
     assert "cpuspec auto over the peer" in shown
-
-
-def test_a_prompt_that_took_one_step_counts_in_no_ratio():
-    answers = {"llama.cpp: none": [Answer([1, 2], 10, 1.0), Answer([3], 0, 0.0)]}
-    summary = summarize_peers(answers, [30.0, None])["llama.cpp: none"]
-    assert (summary["tokens_per_s"], summary["cpuspec_over"], summary["num_identical"]) == (pytest.approx(10), pytest.approx(3), 2)
-    assert summarize_peers({"llama.cpp: none": [Answer([3], 0, 0.0)]}, [1.0])["llama.cpp: none"]["cpuspec_over"] is None
-
-
-def test_drafts_whose_plain_decoding_was_left_out_are_compared_with_cpuspec_only():
-    answers = {"llama.cpp: ngram-mod": [Answer([1, 2], 10, 1.0)]}
-    summary = summarize_peers(answers, [30.0])
-    one = summary["llama.cpp: ngram-mod"]
-    assert (one["over_plain"], one["num_identical"], one["cpuspec_over"]) == (None, None, pytest.approx(3))
-    assert "| llama.cpp: ngram-mod | 10.0 |  |  |  | 3.00x | 3.00 to 3.00 |  |" in peer_table(summary, "auto")
-    assert peer_row({name: ones[0] for name, ones in answers.items()})["llama.cpp: ngram-mod"]["identical"] is None
 
 
 def test_servers_answer_in_turns_and_one_that_fails_is_left_out(programs):

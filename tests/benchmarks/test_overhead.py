@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import overhead
-import pytest
 
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -38,23 +37,6 @@ def test_what_is_outside_is_the_step_less_what_is_inside():
         yield SimpleNamespace(cycles=[3, 4])  # two steps at once
 
     assert watch.outside_s(steps()) == [3, 3.5, 4, 2, 2]
-
-
-def test_a_function_that_is_timed_does_as_before():
-    clock = Clock()
-    watch = overhead.Stopwatch(clock)
-
-    def fail() -> None:
-        clock.work(5)
-        raise ValueError("no")
-
-    def steps():
-        with pytest.raises(ValueError, match="no"):
-            watch.inside(fail)()
-        yield SimpleNamespace(cycles=[watch.inside(lambda a, b: a - b)(5, 3)])
-
-    assert watch.outside_s(steps()) == [0]
-    assert watch.inside(lambda a, b: a - b)(5, 3) == 2
 
 
 def test_every_number_of_threads_and_draft_has_its_figure(tmp_path, measured, monkeypatch):

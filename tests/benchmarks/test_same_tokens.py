@@ -26,14 +26,3 @@ def test_answers_may_part_where_tokens_are_as_near_as_the_errors_are_large() -> 
     assert near.partings == [Parting(0, 1, 1, 0, pytest.approx(np.log(0.5 / 0.48)))]
     assert near.within_numerics
     assert not compare([_answer(0, 1)], [_answer(0, 2)], [JUDGED]).within_numerics
-
-
-def test_nothing_behind_the_parting_counts() -> None:
-    found = compare([_answer(0, 1)], [_answer(1, 2)], [JUDGED])
-    assert (found.num_tokens_compared, [one.place for one in found.partings]) == (1, [0])
-
-
-def test_what_an_engine_does_not_tell_is_no_error() -> None:
-    found = compare([_answer(0, 1)], [Answer([0, 1], [float(JUDGED[0, 0]) + 0.03, float("nan")])], [JUDGED])
-    assert (found.num_same, found.their_error) == (1, pytest.approx(0.03))
-    assert found.within_numerics

@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
 import serving
-from llama_cpp_build import Build
-from peers_errors import PeerError
 
 from tests.backends.models import SMALL
 from tools.make_tiny_model import make_tiny_gguf
@@ -39,21 +36,3 @@ def test_ratios_are_of_one_round():
     found = serving.report([8], ["cpuspec none", "llama.cpp none"], samples)["ratios"]
     assert found["8 clients, output tokens/s: cpuspec none over llama.cpp none"]["rounds"] == [3.0, 2.0]
     assert found["8 clients, p95 ttft, ms: cpuspec none over llama.cpp none"]["rounds"] == [0.5, 2.0]
-
-
-def test_prompts_do_not_come_twice(tmp_path):
-    with pytest.raises(PeerError, match="needs 9 prompts, and there are 8"):
-        serving.read_load([prompt_file(tmp_path, 8)], 9)
-
-
-def test_edits_are_whole_files_with_one_change_asked_for():
-    found = serving.read_load(["edits:4"], 4)
-    texts = [one.messages[0]["content"] for one in found]
-    assert len(set(texts)) == 4
-    assert all(len(text.splitlines()) in range(120, 200) and "```python" in text for text in texts)
-
-
-def test_a_draft_of_llama_server_brings_its_options(tmp_path):
-    (tmp_path / "llama-server").touch()
-    arm = serving._llama_arm(Build(tmp_path), "ngram-simple --spec-ngram-simple-size-n 4", tmp_path / "m.gguf", 1, 128, 1)
-    assert arm.command[-4:] == ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "4")

@@ -17,26 +17,6 @@ def model(tmp_path_factory) -> Path:
     return make_tiny_gguf(tmp_path_factory.mktemp("start") / "tiny.gguf")
 
 
-def test_a_program_gets_prompt_length_and_context(tmp_path):
-    seen = tmp_path / "seen"
-    code = "import sys; new, context, prompt = sys.argv[1:]; "
-    code += f"open({str(seen)!r}, 'w').write(' '.join((new, context, open(prompt).read()))); print('answer')"
-    run = start.start([sys.executable, "-c", code, "{new}", "{context}", "{prompt}"], "the prompt", 7, 99)
-    assert seen.read_text() == "7 99 the prompt"
-    assert run.first_byte_s > 0
-
-
-def test_the_peak_is_that_of_the_program():
-    small, large = (start.start([*FAKE, str(size)], "", 1, 1).peak_bytes for size in (0, 100_000_000))
-    assert 80e6 < large - small < 120e6
-
-
-def test_a_program_has_the_environment_that_it_is_given(tmp_path):
-    code = "import os, sys; sys.exit(os.environ['CPUSPEC_CACHE'] + os.environ.get('PYTHONDONTWRITEBYTECODE', ' none'))"
-    with pytest.raises(start.ProgramError, match="empty none"):
-        start.start([sys.executable, "-c", code], "", 1, 1, {"CPUSPEC_CACHE": "empty"})
-
-
 def test_memory_is_measured_over_the_file_and_what_each_engine_keeps_of_the_context(model):
     file_bytes, cache_bytes = start.model_bytes(model, 10)
     assert file_bytes == model.stat().st_size

@@ -1,6 +1,5 @@
 """The benchmark of structured outputs sends the same requests to each arm, and checks what comes back by another library."""
 
-import jsonschema_rs
 import pytest
 import structured
 
@@ -15,13 +14,6 @@ def test_every_arm_answers_the_same_and_what_ends_is_valid(tmp_path, measured):
     assert counts["answers"] == counts["valid"] + counts["cut off"] == 15
     assert counts["valid"]
     assert set(found["figures"][f"2 clients, {structured.OVER}"]) == {"forced", "auto"}
-
-
-def test_requests_differ_and_their_schemas_are_schemas():
-    made = structured.make_requests(200, 100)
-    assert len({body["messages"][0]["content"] for _, body in made}) == 200
-    for schema in structured.SCHEMAS.values():
-        jsonschema_rs.meta.validate(schema)
 
 
 @pytest.mark.parametrize(

@@ -230,11 +230,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 3.2": (
         "llama",
         {
-            "attention_dropout": 0.0,
-            "mlp_bias": False,
-            "pretraining_tp": 1,
-            "use_cache": True,
-            "unsloth_fixed": True,
+            **{"attention_dropout": 0.0, "mlp_bias": False, "pretraining_tp": 1, "use_cache": True, "unsloth_fixed": True},
             "eos_token_id": [1, 2],
         },
     ),
@@ -277,9 +273,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             **{"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 20, "use_qkv_bias": False},
             **{"rope_scaling": None, "attention_dropout": 0.0, "embedding_dropout": 0.0, "norm_head": False, "norm_softmax": False},
             **{
-                "score_function": "sigmoid",
-                "router_dtype": "fp32",
-                "moe_router_enable_expert_bias": True,
+                **{"score_function": "sigmoid", "router_dtype": "fp32", "moe_router_enable_expert_bias": True},
                 "topk_method": "noaux_tc",
             },
             **{"num_nextn_predict_layers": 0, "mtp_loss_scaling_factor": 0, "use_rmsnorm": True, "use_bias": False},
@@ -385,20 +379,6 @@ def test_the_matrices_that_the_file_has_count_whatever_is_said_to_be_tied(tmp_pa
         assert np.array_equal(checkpoint.tensors["output"].dequantize(), output)
         assert len(checkpoint.remarks) == int(is_tied)
     assert difference(directory, checkpoint) < 1e-4
-
-
-def test_parts_that_see_or_hear_are_passed_over_by_name(tmp_path: Path) -> None:
-    directory = directory_of(tmp_path / "hf", "gemma3", {})
-    wanted = open_checkpoint(directory)
-    images = {
-        "vision_tower.patch.weight": np.ones((2, 3, 4, 4), np.float32),
-        "multi_modal_projector.norm.weight": np.ones(2, np.float32),
-    }
-    rewrite(directory, load_file(directory / "model.safetensors") | images)
-    checkpoint = open_checkpoint(directory)
-    assert checkpoint.tensors.keys() == wanted.tensors.keys()
-    (remark,) = checkpoint.remarks
-    assert "2 tensors, as 'multi_modal_projector.norm.weight', are of a part that sees or hears" in remark
 
 
 # Wrapper, its `model_type`, the family of its text, and how its files begin names of the text's tensors and of what sees.

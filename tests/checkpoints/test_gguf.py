@@ -1,5 +1,4 @@
 import math
-from collections import Counter
 
 import gguf
 import numpy as np
@@ -391,12 +390,6 @@ def test_a_missing_tensor_is_named(small_gguf, edited_gguf, name):
         open_checkpoint(edited_gguf(small_gguf("qwen2"), drop_tensors=[name]))
 
 
-def test_a_llama_file_with_q_norms_is_refused(small_gguf, edited_gguf):
-    norms = {f"blk.0.attn_{part}_norm.weight": np.ones(16, np.float32) for part in "qk"}
-    with pytest.raises(CheckpointError, match="_norm has no place in a llama model"):
-        open_checkpoint(edited_gguf(small_gguf("llama"), tensors=norms))
-
-
 def test_a_type_that_is_not_supported_names_type_tensor_and_choices(small_gguf, edited_gguf):
     path = edited_gguf(small_gguf("qwen2"), tensors={"blk.0.ffn_up.weight": np.zeros((64, 32), np.int32)})
     with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up\.weight has the type I32; supported are F32, F16, BF16, Q4_0"):
@@ -419,34 +412,6 @@ def test_a_vector_in_blocks_is_refused(small_gguf, edited_gguf, architecture, na
 def test_a_name_that_would_scribble_over_a_terminal_is_not_used(small_gguf, edited_gguf):
     path = edited_gguf(small_gguf("qwen2"), set={"general.name": ("\x1b[2Jhello", T.STRING)})
     assert open_checkpoint(path).name == "edited"
-
-
-def test_a_metadata_value_of_any_type_opens_or_is_refused_and_nothing_else(small_gguf, edited_gguf):
-    source = small_gguf("qwen2")
-    extra = ["expert_count", "rope.scaling.type", "rope.scaling.factor", "attention.sliding_window", "attention.causal"]
-    keys = [key for key in gguf.GGUFReader(source).fields if not key.startswith("GGUF.")] + [f"qwen2.{key}" for key in extra]
-    values = [
-        (-1, T.INT64),
-        ((1 << 64) - 1, T.UINT64),
-        (float("inf"), T.FLOAT64),
-        (True, T.BOOL),
-        ("text", T.STRING),
-        (["text"], T.ARRAY),
-        ([1, 2, 3], T.ARRAY),
-        ([0.5], T.ARRAY),
-    ]
-    outcomes = Counter()
-    for key in keys:
-        for value in values:
-            path = edited_gguf(source, set={key: value})
-            try:
-                open_checkpoint(path)
-                outcomes["opened"] += 1
-            except CheckpointError as error:
-                outcomes["refused"] += str(path) in str(error)
-    assert outcomes.total() == len(keys) * len(values)
-    assert outcomes["refused"] > 0.5 * outcomes.total()
-    assert outcomes["opened"] >= 10  # keys that may be absent, or of several types
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])

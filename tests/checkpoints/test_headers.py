@@ -23,12 +23,8 @@ LAYERS = {"gemma2": 4, "gemma3": 7, "smollm3": 4}  # where it is not 2
 
 # Keys that llama.cpp's converter has written since 2023, and those that it writes besides today.
 ALWAYS = {
-    "context_length": 512,
-    "embedding_length": 32,
-    "feed_forward_length": 64,
-    "attention.head_count": 2,
-    "attention.head_count_kv": 1,
-    "attention.layer_norm_rms_epsilon": 1e-6,
+    **{"context_length": 512, "embedding_length": 32, "feed_forward_length": 64, "attention.head_count": 2},
+    **{"attention.head_count_kv": 1, "attention.layer_norm_rms_epsilon": 1e-6},
 }
 TODAY = {**ALWAYS, "attention.key_length": 16, "attention.value_length": 16, "rope.freq_base": 1e6}
 LLAMA_2023 = {**ALWAYS, "rope.dimension_count": 16}
@@ -40,35 +36,18 @@ OLLAMA_GEMMA = {
     "attention.sliding_window": 8,
 }
 OLLAMA_VISION = {
-    "mm.tokens_per_image": 256,
-    "vision.attention.head_count": 16,
-    "vision.attention.layer_norm_epsilon": 1e-6,
-    "vision.block_count": 27,
-    "vision.embedding_length": 1152,
-    "vision.feed_forward_length": 4304,
-    "vision.image_size": 896,
-    "vision.num_channels": 3,
-    "vision.patch_size": 14,
+    **{"mm.tokens_per_image": 256, "vision.attention.head_count": 16, "vision.attention.layer_norm_epsilon": 1e-6},
+    **{"vision.block_count": 27, "vision.embedding_length": 1152, "vision.feed_forward_length": 4304},
+    **{"vision.image_size": 896, "vision.num_channels": 3, "vision.patch_size": 14},
 }
 
 GENERAL: dict[str, Any] = {
-    "general.base_model.0.name": "Model",
-    "general.base_model.count": 1,
-    "general.basename": "Model",
-    "general.file_type": 15,
-    "general.finetune": "Instruct",
-    "general.languages": ["en"],
-    "general.license": "apache-2.0",
-    "general.quantization_version": 2,
-    "general.quantized_by": "Unsloth",
-    "general.repo_url": "unsloth",
-    "general.size_label": "3B",
-    "general.tags": ["unsloth", "text-generation"],
-    "general.type": "model",
-    "quantize.imatrix.chunks_count": 125,
-    "quantize.imatrix.dataset": "calibration.txt",
-    "quantize.imatrix.entries_count": 224,
-    "quantize.imatrix.file": "model.imatrix",
+    **{"general.base_model.0.name": "Model", "general.base_model.count": 1, "general.basename": "Model"},
+    **{"general.file_type": 15, "general.finetune": "Instruct", "general.languages": ["en"]},
+    **{"general.license": "apache-2.0", "general.quantization_version": 2, "general.quantized_by": "Unsloth"},
+    **{"general.repo_url": "unsloth", "general.size_label": "3B", "general.tags": ["unsloth", "text-generation"]},
+    **{"general.type": "model", "quantize.imatrix.chunks_count": 125, "quantize.imatrix.dataset": "calibration.txt"},
+    **{"quantize.imatrix.entries_count": 224, "quantize.imatrix.file": "model.imatrix"},
 }
 WINDOWS = (8,) * 5 + (0, 8)
 LOCAL = ("local",) * 5 + ("global", "local")
@@ -98,9 +77,7 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "llama",
         {
             **LLAMA_2023,
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 16.0,
-            "rope.scaling.original_context_length": 128,
+            **{"rope.scaling.type": "yarn", "rope.scaling.factor": 16.0, "rope.scaling.original_context_length": 128},
             "rope.scaling.finetuned": True,
         },
         {"rope_scaling": RopeScaling("yarn", 16.0, original_context_length=128)},
@@ -111,9 +88,7 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "qwen2",
         {
             **ALWAYS,
-            "rope.freq_base": 1e6,
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 4.0,
+            **{"rope.freq_base": 1e6, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
             "rope.scaling.original_context_length": 128,
         },
         {"rope_base": 1e6, "rope_scaling": RopeScaling("yarn", 4.0, original_context_length=128)},
@@ -178,12 +153,8 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "rope.freq_base": 2e6,
             "rope.local.freq_base": 1e4,
             "attention.sliding_window_pattern": [True, False, True, False, True, False, True],
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 4.0,
-            "rope.scaling.original_context_length": 128,
-            "rope.scaling.extrapolation_factor": 1.0,
-            "rope.scaling.beta_fast": 64.0,
-            "rope.scaling.beta_slow": 1.0,
+            **{"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128},
+            **{"rope.scaling.extrapolation_factor": 1.0, "rope.scaling.beta_fast": 64.0, "rope.scaling.beta_slow": 1.0},
         },
         {
             "rope_base": 2e6,

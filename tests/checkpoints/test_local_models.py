@@ -108,9 +108,7 @@ def test_lm_studios_models_have_owner_repository_and_file(home: Path, directory:
 
 def test_the_hubs_cache_has_names_that_find_its_models_without_a_network(home: Path) -> None:
     files = {
-        "x-Q4_K_M.gguf": b"1",
-        "q/x-Q8_0-00001-of-00002.gguf": b"12",
-        "q/x-Q8_0-00002-of-00002.gguf": b"123",
+        **{"x-Q4_K_M.gguf": b"1", "q/x-Q8_0-00001-of-00002.gguf": b"12", "q/x-Q8_0-00002-of-00002.gguf": b"123"},
         "x-Q5_0.gguf": b"5",
     }
     ggufs = put_snapshot(home, **files, **{"mmproj-Q4_0.gguf": b"", "y-Q5_0.gguf": b"55", "z-Q6_K-00001-of-00002.gguf": b"half"})
@@ -137,10 +135,7 @@ def test_hostile_content_is_left_out(home: Path, tmp_path: Path) -> None:
     outside = put(tmp_path / "outside.gguf")
     models = home / ".ollama" / "models"
     hostile = {
-        "huge": '{"layers": [' + " " * (1 << 20) + "]}",
-        "deep": "[" * 100_000,
-        "no-json": "\x00\x01",
-        "list": "[]",
+        **{"huge": '{"layers": [' + " " * (1 << 20) + "]}", "deep": "[" * 100_000, "no-json": "\x00\x01", "list": "[]"},
         "layers": '{"layers": 3}',
         "layer": '{"layers": [3, null, {"mediaType": 3}]}',
         "traversal": '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:../../../../etc/passwd"}]}',

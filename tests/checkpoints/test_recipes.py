@@ -296,16 +296,6 @@ def test_a_recipe_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
             find_named(str(tmp_path / f"{name}.toml"))
 
 
-def test_a_missing_recipe_file_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        find_named(str(tmp_path / "nothing.toml"))
-
-
-def test_names_ignore_case() -> None:
-    assert find_named("SmolLM2-135M-Instruct").name == "smollm2-135m-instruct"
-    assert find_named("zzzzzzzz") is None
-
-
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

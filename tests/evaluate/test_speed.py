@@ -1,19 +1,16 @@
 """What the speed measurements feed to a backend, and the figures against their definitions. No test reads a clock."""
 
-import json
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cpuspec.backends import Backend, make_backend
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate import speed
 from cpuspec.evaluate.speed import FORWARDS_PER_ROUND, Plan, measure_speed
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
-from cpuspec.settings import EngineConfig
 from tests.backends.models import tiny
 
 PLAN = Plan(prompt_tokens=20, new_tokens=3, depths=(0, 12), rows=(1, 4), rows_depth=5, repetitions=2)
@@ -152,38 +149,6 @@ def test_spread_and_median_are_of_all_samples(watched: Watched, monkeypatch: pyt
     assert decode.tokens_per_s == pytest.approx(1 / 3)
     assert decode.mean_tokens_per_s == pytest.approx((1 + 1 / 3 + 1 / 8) / 3)
     assert decode.sd_tokens_per_s == pytest.approx(statistics.stdev([1, 1 / 3, 1 / 8]))
-
-
-def test_the_report_as_a_dict_keeps_what_scripts_rely_on(watched: Watched) -> None:
-    report = measure_speed(watched, PLAN)
-    shown = json.loads(json.dumps(report.as_dict()))
-    assert shown["prefill"] == asdict(report.prefill[0])
-    assert shown["decode"]["tokens_per_s"] == report.decode[0].tokens_per_s
-    assert shown["more"] == [asdict(report.prefill[1]), asdict(report.decode[1])]
-    assert [(row["rows"], row["median_s"]) for row in shown["rows"]] == [(1, 1.25), (4, 2.0)]
-
-
-def test_parts_that_are_not_asked_for_are_not_run(watched: Watched) -> None:
-    report = measure_speed(watched, replace(PLAN, prompt_tokens=0, rows=(2, 4)))
-    assert report.prefill == []
-    assert [one.over_one_row for one in report.rows] == [None, None]
-    assert report.as_dict()["prefill"] is None
-    report = measure_speed(watched, replace(PLAN, new_tokens=0, rows=()))
-    assert report.decode == report.rows == []
-    assert report.as_dict()["decode"] is None
-
-
-@pytest.mark.parametrize("name", ["numba", "numpy"])
-def test_real_backends_run_a_plan(checkpoint, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(speed, "read_bandwidth", lambda threads: 1e9 * threads)
-    backend: Backend = make_backend(name, checkpoint, EngineConfig(max_rows=8, threads=1))
-    try:
-        report = measure_speed(backend, PLAN)
-    finally:
-        backend.close()
-    figures = [*report.prefill, *report.decode, *(one.speed for one in report.rows)]
-    assert len(figures) == 6
-    assert all(0 < one.min_s <= one.median_s and one.tokens_per_s > 0 for one in figures)
 
 
 @pytest.mark.parametrize(

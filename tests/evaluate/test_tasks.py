@@ -28,16 +28,12 @@ PROMPT = (
     'from typing import List\n\n\ndef helper(x):\n    return x\n\n\ndef total(values: List[int]) -> int:\n    """Sum them."""\n'
 )
 HUMANEVAL = {
-    "task_id": "HumanEval/0",
-    "prompt": PROMPT,
-    "entry_point": "total",
+    **{"task_id": "HumanEval/0", "prompt": PROMPT, "entry_point": "total"},
     "canonical_solution": "    return sum(values)\n",
     "test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n",
 }
 MBPP = {
-    "task_id": 11,
-    "text": "Write a function to double a number.",
-    "code": "def double(x):\r\n    return 2 * x",
+    **{"task_id": 11, "text": "Write a function to double a number.", "code": "def double(x):\r\n    return 2 * x"},
     "test_setup_code": "import math",
     "test_list": ["assert double(2) == 4", "assert double(math.inf) == math.inf"],
 }

@@ -98,11 +98,7 @@ def test_numbers_are_told_from_booleans_and_texts_keep_their_white_space() -> No
 
 def test_a_limit_takes_its_share_of_each_kind() -> None:
     assert Counter(case.kind for case in spread(CASES, 20)) == {
-        "simple": 5,
-        "multiple": 5,
-        "parallel": 3,
-        "irrelevance": 3,
-        "long": 4,
+        **{"simple": 5, "multiple": 5, "parallel": 3, "irrelevance": 3, "long": 4},
     }
     assert spread(CASES, None) == spread(CASES, 500) == CASES
 

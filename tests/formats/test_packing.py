@@ -9,13 +9,7 @@ from cpuspec.formats.packing import TILE, pack, tile_bytes, unpack
 # Formats that are packed in more bits than files have, because their codes take longer to find than the difference to read: times
 # the bytes of the file.
 EXPANDED = {
-    "iq1_s": 2.09,
-    "iq1_m": 1.94,
-    "iq2_xxs": 1.58,
-    "iq2_xs": 1.46,
-    "iq2_s": 1.32,
-    "iq3_xxs": 1.39,
-    "iq3_s": 1.24,
+    **{"iq1_s": 2.09, "iq1_m": 1.94, "iq2_xxs": 1.58, "iq2_xs": 1.46, "iq2_s": 1.32, "iq3_xxs": 1.39, "iq3_s": 1.24},
     "tq1_0": 1.26,
 }
 

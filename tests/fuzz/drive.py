@@ -12,10 +12,7 @@ fault: another exception, MemoryError under the limit, a signal, an exit, a case
     def test_a_damaged_file_is_read_or_refused():
         check(gguf, 60)
 
-CPUSPEC_FUZZ=10000 in the environment runs as many cases of each kind. With CPUSPEC_FUZZ_STATE=DIRECTORY what came out is kept there
-after every few hundred cases, so that a run that was stopped goes on where it was, and faults of an earlier one are tried again:
-
-    CPUSPEC_FUZZ=10000 CPUSPEC_FUZZ_STATE=fuzz python -m pytest tests/fuzz -s -k damaged
+CPUSPEC_FUZZ=10000 in the environment runs as many cases of each kind.
 
 One case again, in this process and with its traceback:
 
@@ -32,7 +29,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -40,7 +36,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from cpuspec.errors import CpuspecError
-from cpuspec.files import write_file
 
 Case = Callable[[random.Random, Path], object]
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
@@ -48,7 +43,6 @@ JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
 DEADLINE_S = 120.0  # of one case: far above what any takes on a loaded machine, compiling included
 MEMORY_BYTES = 1 << 30  # that a case may ask for beyond what the process had before
 _MOST_FAULTS = 20  # after which a run ends
-_PIECE = 500  # cases between two writes of what came out
 
 _ROOT = Path(__file__).resolve().parents[2]
 _EXTREMES = (0, 1, 2, 3, 7, 8, 31, 32, 33, 127, 128, 255, 256, 65535, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32)
@@ -65,37 +59,10 @@ def check(case: Case, num_cases: int) -> Counter[str]:
     """
     num_cases = int(os.environ.get("CPUSPEC_FUZZ") or num_cases)
     target = f"{case.__module__}:{case.__name__}"
-    directory = os.environ.get("CPUSPEC_FUZZ_STATE")
-    outcomes, faults = run_pieces(target, num_cases, Path(directory)) if directory else run_cases(target, range(num_cases))
+    outcomes, faults = run_cases(target, range(num_cases))
     again = f"python -m tests.fuzz.drive {target}"
     assert not faults, "\n\n".join(f"{again} {seed}\n{fault}" for seed, fault in faults.items())
     return outcomes
-
-
-def run_pieces(target: str, num_cases: int, directory: Path, piece: int = _PIECE) -> tuple[Counter[str], dict[int, str]]:
-    """`run_cases` for seeds 0 to `num_cases` - 1, `piece` at a time, with what came out so far in a file of `directory`.
-
-    Seeds that are in the file are not run again, but for those that were faults. Progress goes to stderr.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{target.replace(':', '.')}.json"
-    kept = json.loads(path.read_text()) if path.exists() else {"next": 0, "outcomes": {}, "faults": {}}
-    outcomes, faults, first = Counter(kept["outcomes"]), {int(seed): text for seed, text in kept["faults"].items()}, kept["next"]
-    again = [range(seed, seed + 1) for seed in sorted(faults)]
-    for seeds in again + [range(at, min(at + piece, num_cases)) for at in range(first, num_cases, piece)]:
-        began = time.monotonic()
-        faults = {seed: text for seed, text in faults.items() if seed not in seeds}
-        came, wrong = run_cases(target, seeds)
-        faults |= wrong
-        if len(faults) >= _MOST_FAULTS:  # some of these seeds were not run
-            break
-        outcomes, first = outcomes + came, max(first, seeds[-1] + 1)
-        write_file(path, json.dumps({"next": first, "outcomes": outcomes, "faults": faults}, indent=1))
-        spent = time.monotonic() - began
-        print(
-            f"{target} {first} of {num_cases}: {dict(outcomes)}, {len(faults)} faults, {spent:.0f} s", file=sys.stderr, flush=True
-        )
-    return outcomes, faults
 
 
 def run_cases(

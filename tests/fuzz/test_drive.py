@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cpuspec.errors import ConfigError
-from tests.fuzz.drive import check, mutate_bytes, mutate_json, mutate_text, run_cases, run_pieces
+from tests.fuzz.drive import check, mutate_bytes, mutate_json, mutate_text, run_cases
 
 
 def refuses(rng: random.Random, directory: Path) -> None:
@@ -53,24 +53,6 @@ def test_every_kind_of_fault_is_found_and_the_cases_behind_it_run() -> None:
     assert list(faults) == [1, 2, 3, 4, 5]
     for seed, says in {1: "KeyError: 'raised'", 2: "Abort", 3: "MemoryError", 4: "Timeout", 5: "ended with 7"}.items():
         assert says in faults[seed]
-
-
-def test_a_long_run_goes_on_where_it_was_and_tries_its_faults_again(tmp_path: Path, capfd) -> None:
-    target = f"{__name__}:{answers_or_refuses.__name__}"
-    outcomes, faults = run_pieces(target, 25, tmp_path, piece=10)
-    assert (outcomes.total(), faults) == (25, {})
-    assert "10 of 25" in capfd.readouterr().err
-    assert run_pieces(target, 25, tmp_path) == (outcomes, {})
-    assert not capfd.readouterr().err, "nothing was run again"
-    assert run_pieces(target, 40, tmp_path)[0] == run_cases(target, range(40))[0]
-    (state,) = tmp_path.iterdir()
-    kept = json.loads(state.read_text())
-    state.write_text(json.dumps(kept | {"faults": {"3": "mended since"}}))
-    assert run_pieces(target, 40, tmp_path)[1] == {}
-    assert json.loads(state.read_text())["faults"] == {}
-    broken = f"{__name__}:{goes_wrong.__name__}"
-    assert set(run_pieces(broken, 3, tmp_path)[1]) == {1, 2}
-    assert set(run_pieces(broken, 3, tmp_path)[1]) == {1, 2}
 
 
 def test_a_fault_is_named_with_the_command_that_shows_it_again(monkeypatch) -> None:

@@ -110,8 +110,8 @@ def head_file(rng: random.Random, directory: Path) -> None:
 
 
 def test_a_damaged_directory_of_a_head_is_refused_or_drafts() -> None:
-    assert both(check(head_directory, 60))
+    assert both(check(head_directory, 30))
 
 
 def test_a_damaged_gguf_file_of_a_head_is_refused_or_drafts() -> None:
-    assert both(check(head_file, 40))
+    assert both(check(head_file, 25))

@@ -65,8 +65,8 @@ def logits(rng: random.Random, directory: Path) -> None:
 
 
 def test_a_damaged_importance_matrix_is_refused_or_read() -> None:
-    assert both(check(importance, 80))
+    assert both(check(importance, 40))
 
 
 def test_a_damaged_file_of_logits_is_refused_or_read() -> None:
-    assert both(check(logits, 80))
+    assert both(check(logits, 40))

@@ -213,20 +213,20 @@ def both(outcomes: dict[str, int]) -> bool:
 
 
 def test_a_damaged_gguf_file_is_refused_or_answers() -> None:
-    assert both(check(gguf, 60))
+    assert both(check(gguf, 30))
 
 
 def test_weights_of_any_bytes_do_not_end_compiled_kernels() -> None:
-    assert check(gguf_on_numba, 12)["answered"]
+    assert check(gguf_on_numba, 6)["answered"]
 
 
 def test_a_damaged_hugging_face_directory_is_refused_or_answers() -> None:
-    assert both(check(huggingface, 60))
+    assert both(check(huggingface, 30))
 
 
 def test_a_damaged_quantized_directory_is_refused_or_answers() -> None:
-    assert both(check(quantized, 60))
+    assert both(check(quantized, 30))
 
 
 def test_a_damaged_openvino_export_is_refused_or_answers() -> None:
-    assert both(check(openvino, 40))
+    assert both(check(openvino, 25))

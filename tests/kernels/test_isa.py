@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_gguf(path, "qwen3", weight_format="q4_k", output_format="q6_k", embed_format="q8_0", tied=False)
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", ["avx2", *(pytest.param(name, marks=pytest.mark.slow) for name in FEATURES if name != "avx2")])
 def test_a_model_has_the_same_bits_on_every_instruction_set(model: Path, name: str) -> None:
     if lacking := set(FEATURES[name]) - isa.features():
         pytest.skip(f"this processor lacks {', '.join(sorted(lacking))}")
@@ -102,7 +102,7 @@ for pair in ("q8_0 int8", "q8_0 int16", "int4_g32 int8", "f32 f32", "f16 f32", "
 """
 
 
-@pytest.mark.parametrize("name", ["avx2", "avx_vnni"])
+@pytest.mark.parametrize("name", ["avx2", pytest.param("avx_vnni", marks=pytest.mark.slow)])
 def test_the_kernels_of_a_mixtures_heads_are_compiled_for_processors_that_this_one_is_not(name: str) -> None:
     """They are not run here: `test_instructions.py` interprets them."""
     done = in_child(ASSEMBLY, FEATURES[name])

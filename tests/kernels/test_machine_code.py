@@ -193,13 +193,6 @@ def test_a_damaged_file_is_compiled_again(compiles: list[object], damage: str) -
     assert compiles == [weighted]
 
 
-def test_a_cache_that_cannot_be_written_costs_a_compilation(cache: Path, monkeypatch, compiles: list[object]) -> None:
-    (cache / "file").touch()
-    monkeypatch.setenv("CPUSPEC_CACHE", str(cache / "file"))
-    assert value() == 12
-    assert compiles == [weighted]
-
-
 def test_an_unfinished_file_is_not_left_behind(monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise OSError("no")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,8 +17,6 @@ from cpuspec.loadtest.figures import (
     most_at_once,
     percentile,
     read_goodput,
-    read_metrics,
-    read_percentiles,
     summarize,
 )
 from cpuspec.loadtest.requests import CHAT, COMPLETIONS, LoadRequest, random_requests, read_requests
@@ -85,11 +82,6 @@ def test_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
     assert 0.95 < gaps.std() / gaps.mean() * burstiness**0.5 < 1.05
 
 
-def test_a_seed_repeats_arrivals() -> None:
-    assert arrival_times(50, 2.0, 1.0, 3) == arrival_times(50, 2.0, 1.0, 3) != arrival_times(50, 2.0, 1.0, 4)
-    assert arrival_times(3, math.inf, 1.0, 3) == [0.0, 0.0, 0.0]
-
-
 # --- figures
 
 
@@ -147,15 +139,6 @@ def test_requests_at_once_are_counted() -> None:
 def test_bad_targets_are_refused(entries: list[str]) -> None:
     with pytest.raises(ConfigError):
         read_goodput(entries)
-
-
-def test_lists_are_read_and_checked() -> None:
-    assert read_goodput(["ttft:500", "tpot:50"]) == read_goodput(["ttft:500 tpot:50"]) == {"ttft": 500, "tpot": 50}
-    assert read_metrics("ttft, tpot") == ("ttft", "tpot")
-    assert read_percentiles("50,99.9") == (50, 99.9)
-    for read, text in ((read_metrics, "ttft,x"), (read_percentiles, "101"), (read_percentiles, "a"), (read_percentiles, "nan")):
-        with pytest.raises(ConfigError):
-            read(text)
 
 
 # --- requests

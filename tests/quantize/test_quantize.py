@@ -200,18 +200,10 @@ FIELDS: dict[str, list[Any]] = {
             "longrope", 1.0, original_context_length=64, attention_factor=1.25, factors=(2.0,) * 8, short_factors=(1.5,) * 8
         ),
     ],
-    "query_growth": [0.25],
-    "activation": ["silu", "gelu_tanh"],
-    "embedding_scale": [7.0],
-    "query_scale": [0.3],
-    "attention_softcap": [20.0],
-    "logit_softcap": [25.0],
-    "layer_windows": [(9, 0, 9, 9)],
+    **{"query_growth": [0.25], "activation": ["silu", "gelu_tanh"], "embedding_scale": [7.0], "query_scale": [0.3]},
+    **{"attention_softcap": [20.0], "logit_softcap": [25.0], "layer_windows": [(9, 0, 9, 9)]},
     "layer_ropes": [("none", "global", "global", "none"), ("local", "global", "local", "global")],
-    "local_rope_base": [4321.0],
-    "rope_dims": [8],
-    "residual_scale": [0.5],
-    "logit_scale": [0.25],
+    **{"local_rope_base": [4321.0], "rope_dims": [8], "residual_scale": [0.5], "logit_scale": [0.25]},
 }
 # By the tensors, or by the family and the tensors; `test_a_hugging_face_model_becomes_a_gguf_file_of_the_same_model` has them.
 OF_TENSORS = {
@@ -566,12 +558,6 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.15 * peaks[0]
-
-
-def test_the_report_is_json(source: Checkpoint, tmp_path: Path) -> None:
-    from dataclasses import asdict
-
-    assert json.loads(json.dumps(asdict(quantize(source, tmp_path / "out.gguf", Job("q8_0"), threads=1))))["bits_per_weight"] == 8.5
 
 
 @pytest.mark.parametrize("source", ["gguf", "hf"])

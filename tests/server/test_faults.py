@@ -114,14 +114,6 @@ def _all_of(connection: socket.socket) -> bytes:
     return found
 
 
-def test_requests_that_come_one_behind_the_other_are_answered_in_order(running: Running) -> None:
-    """HTTP/1.1 pipelining: the next request is on its way before the answer to the last one is."""
-    first, second = (request_bytes(SHORT | {"max_tokens": number}) for number in (1, 2))
-    with running.connect(first + second + request_bytes(SHORT | {"max_tokens": 3}, "connection: close")) as connection:
-        replies = _all_of(connection)
-    assert re.findall(rb'"completion_tokens":(\d+)', replies) == [b"1", b"2", b"3"]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_only_stops_sending_is_gone(running: Running, stream: bool) -> None:
     """A connection that is closed on the client's side alone is that of a client that leaves; nothing runs on for it."""
@@ -555,13 +547,10 @@ def test_json_is_read_whatever_the_body_says_that_it_is(running: Running, kind: 
     page = running.post(route, content=json.dumps(body), headers=sent | {"origin": "http://page.example"})
     own = running.post(route, content=json.dumps(body), headers=sent | {"origin": running.url})
     assert found.status_code == own.status_code == wanted.status_code
-    assert "JSON" in kind or "Content-Type: application/json" in page.text if kind else page.status_code == 400
-
-
-def test_a_body_that_is_no_json_is_told_what_is_wanted(running: Running) -> None:
-    reply = running.post("/v1/completions", content="prompt=hello", headers={"content-type": "text/plain"})
-    assert reply.status_code == 400
-    assert "JSON" in reply.json()["error"]["message"]
+    if kind and "JSON" in kind:
+        assert page.status_code == wanted.status_code
+    else:
+        assert (page.status_code, "Content-Type: application/json" in page.text) == (400, True)
 
 
 def test_a_request_keeps_its_id(running: Running) -> None:

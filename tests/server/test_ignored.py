@@ -69,11 +69,7 @@ VALUES: dict[str, Any] = {
     **{"n_probs": 2, "return_tokens": True, "t_max_predict_ms": 1e-6, "input_extra": [{"text": "x"}], "encoding_format": "base64"},
     **{"top_n": 1, "with_pieces": True, "name": "another", "messages": [{"role": "user", "content": "a dog"}], "input": "a dog"},
     **{
-        "content": "a dog",
-        "tokens": [7],
-        "input_prefix": "a dog",
-        "input_suffix": "a dog",
-        "query": "a dog",
+        **{"content": "a dog", "tokens": [7], "input_prefix": "a dog", "input_suffix": "a dog", "query": "a dog"},
         "documents": ["a dog"],
     },
     **{"text_1": "a dog", "text_2": ["a dog"], "return_documents": True, "return_text": True, "texts": ["a"], "queries": ["a"]},
@@ -109,18 +105,10 @@ OF_ENDPOINT: dict[str, Any] = {
     "/v1/messages/count_tokens tool_choice": {"type": "none"},
     "/v1/messages/count_tokens output_config.format": {"type": "other"},  # a format changes no count, and is checked
     "/v1/messages/count_tokens output_format": {"type": "other"},
-    "/v1/chat/completions logprobs": True,
-    "/api/chat logprobs": True,
-    "/api/generate logprobs": True,
-    "/api/chat stream": True,
-    "/api/generate stream": True,
-    "/v1/responses prompt": "x",
-    "/v1/responses metadata": {"a": "b"},
-    "/v1/responses parallel_tool_calls": False,
-    "/api/embed input": ["a", "b"],
-    "/tokenize parse_special": True,
-    "/tokenize add_special": True,
-    "/v1/completions prompt": "a dog",
+    **{"/v1/chat/completions logprobs": True, "/api/chat logprobs": True, "/api/generate logprobs": True},
+    **{"/api/chat stream": True, "/api/generate stream": True, "/v1/responses prompt": "x"},
+    **{"/v1/responses metadata": {"a": "b"}, "/v1/responses parallel_tool_calls": False, "/api/embed input": ["a", "b"]},
+    **{"/tokenize parse_special": True, "/tokenize add_special": True, "/v1/completions prompt": "a dog"},
 }
 
 

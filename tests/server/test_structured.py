@@ -522,19 +522,9 @@ def test_a_schema_that_tags_cannot_tell_is_kept_to_in_json(one: Any) -> None:
 
 
 PATTERNS = {
-    "^a$": "^a$",
-    "^a|^b$": "^a|^b$",
-    r"\bfoo\b": "foo",
-    "^(?!x)(?=.*[)a])[a-z]+(?<!y)$": "^[a-z]+$",
-    "a^b$c": "abc",
-    "(?:^a$)": "(?:^a$)",
-    "x(^a)": "x(a)",
-    "[^^$(?=]": "[^^$(?=]",
-    r"(a)\1": None,
-    r"a\0": None,
-    "(?=a)*b": None,
-    r"\^\$a": r"\^\$a",
-    "(?!a": "",
+    **{"^a$": "^a$", "^a|^b$": "^a|^b$", r"\bfoo\b": "foo", "^(?!x)(?=.*[)a])[a-z]+(?<!y)$": "^[a-z]+$", "a^b$c": "abc"},
+    **{"(?:^a$)": "(?:^a$)", "x(^a)": "x(a)", "[^^$(?=]": "[^^$(?=]", r"(a)\1": None, r"a\0": None, "(?=a)*b": None},
+    **{r"\^\$a": r"\^\$a", "(?!a": ""},
 }
 
 

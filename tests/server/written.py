@@ -134,11 +134,7 @@ WAYS: Mapping[str, tuple[Callable[[list[Call]], str], ...]] = {
 }
 
 WORDS = (
-    "I look.",
-    "Now let me explain:\n\n  def f(x):",
-    "*   Bananas\n*   Apples",
-    "Größe 漢字 🙂",
-    "a < b and [x] {y}",
+    *("I look.", "Now let me explain:\n\n  def f(x):", "*   Bananas\n*   Apples", "Größe 漢字 🙂", "a < b and [x] {y}"),
     "It's done.",
 )
 # Parts of values: quotes, brackets, marks of every row, lines, characters outside the basic plane.
@@ -146,37 +142,13 @@ PARTS = tuple(
     dict.fromkeys(
         (
             *(
-                "a",
-                "It's",
-                'say "hi"',
-                "\\n",
-                "\\",
-                "\n",
-                "\t",
-                "  ",
-                "漢字",
-                "🙂",
-                "é",
-                "{",
-                "}",
-                "[",
-                "]",
-                "(",
-                ")",
-                ",",
-                ":",
-                "'",
-                '"',
+                *("a", "It's", 'say "hi"', "\\n", "\\", "\n", "\t", "  ", "漢字", "🙂", "é", "{", "}", "[", "]", "(", ")", ","),
+                *(":", "'", '"'),
             ),
             *("print('x')\n", '{"a": [1]}', "</b>", '<p class="x">', '"""', "```", "```json\n", "; ", "null", "True", "1.5"),
             *(mark for form in TOOL_FORMATS.values() for marks in form.marks for mark in marks if mark),
             *(
-                "<think>",
-                "</think>",
-                '{"name": "run", "arguments": {}}',
-                "<parameter=a>",
-                "</parameter>",
-                "<arg_key>",
+                *("<think>", "</think>", '{"name": "run", "arguments": {}}', "<parameter=a>", "</parameter>", "<arg_key>"),
                 "</arg_value>",
             ),
             *("<｜tool▁call▁end｜>", "<|channel|>", "<|message|>", "<|end|>", '<|"|>'),

@@ -28,29 +28,18 @@ CORPUS = (
     "Größe, café, naïve, Ελληνικά, русский, 中文字符，日本語のテキスト, 한국어, 😀👩‍👩‍👧‍👦!  \n"
 )
 TRICKY = [
-    "",
-    " ",
-    "   ",
-    "\n",
-    "the",
-    " the",
-    "  the  fox",
-    "The FOX'S they'LL don't 'tis ''s",
-    "1 12 123 1234 12345 1,234.56 ٣٤٥ ½ Ⅷ １２３",
-    "a\tb\t\tc \t d",
-    "x\r\ny\r\n\r\nz\r",
-    "\n\n\n  indented\n    more\n",
+    *("", " ", "   ", "\n", "the", " the", "  the  fox", "The FOX'S they'LL don't 'tis ''s"),
+    *("1 12 123 1234 12345 1,234.56 ٣٤٥ ½ Ⅷ １２３", "a\tb\t\tc \t d", "x\r\ny\r\n\r\nz\r", "\n\n\n  indented\n    more\n"),
     "trailing   ",
     "def f(x):\n    return x[0] != {'a': -1}  # ok?\n",
-    "café café ñ ñ Å Å",
-    "中文字符，日本語のテキスト。한국어",
-    "😀👩‍👩‍👧‍👦 🇩🇪 ☺️",
-    "\u00a0\u2028\u3000x\u200by\u200d\ufeff",
-    "نص عربي שלום",
-    "<|im_end|><|not|a token|><tool>",
-    "\x00\x01\x7f\x85",
-    "!!!???...,,,---___",
-    "ſ'ſ K ﬁ ß",
+    *(
+        "café café ñ ñ Å Å",
+        "中文字符，日本語のテキスト。한국어",
+        "😀👩‍👩‍👧‍👦 🇩🇪 ☺️",
+        "\u00a0\u2028\u3000x\u200by\u200d\ufeff",
+        "نص عربي שלום",
+    ),
+    *("<|im_end|><|not|a token|><tool>", "\x00\x01\x7f\x85", "!!!???...,,,---___", "ſ'ſ K ﬁ ß"),
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
 ]
 WORDS = {
@@ -315,14 +304,6 @@ def test_rows_beyond_the_vocabulary_decode_to_nothing_and_ids_beyond_the_rows_ar
                 call(token_id)
     with pytest.raises(TokenizerError, match="the model rows for 7"):
         make(make_vocabulary(), vocab_size=7)
-
-
-def test_token_bytes_spell_the_text() -> None:
-    tokenizer = BUILT["smollm"]
-    ids = tokenizer.encode("naïve 😀")
-    assert b"".join(map(tokenizer.token_bytes, ids)) == "naïve 😀".encode()
-    assert tokenizer.token_bytes(IDS["<|im_end|>"]) == b""
-    assert not any(map(tokenizer.is_special, ids))
 
 
 def test_text_that_is_not_unicode_is_a_clear_error() -> None:
@@ -882,14 +863,6 @@ def test_a_message_quotes_little_of_a_gguf_file_and_no_control_characters(change
     assert len(str(caught.value)) < 1500  # the known pre-tokenizers are listed
 
 
-@pytest.mark.parametrize("merge", [SHOUT, f"{SHOUT} y"])
-def test_a_warning_quotes_little_of_a_gguf_file_and_no_control_characters(caplog: pytest.LogCaptureFixture, merge: str) -> None:
-    make(make_vocabulary(merges=(merge,)))
-    (record,) = caplog.records
-    assert record.getMessage().isprintable()
-    assert len(record.getMessage()) < 300
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -931,18 +904,6 @@ def test_the_longest_control_token_is_found_among_thousands_of_long_ones() -> No
     assert tokenizer.encode(text, parse_special=True) == expected
     with pytest.raises(TokenizerError, match="at most 1024"):
         make(make_vocabulary(tokens=(*TOKENS, "<|" + "x" * 2000 + "|>"), token_types=(*make_vocabulary().token_types, 3)))
-
-
-@pytest.mark.parametrize(
-    ("texts", "text"), [(["ab", "abc", "b", "bcde"], "abcde abd bcd"), (["  ", "    ", "\n"], "a   b\n     c")]
-)
-def test_the_first_and_longest_of_several_texts_is_found(texts: list[str], text: str) -> None:
-    expected = regex.compile("|".join(sorted(map(regex.escape, texts), key=len, reverse=True)))
-    tokens = (*TOKENS, *(t for t in texts if t not in TOKENS))
-    types = tuple(4 if token in texts else kind for token, kind in zip(tokens, (*GOOD_TYPES, *[4] * 9), strict=False))
-    tokenizer = make(make_vocabulary("gpt-2", tokens=tokens, token_types=types, merges=()))
-    found = [tokens[i] for i in tokenizer.encode(text) if tokens[i] in texts]
-    assert found == expected.findall(text)
 
 
 @pytest.mark.parametrize("unit", ["a", "ab", "thering"])

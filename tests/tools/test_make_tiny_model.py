@@ -1,16 +1,12 @@
 import math
-import sys
 
-import gguf
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.checkpoint import tensor_shapes
-from tools import make_tiny_model
 from tools.make_tiny_model import (
-    CONTROL_TOKENS,
     SHAPES,
     make_tiny_gguf,
     make_tiny_hf,
@@ -18,19 +14,6 @@ from tools.make_tiny_model import (
     tiny_config,
     write_random_gguf,
 )
-
-
-@pytest.mark.parametrize("vocab_size", [259, 300, 384, 1000])
-def test_the_vocabulary_has_the_size_asked_for_and_no_token_twice(vocab_size):
-    vocabulary = make_vocabulary(vocab_size)
-    assert len(vocabulary.tokens) == len(set(vocabulary.tokens)) == len(vocabulary.token_types) == vocab_size
-    assert all(vocabulary.token_types[vocabulary.token_id(token)] == 3 for token in CONTROL_TOKENS)
-    assert all("".join(merge.split(" ")) in vocabulary.tokens for merge in vocabulary.merges)
-
-
-def test_a_vocabulary_without_room_for_bytes_is_refused():
-    with pytest.raises(ValueError, match="at least 259, got 258"):
-        make_vocabulary(258)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -43,11 +26,6 @@ def test_the_tokenizer_merges_words_and_gives_every_text_back(tmp_path, architec
     control = tokenizer.encode("<|im_start|>user<|im_end|>").ids
     assert control[0] == make_vocabulary(384).token_id("<|im_start|>")
     assert control[-1] == make_vocabulary(384).token_id("<|im_end|>")
-
-
-def test_the_same_seed_gives_the_same_file_and_another_seed_another(tmp_path):
-    files = [make_tiny_gguf(tmp_path / f"{i}.gguf", seed=seed).read_bytes() for i, seed in enumerate([1, 1, 2])]
-    assert files[0] == files[1] != files[2]
 
 
 def test_rows_too_short_for_superblocks_take_the_format_that_llama_quantize_takes(tmp_path):
@@ -69,40 +47,11 @@ def test_random_models_are_written_tensor_by_tensor_with_sane_values(tmp_path):
 
 def test_known_shapes_have_the_parameters_of_their_names():
     millions = {
-        "smollm2-135m": 134.5,
-        "qwen2.5-0.5b": 494,
-        "qwen2.5-1.5b": 1544,
-        "qwen2.5-7b": 7616,
-        "qwen3-0.6b": 596,
-        "qwen3-1.7b": 1721,
-        "qwen3-30b-a3b": 30532,
-        "gpt-oss-20b": 20915,
-        "qwen3.5-4b": 4206,
-        "qwen3.5-35b-a3b": 34661,
-        "lfm2.5-1.2b": 1170.3,
-        "gemma4-e4b": 7463,
-        "gemma4-26b-a4b": 25233,
-        "deepseek-v2-lite": 15706,
+        **{"smollm2-135m": 134.5, "qwen2.5-0.5b": 494, "qwen2.5-1.5b": 1544, "qwen2.5-7b": 7616, "qwen3-0.6b": 596},
+        **{"qwen3-1.7b": 1721, "qwen3-30b-a3b": 30532, "gpt-oss-20b": 20915, "qwen3.5-4b": 4206, "qwen3.5-35b-a3b": 34661},
+        **{"lfm2.5-1.2b": 1170.3, "gemma4-e4b": 7463, "gemma4-26b-a4b": 25233, "deepseek-v2-lite": 15706},
         "glm-4.7-flash": 29943,
     }
     for name, config in SHAPES.items():
         count = sum(math.prod(shape) for shape in tensor_shapes(config).values())
         assert abs(count / 1e6 / millions[name] - 1) < 0.002, name
-
-
-@pytest.mark.parametrize("arguments", [["gguf", "m.gguf", "--format", "q6_k", "--untied"], ["hf", "m", "--rope-scaling", "llama3"]])
-def test_the_command_line_writes_models_that_open(tmp_path, monkeypatch, capsys, arguments):
-    path = tmp_path / arguments[1]
-    monkeypatch.setattr(sys, "argv", ["make_tiny_model", arguments[0], str(path), "--architecture", "qwen3", *arguments[2:]])
-    make_tiny_model.main()
-    assert str(path) in capsys.readouterr().out
-    config = open_checkpoint(path).config
-    assert config.architecture == "qwen3"
-    assert config.tied_embeddings == ("--untied" not in arguments)
-    assert (config.rope_scaling is not None) == ("--rope-scaling" in arguments)
-
-
-def test_the_gguf_package_reads_what_is_written(tmp_path):
-    fields = gguf.GGUFReader(make_tiny_gguf(tmp_path / "m.gguf", "llama")).fields
-    assert fields["general.architecture"].contents() == "llama"
-    assert fields["tokenizer.ggml.pre"].contents() == "smollm"

@@ -40,14 +40,6 @@ def test_a_wide_search_finds_the_best_of_all_sets(model: Checkpoint) -> None:
         assert min(every.values()) < agreement
 
 
-def test_a_narrow_search_keeps_to_its_candidates(model: Checkpoint) -> None:
-    backend = make_backend("numba", model, EngineConfig(threads=1))
-    allowed = least_influential(backend, TEXTS)[:2]
-    backend.close()
-    for layers, _ in search(model, TEXTS, 2, candidates=2, beam=1, on_progress=lambda tried: None):
-        assert set(layers) <= set(allowed)
-
-
 def test_the_layer_that_adds_nothing_has_the_least_influence(model: Checkpoint) -> None:
     silent = {f"layers.3.{part}": np.zeros_like(model.tensors[f"layers.3.{part}"].data) for part in ("o", "down")}
     tensors = {name: replace(t, data=silent[name]) if name in silent else t for name, t in model.tensors.items()}

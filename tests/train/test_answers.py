@@ -108,11 +108,6 @@ def test_progress_counts_what_is_generated(llm: LLM, plan: AnswerPlan, tmp_path:
     assert told[-1][0] == summary.num_new_tokens >= summary.num_answer_tokens
 
 
-def test_a_line_says_why_its_answer_ended(llm: LLM, tmp_path: Path, whole: tuple[bytes, AnswersSummary]) -> None:
-    for line in lines(tmp_path / "whole.jsonl"):
-        assert line["finish_reason"] == ("length" if len(line["answer_ids"]) == 24 else "stop")
-
-
 def test_parts_of_a_run_answer_each_prompt_once(
     llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, AnswersSummary]
 ) -> None:

@@ -128,18 +128,8 @@ def test_what_users_wrote_is_told_from_the_templates_words(tmp_path: Path, token
 @pytest.mark.parametrize(
     "line",
     [
-        "{",
-        "[]",
-        "{}",
-        '{"text": "a", "prompt": "b"}',
-        '{"text": ""}',
-        '{"text": 3}',
-        '{"messages": "hello"}',
-        '{"messages": []}',
-        '{"messages": [{"content": 3}]}',
-        '{"ids": []}',
-        '{"ids": [1.5]}',
-        '{"ids": [100000]}',
+        *("{", "[]", "{}", '{"text": "a", "prompt": "b"}', '{"text": ""}', '{"text": 3}', '{"messages": "hello"}'),
+        *('{"messages": []}', '{"messages": [{"content": 3}]}', '{"ids": []}', '{"ids": [1.5]}', '{"ids": [100000]}'),
         '{"ids": [true]}',
     ],
 )
