@@ -214,21 +214,14 @@ def _numbers(text: str) -> list[int]:
 _CHAINS = 16  # sums that do not wait for each other
 
 
-def _chains(step: Callable[[Value], Value], typ: Any) -> Any:
-    """A compiled function: `step` on each of some vectors of `typ`, a number of times."""
+def _compiled(append: Callable[[Ops, Value], None]) -> Any:
+    """A compiled function of a number of times, whose instructions `append` makes."""
 
     @intrinsic
     def emit(typingctx, times):
         def codegen(context, builder, signature, arguments):
             o = Ops(builder)
-            totals = o.variables(_CHAINS, 0, typ)
-            with o.loop(o.value(arguments[0])):
-                for total in totals:
-                    total.set(step(total.get()))
-            for total in totals:  # used, so not removed; in halves, which every processor has registers for
-                for first in (0, LANES // 2):
-                    half = total.get().shuffled(range(first, first + LANES // 2))
-                    builder.asm(ir.FunctionType(ir.VoidType(), [half.type]), "", "x", [half.v], True)
+            append(o, o.value(arguments[0]))
             return context.get_dummy_value()
 
         return types.void(times), codegen
@@ -236,40 +229,42 @@ def _chains(step: Callable[[Value], Value], typ: Any) -> Any:
     return njit(nogil=True)(lambda times: emit(times))  # noqa: PLW0108 - Numba compiles functions, not intrinsics
 
 
-def _byte_chains() -> Any:
-    return _chains(lambda total: dot_bytes(total, total.like(0x01010101), total.like(0x01010101)), I32X16)
+def _chains(o: Ops, times: Value, step: Callable[[Value], Value], typ: Any) -> None:
+    """`step` on each of some vectors of `typ`, a number of times."""
+    totals = o.variables(_CHAINS, 0, typ)
+    with o.loop(times):
+        for total in totals:
+            total.set(step(total.get()))
+    for total in totals:  # used, so not removed; in halves, which every processor has registers for
+        for first in (0, LANES // 2):
+            half = total.get().shuffled(range(first, first + LANES // 2))
+            o.b.asm(ir.FunctionType(ir.VoidType(), [half.type]), "", "x", [half.v], True)
 
 
-def _f32_chains() -> Any:
-    return _chains(lambda total: fma(total, total.like(0.5), total.like(0.5)), F32X16)
+def _byte_chains(o: Ops, times: Value) -> None:
+    _chains(o, times, lambda total: dot_bytes(total, total.like(0x01010101), total.like(0x01010101)), I32X16)
 
 
-def _tile_products() -> Any:
-    """A compiled function: four products of whole tile registers, a number of times."""
+def _f32_chains(o: Ops, times: Value) -> None:
+    _chains(o, times, lambda total: fma(total, total.like(0.5), total.like(0.5)), F32X16)
 
-    @intrinsic
-    def emit(typingctx, times):
-        def codegen(context, builder, signature, arguments):
-            o = Ops(builder)
-            o.tile_shapes(dict.fromkeys(range(8), (16, 64)))
-            for register in range(8):
-                o.tile_zero(register)
-            with o.loop(o.value(arguments[0])):
-                for total in range(4):
-                    o.tile_dot_signed(total, 4 + total // 2, 6 + total % 2)
-            o.tile_release()
-            return context.get_dummy_value()
 
-        return types.void(times), codegen
-
-    return njit(nogil=True)(lambda times: emit(times))  # noqa: PLW0108 - Numba compiles functions, not intrinsics
+def _tile_products(o: Ops, times: Value) -> None:
+    """Four products of whole tile registers, a number of times."""
+    o.tile_shapes(dict.fromkeys(range(8), (16, 64)))
+    for register in range(8):
+        o.tile_zero(register)
+    with o.loop(times):
+        for total in range(4):
+            o.tile_dot_signed(total, 4 + total // 2, 6 + total % 2)
+    o.tile_release()
 
 
 # What does nothing but multiply, and the multiply-adds of one of its iterations.
 PEAKS: Mapping[str, tuple[Any, int]] = {
-    f"bytes, {isa.dot_isa()}": (_byte_chains(), _CHAINS * 64),
-    **({"bytes, amx": (_tile_products(), 4 * 16 * 16 * 64)} if isa.has_tiles() else {}),
-    "f32": (_f32_chains(), _CHAINS * 16),
+    f"bytes, {isa.dot_isa()}": (_compiled(_byte_chains), _CHAINS * 64),
+    **({"bytes, amx": (_compiled(_tile_products), 4 * 16 * 16 * 64)} if isa.has_tiles() else {}),
+    "f32": (_compiled(_f32_chains), _CHAINS * 16),
 }
 _PEAK_WORK = 2 * 10**10  # multiply-adds of a thread: milliseconds
 

@@ -53,7 +53,9 @@ class LlamaServer:
         program = build.find("llama-server")
         if program is None:
             raise PeerError(f"there is no llama-server in {build.programs}; give the directory of llama.cpp's programs")
-        self._timeout, self._port = timeout, _free_port()
+        self._timeout = timeout
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = int(free.getsockname()[1])
         slot = ("-t", str(threads), "-c", str(context), "-np", "1", "--cache-ram", "0")
         listen = ("--host", "127.0.0.1", "--port", str(self._port))
         command = [str(program), "-m", str(model), *slot, *listen, *options, "--metrics"]
@@ -124,10 +126,3 @@ class LlamaServer:
         code = self._process.wait()
         self._log.seek(0)
         return PeerError(f"llama-server {what}; it ended with {code}: {self._log.read().decode(errors='replace')[-500:].strip()}")
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port

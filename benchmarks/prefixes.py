@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from record import Rounds, record, save, say, spread
+from record import Rounds, print_figures, record, save, say, spread
 
 from cpuspec import LLM
 from cpuspec.checkpoints.download import resolve_model
@@ -60,9 +60,7 @@ def main(
             messages.append({"role": "assistant", "content": answers[CACHED].text})
         warm.close()
     figures: dict[str, Any] = {name: {engine: spread(values) for engine, values in of.items()} for name, of in samples.items()}
-    for name, of in figures.items():
-        for engine, one in of.items():
-            print(f"{name}, {engine}: {one['median']:.3g} ({one['min']:.3g} to {one['max']:.3g})")
+    print_figures(figures)
     details = {"turns": turns, "system_tokens": system_tokens, "figures": figures}
     save(record("prefixes", path.name, passed) | details, json_file)
 

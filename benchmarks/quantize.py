@@ -138,41 +138,20 @@ def main(
                     by = () if method in ("round", "imatrix") else tuple(method.split(","))
                     bits, _, some = type_name.partition(":")
                     is_budget = bits[:1].isdigit()
-                    job = Job(
-                        "" if is_budget else type_name,
-                        by,
-                        pure=pure and not is_budget,
-                        bits_per_weight=float(bits) if is_budget else None,
-                        candidates=tuple(some.split(",")) if some else (),
-                    )
+                    candidates = tuple(some.split(",")) if some else ()
+                    if is_budget:
+                        job = Job("", by, bits_per_weight=float(bits), candidates=candidates)
+                    else:
+                        job = Job(type_name, by, pure=pure, candidates=candidates)
                     out, before = Path(directory) / "out.gguf", time.process_time()
-                    made = quantize(
-                        checkpoint,
-                        out,
-                        job,
-                        threads,
-                        chunks=pieces if by or is_budget else None,
-                        importance=importance if method == "imatrix" else None,
-                    )
-                    arm = {
-                        "type": type_name,
-                        "method": method,
-                        "num_bytes": made.num_bytes,
-                        "bits_per_weight": made.bits_per_weight,
-                        "formats": made.formats,
-                        "cpu_s": round(time.process_time() - before, 1),
-                    }
-                    take(arm, out)
-    result = record("quantize", given.path.name, rounds) | {
-        "text": text.name,
-        "calibration": calibration.name,
-        "calibration_tokens": int(pieces.size),
-        "pure": pure,
-        "scatter": scatter,
-        "arms": arms,
-    }
+                    chosen, weighed = pieces if by or is_budget else None, importance if method == "imatrix" else None
+                    made = quantize(checkpoint, out, job, threads, chunks=chosen, importance=weighed)
+                    arm = {"type": type_name, "method": method, "num_bytes": made.num_bytes, "formats": made.formats}
+                    cpu_s = round(time.process_time() - before, 1)
+                    take(arm | {"bits_per_weight": made.bits_per_weight, "cpu_s": cpu_s}, out)
+    texts = {"text": text.name, "calibration": calibration.name, "calibration_tokens": int(pieces.size)}
     print(json.dumps(arms, indent=2))
-    save(result, json_file)
+    save(record("quantize", given.path.name, rounds) | texts | {"pure": pure, "scatter": scatter, "arms": arms}, json_file)
 
 
 if __name__ == "__main__":

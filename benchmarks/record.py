@@ -12,7 +12,7 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -87,6 +87,13 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     """{"median", "min", "max", "rounds"}: of rounds, to five digits."""
     figures = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     return {name: _rounded(value) for name, value in figures.items()} | {"rounds": [_rounded(value) for value in values]}
+
+
+def print_figures(figures: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print a line for each figure: the median of each engine's spread, with its ends."""
+    for name, by_engine in figures.items():
+        told = (f"{engine} {one['median']:.4g} ({one['min']:.4g} to {one['max']:.4g})" for engine, one in by_engine.items())
+        print(f"{name}: {'; '.join(told)}")
 
 
 def say(text: str) -> None:

@@ -15,8 +15,8 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,33 +123,18 @@ def compare(ours: Sequence[Answer], theirs: Sequence[Answer], judged: Sequence[F
     return Comparison(len(ours) - len(partings), compared, *usual, largest, partings)
 
 
-class Peer:
-    """llama-server as an engine to compare with."""
-
-    def __init__(self, server: LlamaServer) -> None:
-        self._server = server
-
-    def answer(self, prompt: Sequence[int], num_tokens: int, with_log_probs: bool = True) -> tuple[Answer, float]:
-        """The greedy continuation of token ids, up to the end of the answer, and tokens a second."""
-        got = json.loads(self._server.complete(prompt, num_tokens, n_probs=int(with_log_probs)))
-        answer, told = Answer(got["tokens"], []), got.get("completion_probabilities", [])
-        for token in answer.tokens:  # of bytes that make no character yet the server tells no probability
-            known = bool(told) and told[0]["id"] == token
-            answer.log_probs.append(told.pop(0)["logprob"] if known else math.nan)
-        return answer, got["timings"]["predicted_per_second"]
-
-
-@contextmanager
-def serving(build: Build, model: Path, threads: int) -> Iterator[Peer]:
-    """A server with the model. Raises PeerError with the end of what it printed if it does not start."""
-    options = ("-tb", str(threads), "--no-webui", "--no-warmup")
-    with closing(LlamaServer(build, model, threads, _CONTEXT, _TIMEOUT_S, options)) as server:
-        server.load()
-        yield Peer(server)
+def peer_answer(server: LlamaServer, prompt: Sequence[int], num_tokens: int, with_log_probs: bool = True) -> tuple[Answer, float]:
+    """The greedy continuation of token ids, up to the end of the answer, and tokens a second."""
+    got = json.loads(server.complete(prompt, num_tokens, n_probs=int(with_log_probs)))
+    answer, told = Answer(got["tokens"], []), got.get("completion_probabilities", [])
+    for token in answer.tokens:  # of bytes that make no character yet the server tells no probability
+        known = bool(told) and told[0]["id"] == token
+        answer.log_probs.append(told.pop(0)["logprob"] if known else math.nan)
+    return answer, got["timings"]["predicted_per_second"]
 
 
 def own_answer(backend: Backend, prompt: Sequence[int], num_tokens: int) -> Answer:
-    """As `LlamaServer.answer`, by this package."""
+    """As `peer_answer`, by this package, past the end of the answer."""
     cache, answer, rows = backend.new_cache(1, len(prompt) + num_tokens), Answer([], []), list(prompt)
     for _ in range(num_tokens):
         log_probs = log_softmax(_forward(backend, cache, rows))[0]
@@ -172,13 +157,9 @@ def own_tokens_per_s(backend: Backend, prompt: Sequence[int], num_tokens: int) -
 def _forward(backend: Backend, cache: KVCache, tokens: Sequence[int]) -> F32:
     """Append tokens; logits [1, V] of the last one."""
     start, count = cache.lengths[0], len(tokens)
-    batch = ForwardBatch(
-        tokens=np.array(tokens, np.int32),
-        positions=np.arange(start, start + count, dtype=np.int32),
-        slots=np.zeros(1, np.int32),
-        q_start=np.array([0, count], np.int32),
-        logit_rows=np.array([count - 1], np.int32),
-    )
+    positions, last = np.arange(start, start + count, dtype=np.int32), np.array([count - 1], np.int32)
+    ends = np.array([0, count], np.int32)
+    batch = ForwardBatch(np.array(tokens, np.int32), positions, np.zeros(1, np.int32), ends, logit_rows=last)
     return backend.forward(batch, cache).logits
 
 
@@ -200,11 +181,13 @@ def measure(path: Path, prompts: Sequence[list[int]], how: "How") -> tuple[Compa
     checkpoint, speeds, timed = open_checkpoint(path), Speeds([]), max(how.num_tokens, _TIMED)
     with closing(make_backend("numba", checkpoint, EngineConfig(threads=how.threads, keep_packed=False))) as backend:
         ours = [own_answer(backend, prompt, how.num_tokens) for prompt in prompts]
-        with serving(how.build, path, how.threads) as server:
-            theirs = [server.answer(prompt, how.num_tokens)[0] for prompt in prompts]
+        options = ("-tb", str(how.threads), "--no-webui", "--no-warmup")
+        with closing(LlamaServer(how.build, path, how.threads, _CONTEXT, _TIMEOUT_S, options)) as server:
+            server.load()
+            theirs = [peer_answer(server, prompt, how.num_tokens)[0] for prompt in prompts]
             for _ in range(how.speed_rounds):
                 own = own_tokens_per_s(backend, prompts[0], timed)
-                speeds.of_both.append((own, server.answer(prompts[0], timed, with_log_probs=False)[1]))
+                speeds.of_both.append((own, peer_answer(server, prompts[0], timed, with_log_probs=False)[1]))
         if how.speed_rounds:
             rows = Plan(prompt_tokens=0, new_tokens=0, rows=(1, 4), repetitions=how.speed_rounds)
             speeds.four_rows = measure_speed(backend, rows).rows[1].over_one_row

@@ -34,7 +34,7 @@ import typer
 from instruction_sets import NATIVE, held_back, in_use, read_instruction_sets
 from llama_cpp_build import Build, find_build
 from peers_errors import PeerError
-from record import Rounds, record, save, say, spread
+from record import Rounds, print_figures, record, save, say, spread
 
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.errors import CpuspecError
@@ -83,9 +83,7 @@ def main(
     draft: Annotated[list[str], typer.Option(help="Drafts of cpuspec besides none. Repeatable.")] = ["auto"],  # noqa: B006
     llama_cpp_draft: Annotated[
         list[str], typer.Option(help="--spec-type of llama-server besides none, options after it. Repeatable.")
-    ] = [  # noqa: B006
-        "ngram-mod"
-    ],
+    ] = ["ngram-mod"],  # noqa: B006
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=1)] = 128,
     context: Annotated[int, typer.Option(help="Tokens of a slot.", min=2)] = 2048,
     threads: Annotated[int, typer.Option(help="Threads.", min=1)] = 2,
@@ -116,11 +114,7 @@ def main(
     result = record("serving", path.name, passed) | about
     result |= {"max_tokens": max_tokens, "per_client": per_client, "context": context, "prompts": prompts}
     result |= report(counts, [arm.name for arm in arms], samples)
-    for name, by_arm in result["figures"].items():
-        print(
-            f"{name}: "
-            + "; ".join(f"{arm} {one['median']:.4g} ({one['min']:.4g} to {one['max']:.4g})" for arm, one in by_arm.items())
-        )
+    print_figures(result["figures"])
     for name, one in result["ratios"].items():
         print(f"{name}: {one['median']:.3g}x ({one['min']:.3g} to {one['max']:.3g})")
     save(result, json_file)
@@ -156,16 +150,9 @@ def own_arm(
 
 
 def make_arms(
-    path: Path,
-    slots: int,
-    context: int,
-    threads: int,
-    drafts: Sequence[str],
-    llama_cpp_drafts: Sequence[str],
-    programs: Path | None,
-    variants: Path | None,
-    isa: str,
-) -> tuple[list[Arm], dict[str, Any]]:
+    path: Path, slots: int, context: int, threads: int, drafts: Sequence[str], llama_cpp_drafts: Sequence[str],
+    programs: Path | None, variants: Path | None, isa: str,
+) -> tuple[list[Arm], dict[str, Any]]:  # fmt: skip
     """The servers that take part, and the instructions that each uses. Raises PeerError."""
     read_instruction_sets(isa)
     # Without a directory for prompts: a server would find those of the one before it.

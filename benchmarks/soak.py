@@ -239,16 +239,9 @@ def run_hostile(
 
 
 async def _hostile_load(
-    client: Client,
-    asks: Sequence[Ask],
-    num_requests: int,
-    for_s: float,
-    num_clients: int,
-    context: int,
-    counts: dict[str, int],
-    waits: list[float],
-    faults: list[str],
-) -> None:
+    client: Client, asks: Sequence[Ask], num_requests: int, for_s: float, num_clients: int, context: int,
+    counts: dict[str, int], waits: list[float], faults: list[str],
+) -> None:  # fmt: skip
     ordinary, hostile = (Client(client.address, key) for key in (ORDINARY, HOSTILE))
     model, bodies, rng, number = await first_model(ordinary), hostile_bodies(context), random.Random(5), 0
     end_s = time.monotonic() + for_s

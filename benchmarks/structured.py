@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import jsonschema_rs
 import typer
 from peers_errors import PeerError
-from record import Rounds, record, save, say, spread
+from record import Rounds, print_figures, record, save, say, spread
 from serving import Arm, own_arm, serving
 
 from cpuspec.checkpoints.download import resolve_model
@@ -137,11 +137,7 @@ def main(
     for load, of in speeds.items():
         over = {name: [one / none for one, none in zip(values, of["none"], strict=True)] for name, values in of.items()}
         figures[f"{load}, {OVER}"] = {name: spread(values) for name, values in over.items() if name != "none"}
-    for name, by_arm in figures.items():
-        print(
-            f"{name}: "
-            + "; ".join(f"{arm} {one['median']:.4g} ({one['min']:.4g} to {one['max']:.4g})" for arm, one in by_arm.items())
-        )
+    print_figures(figures)
     print("; ".join(f"{number} {name}" for name, number in told.items()))
     save(record("structured", path.name, passed) | {"max_tokens": max_tokens, "figures": figures, "counts": told}, json_file)
     if told["invalid"] or told["differing"]:

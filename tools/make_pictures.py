@@ -17,7 +17,7 @@ import numpy as np
 from cpuspec.formats import get_format
 from cpuspec.formats.packing import pack
 from cpuspec.formats.tensor import QuantTensor
-from tools.make_readme_tables import OWN, RESULTS, Result, read_results
+from tools.make_readme_tables import KINDS, OWN, RESULTS, Result, read_results
 
 PICTURES = RESULTS.parent / "pictures"
 MODEL = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
@@ -101,9 +101,7 @@ def _newest(results: Mapping[str, Result], benchmark: str, has: str) -> Result:
 
 _TEXTS = {
     "conversations": "conversation",
-    "mt_bench:chat": "conversation (MT-bench)",
-    "humaneval": "code to complete (HumanEval)",
-    "mbpp": "tasks as raw text (MBPP)",
+    **KINDS,
     "humaneval:complete": "code, repeated in the chat (HumanEval)",
 }
 

@@ -59,7 +59,7 @@ def with_tables(readme: str, results: Mapping[str, Result]) -> str:
 
 
 # Kinds of text of the front page's table, by the names that records have for them.
-_KINDS = {
+KINDS = {
     "mt_bench:chat": "conversation (MT-bench)",
     "humaneval": "code to complete (HumanEval)",
     "mbpp": "tasks as raw text (MBPP)",
@@ -68,11 +68,9 @@ _KINDS = {
 
 def with_headline(readme: str, results: Mapping[str, Result]) -> str:
     """The text of README.md with its table: tokens per second of the newest comparison of drafts beside llama.cpp."""
-    record = next(
-        r for r in results.values() if r["benchmark"] == "chains" and set(_KINDS) <= {*r.get("peers", {}).get("sets", {})}
-    )
+    record = next(r for r in results.values() if r["benchmark"] == "chains" and set(KINDS) <= {*r.get("peers", {}).get("sets", {})})
     lines = [["tokens/s", "llama.cpp, the faster of plain and drafted", f"{OWN}, no drafts", f"{OWN}, best drafts"], ["---"] * 4]
-    for kind, label in _KINDS.items():
+    for kind, label in KINDS.items():
         own, peers = record["sets"][kind], record["peers"]["sets"][kind]
         best = max(own.values(), key=lambda arm: arm["tokens_per_s"])
         low, high = best["over_plain_interval"]
