@@ -23,31 +23,19 @@ from record import Rounds, record, save, say
 
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.evaluate.quality import Quality, QualityMeter
+from cpuspec.evaluate.quality import compare_rows
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32
 from cpuspec.quantize.calibration import run
 from cpuspec.quantize.job import METHODS, Job, measure_importance, quantize, read_chunks
 from cpuspec.quantize.weights import Weights, layer_parts
-from cpuspec.sampling import log_softmax
 from cpuspec.text import make_tokenizer
-
-_ROWS = 32  # of logits that are compared at a time
 
 
 def logits_of(checkpoint: Checkpoint, ids: list[int]) -> F32:
     """Of all rows, with weights decoded one matrix at a time."""
     tokens = np.array([ids], np.int32)
     return run(Weights(checkpoint), tokens, lambda x, names: None, {}, with_logits=True).astype(np.float32)
-
-
-def judged(reference: F32, own: F32, ids: list[int]) -> Quality:
-    """The loss of logits against those of the reference."""
-    meter = QualityMeter()
-    for start in range(0, len(ids), _ROWS):
-        rows = slice(start, start + _ROWS)
-        meter.add(log_softmax(reference[rows]), log_softmax(own[rows]), ids[start + 1 : start + _ROWS + 1])
-    return meter.quality(float(np.abs(reference - own).max()))
 
 
 def scattered(checkpoint: Checkpoint, spread: float) -> Checkpoint:
@@ -114,7 +102,7 @@ def main(
     rounds = Rounds(1, threads)
 
     def take(arm: dict[str, Any], path: Path) -> None:
-        arms.append(arm | asdict(judged(reference, logits_of(open_checkpoint(path), ids), ids)))
+        arms.append(arm | asdict(compare_rows(reference, logits_of(open_checkpoint(path), ids), ids[1:])))
         told = f"{arm['bits_per_weight']:.3f} bits, KL {arms[-1]['kl_mean']:.4f}, same top {arms[-1]['same_top']:.3f}"
         say(f"{arm['type']} {arm['method']}: {told}")
 

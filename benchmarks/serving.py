@@ -41,7 +41,7 @@ from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import read_prompts
 from cpuspec.loadtest.address import local_address
 from cpuspec.loadtest.client import Client, ServerError
-from cpuspec.loadtest.figures import RequestResult, summarize
+from cpuspec.loadtest.figures import summarize
 from cpuspec.loadtest.requests import LoadRequest
 from cpuspec.loadtest.run import LoadPlan, first_model, run_load, warm_up
 
@@ -210,11 +210,7 @@ def turn(
                 say(f"{arm.name}: {next(one.error for one in done.answers if one.error)}")
             if not figures["completed"]:
                 raise PeerError(f"{arm.name} with {count} clients answered nothing")
-            yield figures, [_text(one) for one in done.answers]
-
-
-def _text(answer: RequestResult) -> str:
-    return answer.error or answer.text
+            yield figures, [one.error or one.text for one in done.answers]
 
 
 @contextmanager

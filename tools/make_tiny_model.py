@@ -574,13 +574,7 @@ def write_random_gguf(
         format, dims = get_format(_gguf_format(name, dims, asked, in_file)), in_file
         formats.append((name, format, dims))
         byte_shape = (*dims[:-1], format.row_bytes(dims[-1]))
-        writer.add_tensor_info(
-            theirs,
-            byte_shape,
-            np.dtype(np.uint8),
-            math.prod(byte_shape),
-            _raw_dtype(format.name),
-        )
+        writer.add_tensor_info(theirs, byte_shape, np.dtype(np.uint8), math.prod(byte_shape), _raw_dtype(format.name))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -857,24 +851,23 @@ def _file_rows(name: str, values: F32, config: ModelConfig, pairs_neighbours: bo
     return np.concatenate(parts, axis=1).reshape(values.shape)
 
 
+def _add(writer: "gguf.GGUFWriter", **entries: Any) -> None:
+    """Have the writer add each entry of metadata, by the name of its method."""
+    for name, value in entries.items():
+        getattr(writer, f"add_{name}")(value)
+
+
 def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
     """A `gguf.GGUFWriter` that holds all metadata of the model and its vocabulary."""
     import gguf
 
     writer, family = gguf.GGUFWriter(path, _gguf_architecture(config)), FAMILIES[config.architecture]
-    writer.add_type("model")
     # By the name phi3 llama.cpp looks for tokens that this vocabulary has not.
-    writer.add_name(f"tiny random {config.architecture.replace('phi3', 'phi')}")
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.context_length)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.rope_dims or config.head_dim)
-    writer.add_rope_freq_base(config.rope_base)
+    _add(writer, type="model", name=f"tiny random {config.architecture.replace('phi3', 'phi')}", block_count=config.num_layers)
+    _add(writer, context_length=config.context_length, embedding_length=config.hidden_size)
+    _add(writer, feed_forward_length=config.intermediate_size, head_count=config.num_heads, head_count_kv=config.num_kv_heads)
+    _add(writer, key_length=config.head_dim, value_length=config.head_dim)
+    _add(writer, rope_dimension_count=config.rope_dims or config.head_dim, rope_freq_base=config.rope_base)
     (writer.add_layer_norm_rms_eps if config.norm_kind == "rms" else writer.add_layer_norm_eps)(config.norm_eps)
     if FAMILIES[config.architecture].has_logit_scale:
         writer.add_logit_scale(config.logit_scale)
@@ -883,29 +876,23 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
         writer.add_rope_dimension_sections([(half + 2 - i) // 3 for i in range(3)] + [0])
     if config.query_growth:
         writer.add_attn_temperature_scale(config.query_growth)
-    if config.experts:
-        writer.add_expert_count(config.experts.count)
-        writer.add_expert_used_count(config.experts.used)
-        writer.add_expert_feed_forward_length(config.experts.size)
+    if experts := config.experts:
+        _add(writer, expert_count=experts.count, expert_used_count=experts.used, expert_feed_forward_length=experts.size)
         if config.shared_size and not family.latent:
             writer.add_expert_shared_feed_forward_length(config.shared_size)
-        writer.add_expert_shared_count(config.shared_size // config.experts.size)
+        writer.add_expert_shared_count(config.shared_size // experts.size)
         if config.architecture in ("glm4moe", "bailingmoe2", "lfm2moe", "nemotron_h_moe") or family.latent:
-            writer.add_expert_weights_norm(config.experts.normalised)
-            writer.add_expert_weights_scale(config.experts.scale)
-            writer.add_expert_gating_func(gguf.ExpertGatingFuncType[config.experts.score.upper()])
-        if config.experts.groups > 1:
-            writer.add_expert_group_count(config.experts.groups)
-            writer.add_expert_group_used_count(config.experts.groups_used)
+            _add(writer, expert_weights_norm=experts.normalised, expert_weights_scale=experts.scale)
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType[experts.score.upper()])
+        if experts.groups > 1:
+            _add(writer, expert_group_count=experts.groups, expert_group_used_count=experts.groups_used)
         if config.layer_experts:
             writer.add_leading_dense_block_count(config.layer_experts.index(True))
         if config.architecture == "ernie4_5_moe":
             writer.add_interleave_moe_layer_step(1)
     if FAMILIES[config.architecture].has_scales:
-        writer.add_embedding_scale(config.embedding_scale)
-        writer.add_residual_scale(config.residual_scale)
-        writer.add_logit_scale(1 / config.logit_scale)
-        writer.add_attention_scale(config.query_scale or 0.0)
+        _add(writer, embedding_scale=config.embedding_scale, residual_scale=config.residual_scale)
+        _add(writer, logit_scale=1 / config.logit_scale, attention_scale=config.query_scale or 0.0)
     _add_gguf_rope_scaling(writer, config)
     if config.layer_windows:
         writer.add_sliding_window(max(config.layer_windows))
@@ -930,17 +917,11 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
         writer.add_rope_scaling_finetuned("none" not in config.layer_ropes)
 
     vocabulary = make_vocabulary(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm" if config.architecture == "llama" else "qwen2")
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.token_types)
-    writer.add_token_merges(vocabulary.merges)
-    writer.add_bos_token_id(vocabulary.token_id("<|endoftext|>"))
-    writer.add_eos_token_id(vocabulary.token_id("<|im_end|>"))
-    writer.add_pad_token_id(vocabulary.token_id("<|endoftext|>"))
-    writer.add_add_bos_token(False)
-    writer.add_add_space_prefix(False)
-    writer.add_chat_template(CHAT_TEMPLATE)
+    first, end = vocabulary.token_id("<|endoftext|>"), vocabulary.token_id("<|im_end|>")
+    _add(writer, tokenizer_model="gpt2", tokenizer_pre="smollm" if config.architecture == "llama" else "qwen2")
+    _add(writer, token_list=vocabulary.tokens, token_types=vocabulary.token_types, token_merges=vocabulary.merges)
+    _add(writer, bos_token_id=first, eos_token_id=end, pad_token_id=first)
+    _add(writer, add_bos_token=False, add_space_prefix=False, chat_template=CHAT_TEMPLATE)
     return writer
 
 
@@ -962,12 +943,10 @@ def _add_gguf_rope_scaling(writer: "gguf.GGUFWriter", config: ModelConfig) -> No
         data = np.array(factors, np.float32).view(np.uint8)
         writer.add_tensor("rope_freqs.weight", data, raw_dtype=gguf.GGMLQuantizationType.F32)
         return
-    writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.kind))
-    writer.add_rope_scaling_factor(scaling.factor)
+    _add(writer, rope_scaling_type=gguf.RopeScalingType(scaling.kind), rope_scaling_factor=scaling.factor)
     if scaling.kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(scaling.original_context_length)
-        writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
-        writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
+        _add(writer, rope_scaling_yarn_beta_fast=scaling.beta_fast, rope_scaling_yarn_beta_slow=scaling.beta_slow)
         if scaling.attention_factor == 1 and not config.latent:
             writer.add_rope_scaling_yarn_log_mul(1.0)
 
@@ -990,15 +969,8 @@ def llama3_factors(config: ModelConfig) -> tuple[float, ...]:
     return tuple(factors)
 
 
-_ONE_SIZE = (
-    "nemotron_h_moe",
-    "mixtral",
-    "olmoe",
-    "granitemoe",
-    "granitehybrid-moe",
-    "hunyuan-moe",
-    "gpt-oss",
-)  # whose files have one for dense parts and experts
+# Families whose files have one size for dense parts and experts.
+_ONE_SIZE = ("nemotron_h_moe", "mixtral", "olmoe", "granitemoe", "granitehybrid-moe", "hunyuan-moe", "gpt-oss")
 
 
 def _gemma4_settings(config: ModelConfig) -> dict[str, Any]:
@@ -1190,21 +1162,16 @@ def _hf_experts(config: ModelConfig, experts: Experts) -> dict[str, object]:
                 "moe_shared_expert_intermediate_size": config.shared_size,
             }
         case "glm4moe" | "bailingmoe2" | "deepseek2" | "deepseek_v2" | "glm4_moe_lite" | "mistral4":
-            counts = (
-                ("n_routed_experts", "n_shared_experts")
-                if config.architecture != "bailingmoe2"
-                else ("num_experts", "num_shared_experts")
-            )
-            return used | {
-                **dict(zip(counts, (experts.count, num_shared), strict=True)),
-                **{"moe_intermediate_size": experts.size, "norm_topk_prob": experts.normalised},
-                **{"routed_scaling_factor": experts.scale, "n_group": experts.groups, "topk_group": experts.groups_used},
-                **(
-                    {"mlp_layer_types": ["dense"] * first_dense + ["sparse"] * (config.num_layers - first_dense)}
-                    if config.architecture == "glm4_moe_lite"
-                    else {"first_k_dense_replace": first_dense}
-                ),
-            }
+            prefix = "num" if config.architecture == "bailingmoe2" else "n"
+            routed = "num_experts" if config.architecture == "bailingmoe2" else "n_routed_experts"
+            dense: dict[str, object] = {"first_k_dense_replace": first_dense}
+            if config.architecture == "glm4_moe_lite":
+                dense = {"mlp_layer_types": ["dense"] * first_dense + ["sparse"] * (config.num_layers - first_dense)}
+            return used | dense | {
+                **{routed: experts.count, f"{prefix}_shared_experts": num_shared, "moe_intermediate_size": experts.size},
+                **{"norm_topk_prob": experts.normalised, "routed_scaling_factor": experts.scale},
+                **{"n_group": experts.groups, "topk_group": experts.groups_used},
+            }  # fmt: skip
     return used | {
         "num_experts": experts.count,
         "moe_intermediate_size": experts.size,
