@@ -1,6 +1,8 @@
 """What can go wrong, by whose fault. A message says what, got, wanted, remedy; words of others in it are made printable."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,6 +37,15 @@ class CacheError(CpuspecError):
 
 class BackendError(CpuspecError):
     """A backend that is not installed, or cannot run this model or batch."""
+
+
+@contextmanager
+def needing(what: str, package: str) -> Iterator[None]:
+    """Within this context a module that is not installed is a BackendError, which says how to install what `what` needs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise BackendError(f"{what} needs {error.name}; install it with: pip install {package}") from None
 
 
 def printable(text: str) -> str:

@@ -16,7 +16,7 @@ from cpuspec.cli.opening import open_with_drafts, sampling_defaults
 from cpuspec.cli.options import Running, argument, flag, option
 from cpuspec.cli.progress import busy, step_progress
 from cpuspec.environment import usable_cores
-from cpuspec.errors import BackendError
+from cpuspec.errors import needing
 
 
 @exit_codes()
@@ -99,10 +99,8 @@ def run_on_cluster(
     on_progress: Callable[[int, int], None],
 ) -> BatchSummary:
     """Answer a file with workers on a Ray cluster. Raises BackendError without Ray, and what `run_batch` raises."""
-    try:
+    with needing("`cpuspec batch --ray`", "'cpuspec[ray]'"):
         from cpuspec.ray.workers import Work, answer_on_cluster, cluster, most_workers
-    except ModuleNotFoundError as error:
-        raise BackendError(f"`cpuspec batch --ray` needs {error.name}; install it with: pip install 'cpuspec[ray]'") from None
     name = str(Path(model).resolve()) if Path(model).exists() else model
     settings = replace(running.settings, threads=running.settings.threads or usable_cores())
     work = Work(name, draft, running.backend, settings, sampling)

@@ -16,19 +16,17 @@ from cpuspec.cli.console import ERROR, accepted, counted, emit, exit_codes, note
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import counting
 from cpuspec.environment import api_key
-from cpuspec.errors import BackendError
+from cpuspec.errors import needing
 from cpuspec.files import write_file
 from cpuspec.loadtest.figures import RequestResult, read_goodput, read_metrics, read_percentiles, summarize
 from cpuspec.metrics import epoch_s
 
-try:
+with needing("`cpuspec bench-serve`", "'cpuspec[server]'"):
     from cpuspec.loadtest.address import local_address
     from cpuspec.loadtest.client import Client
     from cpuspec.loadtest.requests import CHAT, COMPLETIONS, LoadRequest, random_requests, read_requests
     from cpuspec.loadtest.run import INTERRUPTED as STOPPED_BY_USER
     from cpuspec.loadtest.run import LoadPlan, LoadResult, first_model, run_load, warm_up
-except ModuleNotFoundError as error:
-    raise BackendError(f"`cpuspec bench-serve` needs {error.name}; install it with: pip install 'cpuspec[server]'") from None
 
 _TITLES: Mapping[str, str] = {
     "ttft": "time to first token",

@@ -21,7 +21,7 @@ from cpuspec.cli.opening import load_llm, open_target, open_with_drafts
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import counting
 from cpuspec.environment import usable_cores
-from cpuspec.errors import BackendError, CpuspecError
+from cpuspec.errors import CpuspecError, needing
 from cpuspec.evaluate.prompts import Prompt
 from cpuspec.evaluate.sandbox import Limits, run_program
 from cpuspec.evaluate.tasks import TASKS, Grade, Problem, Score, Task, find_task, judge, read_problems, score
@@ -166,12 +166,10 @@ def tools(
     """
     from cpuspec.environment import api_key
 
-    try:
+    with needing("`cpuspec eval tools`", "'cpuspec[server]'"):
         from cpuspec.evaluate.tool_calls import ask_cases, served, spread, tool_cases, tool_scores
         from cpuspec.loadtest.address import local_address
         from cpuspec.loadtest.client import Client
-    except ModuleNotFoundError as error:
-        raise BackendError(f"`cpuspec eval tools` needs {error.name}; install it with: pip install 'cpuspec[server]'") from None
     cases, at_once = spread(tool_cases(), limit), running.settings.max_sequences
     with ExitStack() as stack:
         if url is None:
@@ -276,13 +274,11 @@ def _ask_server(
     from cpuspec.environment import api_key
     from cpuspec.evaluate.answers import cost_of_server
 
-    try:
+    with needing("--base-url", "'cpuspec[server]'"):
         from cpuspec.loadtest.address import local_address
         from cpuspec.loadtest.client import Client
         from cpuspec.loadtest.requests import LoadRequest
         from cpuspec.loadtest.run import LoadPlan, run_load
-    except ModuleNotFoundError as error:
-        raise BackendError(f"--base-url needs {error.name}; install it with: pip install 'cpuspec[server]'") from None
 
     def request(prompt: Prompt) -> LoadRequest:
         return LoadRequest(prompt=prompt) if isinstance(prompt, str) else LoadRequest(messages=tuple(dict(one) for one in prompt))

@@ -20,7 +20,7 @@ from cpuspec.cli.models import size_of
 from cpuspec.cli.opening import open_with_drafts
 from cpuspec.cli.options import argument, option
 from cpuspec.environment import api_key, cache_dir, default_prefix_cache_bytes
-from cpuspec.errors import BackendError
+from cpuspec.errors import needing
 from cpuspec.settings import ANY_NAME, EngineConfig, ServerConfig, SpecConfig
 
 if TYPE_CHECKING:
@@ -125,11 +125,9 @@ def run_server(models: "Mapping[str, tuple[Callable[[], LLM], int]]", config: Se
 
     Raises BackendError where the libraries for it are missing, and what loading the first model raises.
     """
-    try:
+    with needing("`cpuspec serve`", "'cpuspec[server]'"):
         from cpuspec.server.app import listen, serve
         from cpuspec.server.server import Loader, Server, socket_path
-    except ModuleNotFoundError as error:
-        raise BackendError(f"`cpuspec serve` needs {error.name}; install it with: pip install 'cpuspec[server]'") from None
     loaders = {name: Loader(*how) for name, how in models.items()}
     name = next(iter(loaders))
     server, listener = Server(name, config, keys, loaders), listen(config)

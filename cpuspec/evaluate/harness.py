@@ -16,19 +16,17 @@ from cpuspec.backends import Backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.engine.llm import LLM
 from cpuspec.engine.lora import AdaptedBackend
-from cpuspec.errors import BackendError, ConfigError
+from cpuspec.errors import ConfigError, needing
 from cpuspec.evaluate.answers import answer_all, opened
 from cpuspec.evaluate.quality import Scorer
 from cpuspec.sampling import log_softmax
 from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
 
-try:
+with needing("`cpuspec eval harness`", "'cpuspec[eval]'"):
     from lm_eval import evaluator
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
-except ModuleNotFoundError as error:
-    raise BackendError(f"`cpuspec eval harness` needs {error.name}; install it with: pip install 'cpuspec[eval]'") from None
 
 _ANSWERS_AT_ONCE = 64
 _NEW_TOKENS = 256  # of an answer, where the task does not say: the harness's own default

@@ -6,15 +6,13 @@ Source: evalplus 0.3.1, evalplus/codegen.py, provider/vllm.py and provider/utili
 from pathlib import Path
 
 from cpuspec.engine.llm import LLM
-from cpuspec.errors import BackendError, ConfigError
+from cpuspec.errors import ConfigError, needing
 from cpuspec.settings import SamplingParams
 
-try:
+with needing("`cpuspec eval plus`", "evalplus"):
     from evalplus.codegen import codegen
     from evalplus.provider.base import DecoderBase
     from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
-except ModuleNotFoundError as error:
-    raise BackendError(f"`cpuspec eval plus` needs {error.name}; install it with: pip install evalplus") from None
 
 DATASETS = ("humaneval", "mbpp")
 ASKED = "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
