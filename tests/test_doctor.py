@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuspec.cli import doctor
+from cpuspec.cli import doctor, opening
 from cpuspec.cli.doctor import Finding, memory, processors
 from cpuspec.platform import SYSTEM, Core, Memory, Node, System, Topology
 from tests.command import ok, report_of
@@ -82,3 +82,12 @@ def test_the_command_prints_findings_as_text_and_as_json(tmp_path: Path, monkeyp
     text = ok("doctor")
     assert "cannot be written" in text
     assert "to do: set CPUSPEC_CACHE" in text
+
+
+def test_who_runs_a_target_in_a_terminal_is_told_once_of_its_chain(own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = opening.chain_for("qwen2.5-coder-1.5b-instruct")
+    assert line.startswith("qwen2.5-coder-1.5b-fast is qwen2.5-coder-1.5b-instruct with drafts: the same answers, ")
+    assert opening.chain_for("smollm2-135m-instruct") == ""
+    for name in ("qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-1.5b-instruct", "smollm2-135m-instruct", str(own_cache)):
+        opening._tell_chain_once(name)
+    assert capsys.readouterr().err == f"note: {line}\n"

@@ -135,12 +135,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class ChainRecipe:
-    """A target, by name or path, and the drafts that suit it."""
+    """A target, by name or path, and the drafts that suit it. gain: what was measured, for people who run the target without it."""
 
     name: str
     description: str
     target: str
     spec: SpecConfig
+    gain: str = ""
 
 
 def load_recipes() -> dict[str, Recipe]:
@@ -274,7 +275,7 @@ def _read_toml(path: Path) -> dict[str, object]:
 def _chain(path: Path, raw: dict[str, object]) -> ChainRecipe:
     table = _Table(f"chain {path}", raw)
     name = table.text("name", _NAME, "lower-case letters, digits, dots and dashes")
-    description, target = table.text("description"), table.text("target")
+    description, target, gain = table.text("description"), table.text("target"), table.text("gain", default="")
     try:
         spec = SpecConfig.read(table.values.pop("levels", None))
     except ConfigError as error:
@@ -282,7 +283,7 @@ def _chain(path: Path, raw: dict[str, object]) -> ChainRecipe:
     except RecursionError:
         raise ConfigError(f"chain {path}: levels are nested too deep") from None
     table.refuse_the_rest()
-    return ChainRecipe(name, description, target, spec)
+    return ChainRecipe(name, description, target, spec, gain)
 
 
 def _recipe(path: Path, raw: dict[str, object]) -> Recipe:

@@ -10,8 +10,11 @@ from typing import Literal
 import typer
 
 from cpuspec.backends.numa import nodes_to_use
+from cpuspec.checkpoints.download import find_fetched
+from cpuspec.checkpoints.recipes import load_recipes
 from cpuspec.cli import options
 from cpuspec.cli.console import Report, counted, exit_codes, print_facts, print_report, size
+from cpuspec.cli.opening import chain_for
 from cpuspec.cli.progress import busy
 from cpuspec.environment import cache_dir, offline, packed_limit_bytes, who_else_writes
 from cpuspec.errors import CpuspecError
@@ -37,7 +40,13 @@ class Finding:
 def doctor(as_json: options.JsonOption = False) -> None:
     """Tell whether cpuspec can run on this machine, what is slow there and why, and what to do. Exits with 1 where it cannot."""
     with busy("examining this machine"):
-        found = [*kernels(), *processors(SYSTEM, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0), *memory(SYSTEM), *cache()]
+        found = [
+            *kernels(),
+            *processors(SYSTEM, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0),
+            *memory(SYSTEM),
+            *cache(),
+            *chains(),
+        ]
     print_report({"findings": [asdict(one) for one in found]}, as_json, _show)
     if any(one.state == "wrong" for one in found):
         raise typer.Exit(1)
@@ -170,3 +179,10 @@ def cache() -> Iterator[Finding]:
         yield Finding("packed weights", "slow", "CPUSPEC_PACKED_GB is 0: every start packs them anew", "unset it")
     if offline():
         yield Finding("network", "ok", "CPUSPEC_OFFLINE forbids downloads")
+
+
+def chains() -> Iterator[Finding]:
+    """Which models that are here are faster with their drafts."""
+    for name, recipe in load_recipes().items():
+        if find_fetched(recipe) and (line := chain_for(name)):
+            yield Finding("drafts", "ok", line)

@@ -1,17 +1,20 @@
 """Opens the models, drafts and LLMs that a command names. Fetches missing files and shows the progress."""
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpuspec.backends import Backend, make_backend, prepare
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.checkpoints.download import find_model, resolve_model
+from cpuspec.checkpoints.download import find_fetched, find_model, resolve_model
+from cpuspec.checkpoints.recipes import Recipe, find_named, load_all
 from cpuspec.cli import options
-from cpuspec.cli.console import note
+from cpuspec.cli.console import note, size
 from cpuspec.cli.progress import busy, fetch_progress
 from cpuspec.engine.draft_spec import draft_models, model_and_spec
+from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
 from cpuspec.settings import SamplingDefaults, SpecConfig
 
@@ -35,6 +38,8 @@ def open_target(model: str, adapts: bool = False) -> Checkpoint:
 def open_with_drafts(model: str, draft: str | None, mmap: bool = True, adapts: bool = False) -> tuple[Checkpoint, SpecConfig]:
     """The target that a model's or chain's name stands for, and how to draft for it; draft models are fetched."""
     target, spec = model_and_spec(options.checked_text(model, "MODEL"), draft)
+    if draft is None and target == model and sys.stderr.isatty():
+        _tell_chain_once(model)
     checkpoint = open_model(target, mmap, adapts)
     for name in draft_models(spec):
         _fetched(name)
@@ -82,6 +87,27 @@ def thinking_variables(llm: "LLM", thinking: bool | None) -> dict[str, bool]:
     if not llm.tokenizer.can_switch_thinking:
         raise ConfigError("this model's chat template cannot switch reasoning on or off; leave out --thinking and --no-thinking")
     return {"enable_thinking": thinking}
+
+
+def chain_for(model: str) -> str:
+    """A line about the chain that makes a recipe's model faster, and what it would fetch; "" if none was measured."""
+    chains = [chain for chain in load_all()[1].values() if chain.target == model and chain.gain]
+    if not chains:
+        return ""
+    drafts = [one for name in draft_models(chains[0].spec) if isinstance(one := find_named(name), Recipe)]
+    missing = sum(one.about_bytes for one in drafts if find_fetched(one) is None)
+    fetches = f"; it fetches {size(missing)} once" if missing else ""
+    return f"{chains[0].name} is {model} with drafts: the same answers, {chains[0].gain}{fetches}"
+
+
+def _tell_chain_once(model: str) -> None:
+    """Tell of the model's chain, the first time that the model is run by its name."""
+    told = cache_dir() / "told" / model
+    if isinstance(find_named(model), Recipe) and not told.exists() and (line := chain_for(model)):
+        note(f"note: {line}")
+        with suppress(OSError):
+            told.parent.mkdir(parents=True, exist_ok=True)
+            told.touch()
 
 
 def _fetched(model: str) -> Path:
