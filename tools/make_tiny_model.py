@@ -14,7 +14,7 @@ import math
 import struct
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -1252,7 +1252,8 @@ def main(kind: str, path: str, *pairs: str) -> None:
         config = shape_of(options.pop("shape"), options.pop("num_layers", None))
         written = write_random_gguf(path, config, **options)
     else:
-        written = {"gguf": make_tiny_gguf, "hf": make_tiny_hf}[kind](path, **options)
+        makers: dict[str, Callable[..., Path]] = {"gguf": make_tiny_gguf, "hf": make_tiny_hf}
+        written = makers[kind](path, **options)
     print(f"wrote {written}")
 
 
