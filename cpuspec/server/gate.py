@@ -148,7 +148,10 @@ class Gate:
                 return
             if _may_be_json(scope, headers):
                 MutableHeaders(scope=scope)["content-type"] = "application/json"
-            elif scope["method"] not in _READING and not headers.get("content-type", "").lower().startswith("application/json"):
+            elif (
+                scope["method"] not in _READING
+                and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json"
+            ):
                 refusal = RequestError("a page of another origin must send the header Content-Type: application/json")
                 await error_response(scope["path"], refusal, context.id)(scope, receive, send_on)
                 return

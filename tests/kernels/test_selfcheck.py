@@ -228,6 +228,13 @@ def test_wrong_kernels_of_attention_and_of_embeddings_are_found(monkeypatch: pyt
     ):
         with pytest.raises(KernelDiffersError):
             kernel()
+    monkeypatch.undo()
+    for path in kernel_directory().glob("*.differs"):
+        path.unlink()
+    start_anew()
+    assert attention.attend_kernel("f16", capped=True)
+    assert latent.attend_kernel("int8", 16)
+    assert embed.row_decoder("f16")
 
 
 def does_nothing(team, threads, thread):  # type: ignore[no-untyped-def]

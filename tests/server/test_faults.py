@@ -537,7 +537,9 @@ def test_pages_of_other_origins_and_names_are_kept_out(path: Path, running: Runn
         assert "access-control-allow-origin" not in other.headers
 
 
-@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/JSON; charset=utf-8"])
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp", "application/JSON; charset=utf-8"]
+)
 @pytest.mark.parametrize("route", ["/v1/completions", "/tokenize", "/infill", "/v1/messages/count_tokens"])
 def test_json_is_read_whatever_the_body_says_that_it_is(running: Running, kind: str | None, route: str) -> None:
     body = SHORT | {"content": "a", "input_prefix": "a", "messages": []}
