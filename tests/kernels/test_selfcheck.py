@@ -237,6 +237,20 @@ def test_wrong_kernels_of_attention_and_of_embeddings_are_found(monkeypatch: pyt
     assert embed.row_decoder("f16")
 
 
+@pytest.mark.skipif(
+    not isa.has_bf16_dots() or isa.has_bf16_tiles(), reason="this processor multiplies bf16 in tiles, or not at all"
+)
+def test_a_wrong_kernel_of_attention_in_bf16_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attention_bf16.attend_kernel("f16")
+    start_anew()
+    for path in kernel_directory().glob("attend-bf16-*"):
+        path.unlink()
+    own = attention_bf16.dot_pairs
+    monkeypatch.setattr(attention_bf16, "dot_pairs", lambda *operands: own(*operands) * 1.0001)
+    with pytest.raises(KernelDiffersError, match="queries are"):
+        attention_bf16.attend_kernel("f16")
+
+
 def does_nothing(team, threads, thread):  # type: ignore[no-untyped-def]
     pass
 
