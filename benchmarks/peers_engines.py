@@ -85,9 +85,14 @@ class LlamaCpp:
         command = [str(self.build.find(program)), *arguments]
         try:
             done = subprocess.run(
-                command, env=self.build.environment(), capture_output=True, text=True, errors="replace",
-                timeout=self.timeout, check=False,
-            )  # fmt: skip
+                command,
+                env=self.build.environment(),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self.timeout,
+                check=False,
+            )
         except subprocess.TimeoutExpired as error:
             raise FigureError(f"{program} took more than {self.timeout:g} s") from error
         except OSError as error:
@@ -101,9 +106,14 @@ class Worker:
     """A script of `peer_workers/` in an interpreter of its own, asked one thing at a time. environment: variables added to ours."""
 
     def __init__(
-        self, interpreter: Path, script: Path, arguments: Sequence[str], rows: Sequence[int], timeout: float,
+        self,
+        interpreter: Path,
+        script: Path,
+        arguments: Sequence[str],
+        rows: Sequence[int],
+        timeout: float,
         environment: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.about = ""
         self.instructions: str | None = None
         self.idle_s = self.idle_cpu_s = 0.0
@@ -112,9 +122,12 @@ class Worker:
         self._answers: queue.Queue[bytes] = queue.Queue()
         try:
             self._process = subprocess.Popen(
-                [str(interpreter), str(script), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+                [str(interpreter), str(script), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
                 env={**os.environ, **(environment or {})},
-            )  # fmt: skip
+            )
         except OSError as error:
             self._errors.close()
             raise PeerError(f"{interpreter} does not start: {error}") from error

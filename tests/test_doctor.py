@@ -85,9 +85,9 @@ def test_the_command_prints_findings_as_text_and_as_json(tmp_path: Path, monkeyp
 
 
 def test_who_runs_a_target_in_a_terminal_is_told_once_of_its_chain(own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = opening.chain_for("qwen2.5-coder-1.5b-instruct")
+    [line] = [opening.about_chain(one) for one in opening.measured_chains() if one.target == "qwen2.5-coder-1.5b-instruct"]
     assert line.startswith("qwen2.5-coder-1.5b-fast is qwen2.5-coder-1.5b-instruct with drafts: the same answers, ")
-    assert opening.chain_for("smollm2-135m-instruct") == ""
+    assert not [one for one in opening.measured_chains() if one.target == "smollm2-135m-instruct"]
     for name in ("qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-1.5b-instruct", "smollm2-135m-instruct", str(own_cache)):
         opening._tell_chain_once(name)
     assert capsys.readouterr().err == f"note: {line}\n"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cpuspec.backends import Backend, make_backend, prepare
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import find_fetched, find_model, resolve_model
-from cpuspec.checkpoints.recipes import Recipe, find_named, load_all
+from cpuspec.checkpoints.recipes import ChainRecipe, Recipe, find_named, load_all
 from cpuspec.cli import options
 from cpuspec.cli.console import note, size
 from cpuspec.cli.progress import busy, fetch_progress
@@ -89,25 +89,30 @@ def thinking_variables(llm: "LLM", thinking: bool | None) -> dict[str, bool]:
     return {"enable_thinking": thinking}
 
 
-def chain_for(model: str) -> str:
-    """A line about the chain that makes a recipe's model faster, and what it would fetch; "" if none was measured."""
-    chains = [chain for chain in load_all()[1].values() if chain.target == model and chain.gain]
-    if not chains:
-        return ""
-    drafts = [one for name in draft_models(chains[0].spec) if isinstance(one := find_named(name), Recipe)]
+def measured_chains() -> list[ChainRecipe]:
+    """The chains of which it is known what they gain."""
+    return [chain for chain in load_all()[1].values() if chain.gain]
+
+
+def about_chain(chain: ChainRecipe) -> str:
+    """A line for people who run its target alone: what the chain gains, and what it would fetch."""
+    drafts = [one for name in draft_models(chain.spec) if isinstance(one := find_named(name), Recipe)]
     missing = sum(one.about_bytes for one in drafts if find_fetched(one) is None)
     fetches = f"; it fetches {size(missing)} once" if missing else ""
-    return f"{chains[0].name} is {model} with drafts: the same answers, {chains[0].gain}{fetches}"
+    return f"{chain.name} is {chain.target} with drafts: the same answers, {chain.gain}{fetches}"
 
 
 def _tell_chain_once(model: str) -> None:
     """Tell of the model's chain, the first time that the model is run by its name."""
     told = cache_dir() / "told" / model
-    if isinstance(find_named(model), Recipe) and not told.exists() and (line := chain_for(model)):
-        note(f"note: {line}")
-        with suppress(OSError):
-            told.parent.mkdir(parents=True, exist_ok=True)
-            told.touch()
+    if not isinstance(find_named(model), Recipe) or told.exists():
+        return
+    for chain in measured_chains():
+        if chain.target == model:
+            note(f"note: {about_chain(chain)}")
+            with suppress(OSError):
+                told.parent.mkdir(parents=True, exist_ok=True)
+                told.touch()
 
 
 def _fetched(model: str) -> Path:
