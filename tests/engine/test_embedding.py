@@ -103,28 +103,6 @@ def test_answers_that_run_beside_embeddings_stay_the_same(tmp_path: Path) -> Non
     np.testing.assert_array_equal(found[0], vectors)
 
 
-def test_embeddings_and_answers_of_other_threads_go_on_in_turns(tmp_path: Path) -> None:
-    with exact(embedding_model(tmp_path, "mean"), prompt_rows=8) as llm:
-        begun, done, outputs = threading.Event(), threading.Event(), [0]
-
-        def generate() -> None:
-            while not done.is_set():
-                for _ in llm.stream([5], SamplingParams(max_tokens=500, ignore_eos=True)):
-                    outputs[0] += 1
-                    begun.set()
-
-        thread = threading.Thread(target=generate, daemon=True)
-        thread.start()
-        assert begun.wait(300)
-        before = outputs[0]
-        llm.embed(TEXTS)
-        num_outputs = outputs[0] - before
-        done.set()
-        thread.join(300)
-    num_steps = sum(map(len, TEXTS)) // 8
-    assert num_steps / 2 <= num_outputs <= 3 * num_steps
-
-
 def test_states_that_are_not_finite_are_no_embeddings(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", "qwen3", context_length=64))
     norm = HeadNorm(np.full(checkpoint.config.hidden_size, np.nan, np.float32), 1e-6)

@@ -76,6 +76,7 @@ def test_chat_answers_one_conversation_or_several() -> None:
     answer = llm.chat(first, PARAMS)
     assert isinstance(answer, Completion)
     assert answer.token_ids == expected([0, 4, 5])["token_ids"]
+    assert llm.chat("ab", PARAMS).token_ids == answer.token_ids
     answers = llm.chat([first, second], PARAMS)
     assert isinstance(answers, list)
     assert [one.token_ids for one in answers] == [answer.token_ids, expected([0, 4, 5, 6])["token_ids"]]
@@ -118,24 +119,6 @@ def test_streams_and_batches_interleave() -> None:
             got[index] += part.token_ids
     assert answer.token_ids == expected([0, 7])["token_ids"]
     assert got == {index: expected([0, 4 + index])["token_ids"] for index in range(3)}
-
-
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, MemoryError])
-def test_an_interrupted_call_leaves_the_model_usable(interrupt: type[BaseException]) -> None:
-    llm = toy_llm(max_sequences=1)
-    whole, calls = llm.backend.forward, []
-
-    def forward(batch: Any, cache: Any) -> Any:
-        calls.append(batch)
-        if len(calls) == 4:
-            raise interrupt
-        return whole(batch, cache)
-
-    llm.backend.forward = forward  # type: ignore[method-assign]
-    with pytest.raises(interrupt):
-        llm.generate(["ab", "c"], PARAMS)
-    assert num_free_slots(llm) == 1
-    assert llm.generate("ab", PARAMS)[0].token_ids == expected([0, 4, 5])["token_ids"]
 
 
 @pytest.mark.parametrize("interrupt", [True, False])
@@ -258,15 +241,6 @@ def test_a_closed_model_says_so() -> None:
     for use in (lambda: llm.generate("ab"), lambda: llm.stream("ab"), lambda: list(stream)):
         with pytest.raises(ConfigError, match="this LLM is closed"):
             use()
-
-
-def test_a_text_is_a_users_message_in_chat() -> None:
-    llm = toy_llm()
-    wanted = llm.chat([{"role": "user", "content": "ab"}], PARAMS)
-    assert isinstance(wanted, Completion)
-    answer = llm.chat("ab", PARAMS)
-    assert isinstance(answer, Completion)
-    assert answer.token_ids == wanted.token_ids
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,18 @@
 """Requests run together while their keys, values and states fit the memory, and their answers do not depend on it."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cpuspec import LLM
 from cpuspec.engine import engine as engine_module
-from cpuspec.engine import llm as module
 from cpuspec.engine.engine import Engine
 from cpuspec.errors import ConfigError
-from cpuspec.platform import SYSTEM, Memory
 from cpuspec.settings import SamplingParams
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.engine.test_engine import PROPOSER_FACTORIES, VOCAB, every_proposer
-from tests.engine.test_recurrent_prefixes import FAMILIES
 from tests.oracles import RecurrentBackend, ToyBackend, ToyTokenizer, plain_greedy
-from tools.make_tiny_model import make_tiny_gguf
 
 PROMPTS = [[0, *range(2, 2 + number % 6)] * (1 + number % 3) for number in range(9)]
 PARAMS = SamplingParams(max_tokens=25, ignore_eos=True)
@@ -139,30 +133,3 @@ def test_prefixes_leave_the_memory_to_what_runs_and_may_have_it_again() -> None:
     assert most <= 2 * one
     watched.run([[0, *([number] * 36)] for number in range(2, 8)])
     assert context.prefixes.kept_bytes > one // 2
-
-
-def test_states_of_a_hybrid_model_and_of_its_head_count_and_answers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a time there are as many sequences as the memory holds states of, not `max_sequences`."""
-    path = make_tiny_gguf(tmp_path / "m.gguf", weight_format="q8_0", context_length=640, **FAMILIES["qwen35"])
-    prompts = [[3 + number, 5, 7, 9] * 5 for number in range(6)]
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-
-    def answers(most: int | None) -> tuple[list[list[int]], int]:
-        with LLM(path, "mtp", threads=1, max_sequences=6, max_rows=64, keep_packed=False) as llm:
-            running, engine = [0], llm.engine
-            caches = [one.cache for one in engine._contexts]
-            assert [cache.state_bytes > 0 for cache in caches] == [True, False]
-            if most:
-                weights = sum(one.weight_bytes for one in llm.memory())
-                left = 2 * (most * engine.bytes_of(32) + engine.bytes_of(1) // 2)
-                usable = weights + caches[0].bytes_per_slot + left
-                monkeypatch.setattr(module, "SYSTEM", replace(SYSTEM, memory=lambda: Memory(usable, usable)))
-                return answers(None)
-            step = engine._step
-            monkeypatch.setattr(engine, "_step", lambda: (step(), running.append(len(engine._scheduler.running))))
-            found = llm.generate(prompts, params)
-            return [one.token_ids for one in found], max(running)
-
-    free, at_once = answers(None)
-    assert at_once == 6
-    assert answers(3) == (free, 3)

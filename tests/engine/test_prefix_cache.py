@@ -17,7 +17,6 @@ PARAMS = {
     "greedy": SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0),
     "sampled": SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0, temperature=1.0, seed=7),
 }
-TOKEN_BYTES = 2 * 2 * 32 * 2  # of the target: layers, keys and values, dimensions, f16
 
 
 def conversations() -> list[list[int]]:
@@ -45,36 +44,6 @@ CASES = [
 ]
 CASES += [("suffix,DRAFT@3", "plain", how) for how in PARAMS]
 CASES += [("self:mxfp4", "windows", "greedy"), ("mtp@3", "predicting", "sampled")]
-
-
-@pytest.mark.parametrize(("spec", "model", "how"), CASES)
-def test_an_answer_is_that_of_a_fresh_model_whatever_the_cache_holds(
-    opened: Callable[..., LLM], tmp_path: Path, spec: str, model: str, how: str
-) -> None:
-    prompts, params = conversations(), PARAMS[how]
-    expected = []
-    for prompt in prompts:
-        with opened(spec, model) as fresh:
-            expected += shown(fresh.generate([prompt], params))
-    bounds = {"roomy": 1.0, "tight": 150 * TOKEN_BYTES / 1e9, "nothing": 0}
-    for name, gb in bounds.items():
-        directory = {} if name == "roomy" else {"prefix_cache_dir": str(tmp_path / name)}
-        with opened(spec, model, prefix_cache_gb=gb, **directory) as llm:
-            one_by_one = [llm.generate([prompt], params)[0] for prompt in prompts]
-            again = llm.generate(prompts[::-1], params)[::-1]
-            assert shown(one_by_one) == expected, f"one after the other, {name}"
-            assert shown(again) == expected, f"together, {name}"
-            num_cached = sum(answer.stats.num_cached_tokens for answer in one_by_one)
-            assert num_cached > (600 if model == "windows" else 900)  # which goes on from snapshots alone
-            for stats in llm.prefix_stats():
-                assert stats.limit_bytes is not None
-                assert stats.kept_bytes <= stats.limit_bytes
-        if directory:
-            with opened(spec, model, prefix_cache_gb=gb, **directory) as llm:
-                restarted = llm.generate(prompts, params)
-                assert shown(restarted) == expected, f"after a start, {name}"
-                assert restarted[0].stats.num_cached_tokens > 330
-                assert llm.prefix_stats()[-1].num_blocks_refused == 0
 
 
 def test_a_running_answer_goes_on_while_a_long_prefix_is_copied(

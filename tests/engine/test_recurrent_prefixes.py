@@ -1,4 +1,4 @@
-"""Prefixes of models with recurrent layers, and of windows whose last rows alone are kept.
+"""Prefixes of models with layers of every kind: recurrent ones, and windows whose last rows alone are kept.
 
 No answer depends on which snapshots of their states were there, and from where.
 
@@ -26,7 +26,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "windows": {"architecture": "gemma3", **_SMALL, "num_layers": 3, "window": 40},  # whose last rows are their states
 }
 PREDICTING = [name for name, options in FAMILIES.items() if options.get("predicts")]
-DENSE = {"qwen2": {"architecture": "qwen2", **_SMALL, "num_layers": 3, "predicts": True}}
+DENSE = {
+    "qwen2": {"architecture": "qwen2", **_SMALL, "num_layers": 3, "predicts": True},
+    "draft": {**_SMALL, "num_layers": 1, "seed": 1},
+}
 HOW = {
     "greedy": SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0),
     "sampled": SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0, temperature=1.0, seed=7),
@@ -53,6 +56,7 @@ def opened(models: Callable[[str], Path]) -> Iterator[Open]:
     llms = []
 
     def load(family: str, spec: str = "none", **settings: Any) -> LLM:
+        spec = spec.replace("DRAFT", str(models("draft")))
         llms.append(
             LLM(models(family), spec, **{"threads": 1, "max_sequences": 3, "max_rows": 64, "keep_packed": False, **settings})
         )
@@ -86,7 +90,8 @@ def one_by_one(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> li
 
 
 CASES = [("lfm2", "none"), ("qwen35", "none")]
-CASES += [(family, "ngram") for family in FAMILIES] + [(family, "mtp@3") for family in PREDICTING]
+CASES += [(family, "ngram") for family in FAMILIES] + [(family, "mtp@3") for family in (*PREDICTING, "qwen2")]
+CASES += [("qwen2", spec) for spec in ("none", "auto", "self:mxfp4", "suffix,DRAFT@3")] + [("windows", "self:mxfp4")]
 
 
 @pytest.mark.parametrize(("family", "spec"), CASES)
@@ -206,30 +211,6 @@ def test_vllm_51250_prompts_of_any_length_are_found_again_not_those_alone_that_f
         assert min(found[1:]) >= size - 1
 
 
-@pytest.mark.parametrize("family", PREDICTING)
-def test_skyrl_1981_and_vllm_47194_answers_with_mtp_beside_a_prefix_cache_are_those_without_both(opened: Open, family: str) -> None:
-    rng = np.random.default_rng(6)
-    prompts = [
-        [*SYSTEM[: rng.integers(40, 150)], *QUESTION[: rng.integers(1, 60)], *text(int(rng.integers(1, 30)), n)] for n in range(20)
-    ]
-    params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=0)
-    plain = opened(family, prefix_cache_gb=0)
-    expected = one_by_one(plain, prompts, params)
-    llm = opened(family, "mtp@1", prefix_cache_gb=1.0)
-    assert shown(llm.generate(prompts, params)) == shown(expected)
-    again = one_by_one(llm, prompts, params)
-    assert shown(again) == shown(expected)
-    assert sum(cached(again)) > 0.9 * sum(map(len, prompts))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tpu_inference_3358_a_slot_that_held_another_requests_state_begins_anew(opened: Open, family: str) -> None:
-    plain, llm = opened(family, prefix_cache_gb=0), opened(family, prefix_cache_gb=1.0, max_sequences=1)
-    prompts = [text(30, 1), text(3, 2), text(70, 3), text(1, 4), text(30, 1)[:20], text(3, 2)]
-    for params in HOW.values():
-        assert shown(one_by_one(llm, prompts, params)) == shown(one_by_one(plain, prompts, params))
-
-
 def test_llama_cpp_22746_drafts_that_are_rejected_at_the_end_do_not_force_a_prompt_to_be_read_again(
     opened: Open, prompt_arithmetic: str
 ) -> None:
@@ -269,7 +250,7 @@ def test_vllm_43559_a_state_that_is_not_that_of_its_key_would_be_seen(opened: Op
 # --------------------------------------------------------------------------------------------------------------- heads after a hit
 
 
-@pytest.mark.parametrize("family", [*PREDICTING, *DENSE])
+@pytest.mark.parametrize("family", [*PREDICTING, "qwen2"])
 def test_a_head_has_the_same_rows_after_a_hit_as_after_reading(opened: Open, tmp_path: Path, family: str) -> None:
     later = PROMPTS[1]
 

@@ -232,13 +232,3 @@ def test_only_a_forward_of_longer_prompts_beside_no_stream_is_stopped(num_tokens
     clock.backend.while_running = lambda: clock.engine.hasten(request)
     clock.engine.step()
     assert clock.context.num_stopped == num_stopped
-
-
-def test_a_thousand_waiting_requests_are_admitted_in_their_order() -> None:
-    scheduler, seqs = Scheduler(8, 32), [sequence(id, 3) for id in range(1000)]
-    for seq in seqs:
-        scheduler.add(seq)
-    for seq in seqs:
-        assert next(iter(scheduler.waiting.values())) is seq
-        scheduler.admit(seq)
-    assert scheduler.running == seqs

@@ -75,21 +75,6 @@ def test_receivers_get_the_answers_that_generate_gives() -> None:
     assert llm.generate([PROMPTS[0]], PARAMS)[0].token_ids == expected(PROMPTS[0])
 
 
-def test_a_dropped_request_is_received_no_more_and_frees_its_slot() -> None:
-    llm = toy_llm(max_sequences=1)
-    received: dict[int, list[Output]] = {0: [], 1: []}
-    first = llm.submit(RequestedAnswer(PROMPTS[0], PARAMS), received[0].append)
-    llm.submit(RequestedAnswer(PROMPTS[1], PARAMS), received[1].append)
-    llm.step()
-    llm.abort(first)
-    llm.abort(first)
-    run_steps(llm, {1: received[1]})
-    assert len(received[0]) == 1
-    assert received[0][0].finish_reason is None
-    assert [token for output in received[1] for token in output.token_ids] == expected(PROMPTS[1])
-    assert not llm.step()
-
-
 def test_a_step_that_fails_ends_what_ran_and_says_so_to_the_receivers() -> None:
     backend = ToyBackend(2, memory=0.3)
     llm = toy_llm(backend=backend)

@@ -67,26 +67,6 @@ def test_an_answer_has_the_names_of_a_request_output(llm: LLM) -> None:
         llm.stream("the cat", prompt_logprobs=0)
 
 
-def test_a_prompt_that_is_scored_and_answered_is_read_once(llm: LLM) -> None:
-    prompt = [(7 * i + i * i) % 380 for i in range(400)]
-    usual = llm.generate([prompt], max_tokens=3, cache_salt="other")[0]
-    rows: list[int] = []
-    whole = llm.backend.forward
-
-    def forward(batch: Any, cache: Any) -> Any:
-        rows.append(len(batch.lists.tokens))
-        return whole(batch, cache)
-
-    llm.backend.forward = forward  # type: ignore[method-assign]
-    try:
-        answer = llm.generate([prompt], max_tokens=3, prompt_logprobs=1)[0]
-    finally:
-        llm.backend.forward = whole  # type: ignore[method-assign]
-    assert len(prompt) <= sum(rows) < len(prompt) + 40
-    assert answer.token_ids == usual.token_ids
-    assert answer.prompt_logprobs == [None, *llm.score([prompt], 1)[0]]
-
-
 @pytest.mark.parametrize("num_drafted", [None, 0])
 def test_the_reason_of_a_stop_is_told(llm: LLM, num_drafted: int | None) -> None:
     params: dict[str, Any] = {"max_draft_tokens": num_drafted, **LONG}
@@ -102,17 +82,6 @@ def test_the_reason_of_a_stop_is_told(llm: LLM, num_drafted: int | None) -> None
     end = min(llm.tokenizer.eos_ids)
     ended = llm.generate("the cat", logit_bias={end: 100.0}, stop_token_ids=[end])[0]
     assert (ended.finish_reason, ended.stop_reason) == ("stop", None), "the model's own end is no stop that was asked for"
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_answer_has_its_least_tokens(llm: LLM, way: dict[str, Any]) -> None:
-    end = min(llm.tokenizer.eos_ids)
-    params: dict[str, Any] = {"logit_bias": {end: 100.0}, "max_tokens": 9, **way}
-    assert [len(llm.generate("the cat", min_tokens=least, **params)[0].token_ids) for least in (0, 5)] == [1, 6]
-    usual = llm.generate("the cat", **LONG, **way)[0]
-    stop = usual.text[:1]
-    cut, later = (llm.generate("the cat", stop=stop, min_tokens=least, **LONG, **way)[0].token_ids for least in (0, 7))
-    assert len(cut) < 7 <= len(later)
 
 
 def test_code_that_changes_logits_is_refused_with_what_to_use(llm: LLM) -> None:
