@@ -41,7 +41,7 @@ COMBINED = {  # by directory
     "model": "cache",
     "quantize": "cast methods",
     "server": "continuing nonce schema",
-    "speculation": "assistants constrained context guarded head_oracles heads masks planner prefixes recurrent trees",
+    "speculation": "assistants constrained context guarded head_oracles heads masks planner prefixes trees",
     "train": "extract heads",
 }
 # Tests of these modules run in each arithmetic that prompts may have (`prompt_arithmetic`). In COMBINED it is one more parameter;
@@ -50,7 +50,7 @@ BOTH_ARITHMETICS = {
     "engine": "adapters engine interleaving llm mixtures prefix_cache recurrent_prefixes scoring ways",
     "evaluate": "certify parity replays",
     "server": "continuing messages nonce ollama openai prefix_cache responses",
-    "speculation": "assistants constrained context heads prefixes recurrent sampled_heads trees",
+    "speculation": "assistants constrained context heads prefixes sampled_heads trees",
 }
 PREFERRED = "numba"  # this backend has each value of the other parameters
 ROOT = Path(__file__).parent

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,35 @@ def opened(head: RandomHead, target: Checkpoint) -> Head:
     found = find_reader(head.path)
     assert found, "a reader knows the layout"
     return found[0].read(found[1], target)
+
+
+def check_same_tensors(one: Head, other: Head) -> None:
+    """The same matrices and norms, by the same names."""
+    assert one.model.tensors.keys() == other.model.tensors.keys()
+    for name, tensor in other.model.tensors.items():
+        assert np.array_equal(one.model.tensors[name].dequantize(), tensor.dequantize()), name
+
+
+def check_same_head(one: Head, other: Head) -> None:
+    """All but names of architectures, and an epsilon that may be rounded to f32."""
+    check_same_tensors(one, other)
+    no_matter = {"norm_eps": 1e-5, "architecture": ""}
+    assert replace(one.model.config, **no_matter) == replace(other.model.config, **no_matter)  # type: ignore[arg-type]
+    assert np.isclose(one.model.config.norm_eps, other.model.config.norm_eps)
+    for fact in ("method", "layers", "num_tokens", "mask_id"):
+        assert getattr(one, fact) == getattr(other, fact), fact
+    assert np.array_equal(one.token_ids, other.token_ids)  # type: ignore[arg-type]
+    norms = [[norm and norm.weight for norm in (*head.feature_norms, head.state_norm)] for head in (one, other)]
+    assert all(np.array_equal(a, b) for a, b in zip(*norms, strict=True))
+    if one.block is None or other.block is None:
+        assert one.block is other.block
+        return
+    for fact in ("size", "num_skipped", "both_ways", "confidence", "confidence_bias"):
+        assert np.array_equal(getattr(one.block, fact), getattr(other.block, fact)), fact
+    assert (one.block.markov is None) == (other.block.markov is None)
+    if one.block.markov and other.block.markov:
+        for part in ("w1", "w2"):
+            assert np.array_equal(getattr(one.block.markov, part).dequantize(), getattr(other.block.markov, part).dequantize())
 
 
 def output_of(target: Checkpoint) -> NDArray[np.float32]:
@@ -374,36 +403,3 @@ def mtp_rows(
     x = x + one.mlp("", x)
     final = rms(x, a["final_layernorm.weight"], eps)
     return final @ np.asarray(output, np.float64).T, final
-
-
-# ------------------------------------------------------------------------------------------------------ heads that are always right
-
-
-def make_oracle1(path: Path, target: ModelConfig, embed: NDArray[Any], norm: NDArray[Any]) -> RandomHead:
-    """An EAGLE-1 head of a target without branches, whose next token depends on the last alone: its feature is that token's own."""
-    made = make_eagle1(path, target, bias=False)
-    hidden = target.hidden_size
-    made.arrays["embed_tokens.weight"] = embed.astype(np.float32)
-    made.arrays["fc.weight"] = np.concatenate([np.diag(norm), np.zeros((hidden, hidden))], axis=1).astype(np.float32)
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        made.arrays[f"layers.0.{name}.weight"][:] = 0
-    return write_head(path, made.config, made.arrays)
-
-
-def make_oracle3(path: Path, target: ModelConfig, output: NDArray[Any], norm: NDArray[Any], layers: tuple[int, ...]) -> RandomHead:
-    """An EAGLE-3 head of such a target: attention so sharp that a row sees its own token brings that token's embedding."""
-    made = make_eagle3(path, target, layers)
-    hidden, arrays = target.hidden_size, dict(made.arrays)
-    own, other = np.eye(hidden), np.zeros((hidden, hidden))
-    arrays["fc.weight"] = np.zeros_like(arrays["fc.weight"])
-    for part, scale in (("q", 30.0), ("k", 30.0), ("v", 1.0)):
-        arrays[f"midlayer.self_attn.{part}_proj.weight"] = np.concatenate([scale * own, other], axis=1).astype(np.float32)
-    arrays["midlayer.self_attn.o_proj.weight"] = own.astype(np.float32)
-    arrays["midlayer.mlp.down_proj.weight"] = np.zeros_like(arrays["midlayer.mlp.down_proj.weight"])
-    arrays["midlayer.input_layernorm.weight"] = np.ones(hidden, np.float32)
-    arrays["norm.weight"] = norm.astype(np.float32)
-    ids = np.arange(1, target.vocab_size)  # all but one, to see that ids are translated
-    arrays["lm_head.weight"], arrays["d2t"] = output[ids].astype(np.float32), np.ones(len(ids), np.int64)
-    del arrays["t2d"]
-    config = {**made.config, "num_attention_heads": 1, "num_key_value_heads": 1, "draft_vocab_size": len(ids)}
-    return write_head(path, config, arrays)

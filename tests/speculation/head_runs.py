@@ -3,11 +3,8 @@
 from collections.abc import Sequence as Several
 from dataclasses import replace
 
-import numpy as np
-
 from cpuspec import LLM
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.formats import QuantTensor, get_format
 from cpuspec.sequence import Sequence
 from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.draft import Draft
@@ -88,10 +85,3 @@ def recorded(llm: LLM) -> Recorded:
     (level,) = llm.drafts
     assert isinstance(level, HeadProposer)
     return Recorded(level)
-
-
-def silent_target(target: Checkpoint) -> Checkpoint:
-    """The target without branches: its next token depends on the last alone."""
-    silent = {name: t for name, t in target.tensors.items() if name.endswith((".o", ".down"))}
-    zeros = {name: QuantTensor.encode(get_format("f32"), np.zeros(t.shape)) for name, t in silent.items()}
-    return replace(target, tensors={**target.tensors, **zeros})

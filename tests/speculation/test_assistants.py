@@ -1,7 +1,6 @@
 """Gemma 4's assistants, as transformers makes and saves them: the same drafts as its own loop, in both kinds of files."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.heads import Head, find_reader, own_mtp
-from cpuspec.engine.llm import LLM
 from cpuspec.errors import CheckpointError
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.sequence import Sequence
@@ -22,6 +20,8 @@ from cpuspec.speculation.drafters.eagle import draft_from_one_place
 from cpuspec.speculation.drafters.head_path import HeadPath
 from cpuspec.speculation.head_context import HeadContext
 from tests.backends.models import every_backend
+from tests.heads import check_same_head
+from tests.speculation.head_runs import check_answers
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 torch = pytest.importorskip("torch")
@@ -158,35 +158,20 @@ def test_drafts_are_those_of_transformers(written: tuple[Path, Path, Any], name:
     assert len({tuple(tokens) for tokens in wanted}) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("draft", ["{}@1", "{}@5", "ngram@2+{}@3", "draw:{}@3"])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_answers_are_those_without_drafts(written: tuple[Path, Path, Any], draft: str, threads: int) -> None:
+def test_answers_are_those_without_drafts(written: tuple[Path, Path, Any]) -> None:
     target, assistant, _ = written
-    params = [SamplingParams(max_tokens=9 + i, ignore_eos=True, temperature=0.8 * (i % 2), seed=i) for i in range(len(PROMPTS))]
-    with LLM(target, "none", threads=1, max_sequences=1, keep_packed=False, context_length=256) as llm:
-        wanted = [answer.token_ids for answer in llm.generate(PROMPTS, params)]
-    with LLM(target, draft.format(assistant), threads=threads, max_sequences=3, keep_packed=False, context_length=256) as llm:
-        assert [answer.token_ids for answer in llm.generate(PROMPTS, params)] == wanted
-        assert sum(level.num_draft_tokens for level in llm.levels.values())
+    specs = [spec.format(assistant) for spec in ("{}@1", "{}@5", "ngram@2+{}@3", "draw:{}@3")]
+    check_answers(open_checkpoint(target), "numba", specs)
 
 
 def test_a_gguf_file_is_the_same_head_and_is_found_beside_its_target(written: tuple[Path, Path, Any], tmp_path: Path) -> None:
     directory, assistant, _ = written
     target, path = open_checkpoint(directory), write_gguf(assistant, tmp_path / "mtp-tiny.gguf")
     wanted, got = read(assistant, target), read(path, target)
-    assert replace(got.model.config, norm_eps=1e-6) == wanted.model.config
-    assert (got.layers, got.num_tokens) == (wanted.layers, wanted.num_tokens)
-    for name, tensor in wanted.model.tensors.items():
-        assert np.array_equal(tensor.dequantize(), got.model.tensors[name].dequantize()), name
+    check_same_head(got, wanted)
     beside = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", weight_format="f32", **TARGETS["gemma4"]))
     assert own_mtp(beside).method == "assistant"
-    params = SamplingParams(max_tokens=9, ignore_eos=True)
-    answers = []
-    for draft in ("none", "auto", "mtp@2"):
-        with LLM(beside, draft, settings=SETTINGS) as llm:
-            answers.append([answer.token_ids for answer in llm.generate(PROMPTS, params)])
-            assert draft != "mtp@2" or llm.levels["mtp"].num_draft_tokens
-    assert answers[0] == answers[1] == answers[2]
+    check_answers(beside, "numba", ["auto", "mtp@2"])
 
 
 def test_an_assistant_of_another_model_is_refused(written: tuple[Path, Path, Any], tmp_path: Path) -> None:

@@ -13,21 +13,17 @@ from cpuspec.settings import SamplingParams
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.combine import Combined, Rule, first_hit, one_after_another
 from cpuspec.speculation.context import Context
-from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.lookups import LookupProposer
-from cpuspec.speculation.proposer import Floors, NullProposer, Proposer
+from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.oracles import ToyBackend
-from tests.speculation.exact import ExactContext, ExactSource, distance
+from tests.speculation.exact import ExactContext, ExactSource, check_draws
 
 
-def exact_chain(
-    depth: int, vocab: int, with_source: bool = True, top: type[ChainProposer] = ChainProposer, min_confidence: float = 0
-) -> Proposer:
+def exact_chain(depth: int, vocab: int, with_source: bool = True, min_confidence: float = 0) -> Proposer:
     """`depth` models, each verified by the next, the lowest over a source or alone; limits decide how long drafts are."""
     proposer: Proposer = ExactSource(vocab) if with_source else NullProposer()
     for level in range(depth):
-        kind = top if level == depth - 1 else ChainProposer
-        proposer = kind(proposer, ExactContext(level, vocab), f"level{level}", 9, min_confidence)  # type: ignore[arg-type]
+        proposer = ChainProposer(proposer, ExactContext(level, vocab), f"level{level}", 9, min_confidence)  # type: ignore[arg-type]
     return proposer
 
 
@@ -44,23 +40,7 @@ def test_a_chain_of_any_depth_yields_exactly_the_targets_distribution(
     with_source: bool, min_confidence: float, depth: int, vocab: int, limit: int, length: int
 ) -> None:
     chain = exact_chain(depth, vocab, with_source and depth < 3, min_confidence=min_confidence)
-    assert distance(chain, vocab, limit, length) == 0
-
-
-class StopsWhereUnlikely(ChainProposer):
-    """Asked as a planner asks."""
-
-    def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
-        return super().propose(seqs, limits, floors or [[0.0, 0.6, 0.4]] * len(seqs))
-
-
-@pytest.mark.usefixtures("exact_rows")
-@every_case
-@pytest.mark.parametrize("with_source", [True, False])
-def test_a_chain_that_ends_where_its_path_is_unlikely_yields_exactly_the_targets_distribution(
-    with_source: bool, depth: int, vocab: int, limit: int, length: int
-) -> None:
-    assert distance(exact_chain(depth, vocab, with_source and depth < 3, StopsWhereUnlikely), vocab, limit, length) == 0
+    check_draws(chain, vocab, limit, length)
 
 
 @pytest.mark.usefixtures("exact_rows")
@@ -69,8 +49,8 @@ def test_drafters_that_share_a_verification_yield_exactly_the_targets_distributi
     """A source whose drafts end by themselves, sometimes at once, and a model: alone, and verified by another model."""
     drafters = (ExactSource(2, stops=True), exact_chain(1, 2, with_source=False))
     combined = Combined(drafters, rule, "both")
-    assert distance(combined, 2, 2, 4) == 0
-    assert distance(ChainProposer(combined, ExactContext(1, 2), "level1", 9), 2, 3, 4) == 0  # type: ignore[arg-type]
+    check_draws(combined, 2, 2, 4)
+    check_draws(ChainProposer(combined, ExactContext(1, 2), "level1", 9), 2, 3, 4)  # type: ignore[arg-type]
 
 
 def drafting(

@@ -85,16 +85,6 @@ def test_a_score_equals_a_run_from_scratch_after_any_history(data: st.DataObject
                     seq.extend([*draft.tokens_to(last), data.draw(st.integers(0, 3))])
 
 
-def test_a_context_that_holds_part_of_the_draft_still_returns_the_row_after_the_last_committed_token() -> None:
-    model = ToyBackend(1)
-    context = Context(model, 1, 64)
-    seq = sequence(0, [0, 4, 5])
-    context.acquire(seq)
-    for draft in ([4, 6, 7], [4, 6, 7], [4, 6], []):
-        (output,) = context.score([seq], [Draft.chain(draft, "test")])
-        np.testing.assert_array_equal(output.logits, expected_rows(model, seq.tokens, Draft.chain(draft, "test")))
-
-
 def test_only_what_the_slot_does_not_hold_is_fed() -> None:
     model = ToyBackend(1, max_rows=64)
     context = Context(model, 1, 64)
@@ -107,18 +97,6 @@ def test_only_what_the_slot_does_not_hold_is_fed() -> None:
         rows.append(model.num_rows - before)
         seq.extend(committed)
     assert rows == [6, 2, 1]
-
-
-def test_a_long_feed_goes_in_chunks_no_larger_than_the_backend_takes() -> None:
-    model = ToyBackend(2, max_rows=5)
-    context = Context(model, 2, 64)
-    seqs = [sequence(0, [0] * 12), sequence(1, [0, 4])]
-    for seq in seqs:
-        context.acquire(seq)
-    outputs = context.score(seqs, [Draft.chain([4], "test"), Draft.chain([5, 6], "test")])
-    assert context.num_forwards == 4  # 13 + 4 rows by fives
-    np.testing.assert_array_equal(outputs[0].logits, expected_rows(model, seqs[0].tokens, Draft.chain([4], "test")))
-    np.testing.assert_array_equal(outputs[1].logits, expected_rows(model, seqs[1].tokens, Draft.chain([5, 6], "test")))
 
 
 def test_of_a_prompt_in_chunks_the_last_hidden_states_wait() -> None:
@@ -161,18 +139,6 @@ def test_a_short_overlap_does_not_cost_another_conversation_its_slot() -> None:
     assert context.acquire(second) == 0  # one token of 21 in common
     context.release(second)
     assert context.acquire(sequence(2, first.tokens)) == 4
-
-
-def test_the_least_recently_used_slot_is_given_up_when_none_is_empty_or_alike() -> None:
-    context = Context(ToyBackend(1), 2, 64)
-    seqs = [sequence(0, [4, 4]), sequence(1, [5, 5])]
-    for seq in seqs:
-        context.acquire(seq)
-    context.score(seqs, [Draft.chain([], "test")] * 2)
-    context.release(seqs[1])
-    context.release(seqs[0])
-    context.acquire(sequence(2, [6, 6]))
-    assert context.acquire(sequence(3, [4, 4, 7])) == 2
 
 
 def test_a_full_context_and_a_tree_are_clear_errors() -> None:
@@ -227,45 +193,8 @@ def test_noted_best_ids_are_those_of_the_rows_as_they_are_cut_or_padded() -> Non
     assert noted[11] == noted[8]
 
 
-def test_an_interrupted_forward_leaves_the_context_usable() -> None:
-    model = ToyBackend(1, max_rows=4)
-    context = Context(model, 1, 64)
-    seq = sequence(0, [0, 4, 5, 6, 7, 4, 5])
-    context.acquire(seq)
-    whole = model.forward
-
-    def interrupted(batch: object, cache: object) -> object:
-        whole(batch, cache)  # type: ignore[arg-type]
-        raise KeyboardInterrupt
-
-    model.forward = interrupted  # type: ignore[method-assign, assignment]
-    with pytest.raises(KeyboardInterrupt):
-        context.score([seq], [Draft.chain([], "test")])
-    model.forward = whole  # type: ignore[method-assign]
-    (output,) = context.score([seq], [Draft.chain([], "test")])
-    np.testing.assert_array_equal(output.logits, expected_rows(model, seq.tokens, Draft.chain([], "test")))
-
-
 @given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
 def test_the_shared_prefix_is_the_longest_one(first: list[int], second: list[int]) -> None:
     size = shared_prefix(first, second)
     assert first[:size] == second[:size]
     assert size == min(len(first), len(second)) or first[size] != second[size]
-
-
-def test_used_bytes_are_those_of_the_most_tokens_that_each_slot_held() -> None:
-    backend = ToyBackend(0)
-    cache, most = backend.new_cache(2, 32), [0, 0]
-
-    def feed(slot: int, number: int) -> None:
-        held = cache.lengths[slot]
-        backend.forward(ForwardBatch([1] * number, list(range(held, held + number)), [slot], [0, number]), cache)
-
-    changes = [(0, feed, 5), (1, feed, 2), (0, cache.truncate, 3), (0, feed, 1), (0, feed, 7), (1, cache.truncate, 0), (1, feed, 1)]
-    for slot, change, number in changes:
-        change(slot, number)
-        most[slot] = max(most[slot], cache.lengths[slot])
-        assert cache.used_bytes == sum(most) * cache.bytes_per_token
-    cache.keep_path(0, 4, np.array([1, 3], np.int32))
-    assert (cache.lengths, most) == ([6, 1], [11, 2])
-    assert cache.used_bytes == 13 * cache.bytes_per_token

@@ -125,17 +125,6 @@ def test_a_panic_of_a_rust_library_is_a_fault_like_others_and_an_interrupt_is_no
             answers(guarded, PARAMS["greedy"])
 
 
-def test_one_request_costs_no_other_its_drafts() -> None:
-    failing = Failing("propose", poison=0)
-    guarded = GuardedProposer(failing, Context(ToyBackend(2, memory=0.3), 2, 64))
-    llm = LLM.from_backend(ToyBackend(2, memory=0.0), ToyTokenizer(8), "none")  # type: ignore[arg-type]
-    llm.engine._proposer = guarded
-    poisoned, *others = llm.generate(PROMPTS, PARAMS["greedy"])
-    drafted = [answer.stats.num_draft_tokens for answer in (poisoned, *others)]
-    assert all(number > drafted[0] for number in drafted[1:])
-    assert guarded.num_failures == 1
-
-
 def test_a_users_drafter_that_fails_ends_no_request_where_that_is_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "mine.py"
     path.write_text(

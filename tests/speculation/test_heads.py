@@ -7,7 +7,6 @@ from collections.abc import Sequence as Several
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,44 +23,37 @@ from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.quantize.head_output import write_head as export_head
 from cpuspec.sequence import Sequence
-from cpuspec.speculation.drafters import head_path
-from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
-from cpuspec.speculation.drafters.heads import HeadProposer, Rule
-from cpuspec.speculation.drafters.parallel import draft_at_once
-from cpuspec.speculation.head_context import DraftedRows, HeadRows
 from cpuspec.text import make_tokenizer
 from tests.backends.models import MIXTURES, every_backend, tiny
+from tests.block_heads import as_gguf as block_as_gguf
 from tests.block_heads import make_block_head
 from tests.checkpoints.quantizers import compressed, save
 from tests.heads import (
     RandomHead,
     add_mtp,
     as_gguf,
+    check_same_head,
+    check_same_tensors,
     eagle1_rows,
     eagle3_encoded,
     eagle3_rows,
     make_eagle1,
     make_eagle3,
-    make_oracle1,
-    make_oracle3,
     mtp_rows,
     opened,
     output_of,
     states_of,
     write_head,
 )
-from tests.speculation.exact import SOURCE, distance, rational_row
 from tests.speculation.head_runs import (
     PARAMS,
     PROMPTS,
     SETTINGS,
     SMALL,
-    StandIn,
     check_answers,
     check_company,
     llm_over,
     recorded,
-    silent_target,
 )
 from tests.stage_heads import make_medusa, make_mlp_speculator
 from tools.make_tiny_model import (
@@ -104,12 +96,6 @@ def rows_of(backend, head: Head, tokens: list[int], hidden: np.ndarray) -> tuple
 def near(found: Several[np.ndarray], wanted: Several[np.ndarray]) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert np.abs(one - other).max() < 1e-4 * np.abs(other).max()
-
-
-def same_tensors(one: Head, other: Head) -> None:
-    assert one.model.tensors.keys() == other.model.tensors.keys()
-    for name, tensor in other.model.tensors.items():
-        assert np.array_equal(one.model.tensors[name].dequantize(), tensor.dequantize()), name
 
 
 @every_backend(("numba", "numpy", "torch", "onnxruntime"))
@@ -316,7 +302,7 @@ def test_a_layer_in_a_file_of_its_own_is_that_of_the_whole_file(tmp_path: Path) 
     whole, target = own_mtp(open_checkpoint(oracle_of(tmp_path / "..", "gguf"))), open_checkpoint(main)
     for head in (own_mtp(target), opened(RandomHead(alone, {}, {}), target)):  # found beside its target, and named
         assert head.model.config == whole.model.config
-        same_tensors(head, whole)
+        check_same_tensors(head, whole)
         assert head.model.tensors["output"] is target.tensors["output"]
     for spec in (f"{alone}@2", "mtp@2"):
         with LLM(main, spec, settings=SETTINGS) as llm:
@@ -332,54 +318,31 @@ def test_a_layer_in_a_file_of_its_own_is_that_of_the_whole_file(tmp_path: Path) 
         assert "mtp" not in {one.name for one in llm.explain()}
 
 
-def test_auto_measures_a_head_and_chooses_it_where_it_is_right(target: Checkpoint, tmp_path: Path) -> None:
-    target, oracles = silent_target(target), tmp_path
-    made = make_oracle1(oracles / "one", target.config, target.tensors["embed"].dequantize(), target.tensors["norm"].dequantize())
-    with llm_over(target, "none") as plain, llm_over(target, f"auto,{made.path}") as llm:
-        answers = [one.generate(PROMPTS, replace(PARAMS, max_tokens=60)) for one in (llm, plain)]
-        assert [one.token_ids for one in answers[0]] == [one.token_ids for one in answers[1]]
-        drafters = {one.name: one for one in llm.explain()}
-        assert drafters["one"].cost_of_drafting > 0
-        assert drafters["one"].acceptance is not None
+# With the writer of a file as llama.cpp's converter makes it, which knows no norm before fc and no DSpark of few tokens.
+IN_GGUF: dict[str, tuple[Callable[..., RandomHead], Callable[..., Path] | None]] = {
+    "EAGLE-3": (make_eagle3, as_gguf),
+    "EAGLE-3 with a norm before fc": (partial(make_eagle3, norm_before_fc=True), None),
+    "DFlash": (make_block_head, block_as_gguf),
+    "causal DFlash": (partial(make_block_head, causal=True), block_as_gguf),
+    "DSpark": (partial(make_block_head, markov="vanilla"), block_as_gguf),
+    "DSpark of few tokens": (
+        partial(make_block_head, layout="DeepSpec", markov="vanilla", confidence="markov", num_drafted=64),
+        None,
+    ),
+    "DSpark with confidence": (partial(make_block_head, markov="vanilla", confidence="markov"), block_as_gguf),
+    "DSpark with confidence of the state": (partial(make_block_head, markov="vanilla", confidence="state"), block_as_gguf),
+}
 
 
-def test_a_gguf_head_is_the_head_that_it_was_made_of(target: Checkpoint, tmp_path: Path) -> None:
-    made = make_eagle3(tmp_path / "head", target.config)
-    ours, theirs = opened(made, target), opened(RandomHead(as_gguf(made, tmp_path / "head.gguf"), {}, {}), target)
-    assert theirs.layers == ours.layers
-    assert np.array_equal(theirs.token_ids, ours.token_ids)
-    same_tensors(theirs, ours)
-    assert replace(theirs.model.config, norm_eps=1e-5) == ours.model.config
-
-
-@pytest.mark.parametrize("kind", ["EAGLE-3", "EAGLE-3 with a norm before fc", "DFlash", "DSpark"])
-def test_an_exported_head_is_the_head_again(target: Checkpoint, tmp_path: Path, kind: str) -> None:
-    made = {
-        "EAGLE-3": lambda path: make_eagle3(path, target.config),
-        "EAGLE-3 with a norm before fc": lambda path: make_eagle3(path, target.config, norm_before_fc=True),
-        "DFlash": lambda path: make_block_head(path, target.config),
-        "DSpark": lambda path: make_block_head(
-            path, target.config, layout="DeepSpec", markov="vanilla", confidence="markov", num_drafted=64
-        ),
-    }[kind](tmp_path / "head")
-    ours = opened(made, target)
-    export_head(tmp_path / "again.gguf", ours, target, get_format("f32"))
-    theirs = opened(RandomHead(tmp_path / "again.gguf", {}, {}), target)
-    assert (theirs.method, theirs.layers, theirs.mask_id) == (ours.method, ours.layers, ours.mask_id)
-    assert np.array_equal(theirs.token_ids, ours.token_ids) if ours.token_ids is not None else theirs.token_ids is None
-    same_tensors(theirs, ours)
-    no_matter = {"norm_eps": 0.0, "architecture": ""}  # rounded to f32, and a name that heads in GGUF files do not have
-    assert replace(theirs.model.config, **no_matter) == replace(ours.model.config, **no_matter)  # type: ignore[arg-type]
-    assert theirs.model.config.norm_eps == pytest.approx(ours.model.config.norm_eps)
-    for a, b in zip(ours.feature_norms, theirs.feature_norms, strict=True):
-        assert np.array_equal(a.weight, b.weight)
-    if ours.block is not None and theirs.block is not None:
-        assert (theirs.block.size, theirs.block.num_skipped) == (ours.block.size, ours.block.num_skipped)
-        assert (theirs.block.both_ways, theirs.block.confidence_bias) == (ours.block.both_ways, ours.block.confidence_bias)
-        assert np.array_equal(theirs.block.confidence, ours.block.confidence) or ours.block.confidence is None
-        if ours.block.markov is not None and theirs.block.markov is not None:
-            assert np.array_equal(theirs.block.markov.w1.dequantize(), ours.block.markov.w1.dequantize())
-            assert np.array_equal(theirs.block.markov.w2.dequantize(), ours.block.markov.w2.dequantize())
+@pytest.mark.parametrize("kind", IN_GGUF)
+def test_a_head_in_a_gguf_file_is_the_head_that_it_was_made_of(target: Checkpoint, tmp_path: Path, kind: str) -> None:
+    """As llama.cpp writes it, and as `quantize` does."""
+    make, convert = IN_GGUF[kind]
+    made = make(tmp_path / "head", target.config)
+    ours, exported = opened(made, target), tmp_path / "exported.gguf"
+    export_head(exported, ours, target, get_format("f32"))
+    for path in (exported, *([convert(made, tmp_path / "head.gguf")] if convert else [])):
+        check_same_head(opened(RandomHead(path, {}, {}), target), ours)
 
 
 @pytest.mark.parametrize("kind", ["EAGLE", "gated DSpark"])
@@ -596,69 +559,6 @@ def test_the_likeliest_chain_of_a_tree_is_in_it(target: Checkpoint, heads: dict[
 @pytest.mark.parametrize("spec", ["EAGLE3", "tree:EAGLE3@8", "EAGLE1", "PEAGLE", "mtp", "tree:mtp@8"])
 def test_a_draft_does_not_depend_on_its_batch(target: Checkpoint, own: Checkpoint, heads: dict[str, RandomHead], spec: str) -> None:
     check_company(own if "mtp" in spec else target, with_paths(spec, heads))
-
-
-@pytest.mark.parametrize("spec", ["EAGLE3@4", "tree:EAGLE3@4", "draw:EAGLE3@4", "EAGLE1@4", "tree:EAGLE1@4"])
-def test_an_oracle_is_always_accepted(target: Checkpoint, tmp_path: Path, spec: str) -> None:
-    target = silent_target(target)
-    embed, norm = target.tensors["embed"].dequantize(), target.tensors["norm"].dequantize()
-    oracles = {
-        "EAGLE3": make_oracle3(tmp_path / "three", target.config, output_of(target), norm, (1, 2, 3)),
-        "EAGLE1": make_oracle1(tmp_path / "one", target.config, embed, norm),
-    }
-    with llm_over(target, with_paths(spec, oracles), "numpy") as llm:
-        llm.generate(PROMPTS, PARAMS)
-        (level,) = llm.levels.values()
-    if spec.startswith("tree:"):  # a tree spends its tokens on alternatives, too
-        assert level.num_accepted_tokens_per_pos[0] == level.num_drafts
-    else:
-        assert level.num_accepted_tokens == level.num_draft_tokens > 30
-
-
-# ----------------------------------------------------------------------------------------------------- the distribution, enumerated
-
-
-class ExactHeadContext(StandIn):
-    """A head whose rows are fractions: those of a chain depend on what was drafted, those of one pass on how far ahead they are."""
-
-    def __init__(self, vocab: int) -> None:
-        self.vocab = vocab
-        self.head = SimpleNamespace(token_ids=None, layers=(), mask_id=0, mask_features=np.zeros((1, 1)))
-        self.backend = SimpleNamespace(max_rows=99)
-        self._drafted: list[int] = []
-
-    def encoded(self, features: np.ndarray) -> np.ndarray:
-        return features
-
-    def score(self, seqs: list[Sequence], drafted: list[DraftedRows | None], chunks: object = None) -> list[HeadRows]:
-        (seq,), (rows,) = seqs, drafted
-        paths = [tuple(seq.output)]
-        if rows and rows.parents is None and rows.num_kept:
-            self._drafted = [*self._drafted[: rows.num_kept - 1], *rows.tokens]
-            paths = [(*seq.output, *self._drafted)]
-        elif rows and rows.parents is None:  # one pass
-            paths += [(*seq.output, *[self.vocab + ahead] * (ahead + 1)) for ahead in range(len(rows.tokens))]
-        elif rows and rows.parents is not None:
-            ways: list[tuple[int, ...]] = []
-            for token, parent in zip(rows.tokens, rows.parents, strict=True):
-                ways.append((*(ways[parent] if parent >= 0 else ()), token))
-            paths += [(*seq.output, *way) for way in ways]
-        else:
-            self._drafted = []
-        logits = np.stack([rational_row(SOURCE, self.vocab, path) for path in paths])
-        return [HeadRows(logits, np.zeros((len(paths), 1), np.float32))]
-
-
-@pytest.mark.parametrize(
-    ("rule", "draws"), [(draft_chains, True), (draft_chains, False), (draft_at_once, True), (draft_trees, False)]
-)
-@pytest.mark.parametrize(("vocab", "limit", "length"), [(3, 2, 3), (2, 3, 4)])
-def test_output_is_distributed_as_the_target_alone(
-    exact_rows: None, monkeypatch: pytest.MonkeyPatch, rule: Rule, draws: bool, vocab: int, limit: int, length: int
-) -> None:
-    monkeypatch.setattr(head_path, "distribution", lambda row, *_: row)
-    context: Any = ExactHeadContext(vocab)
-    assert distance(HeadProposer(context, rule, vocab, "head", 4, draws=draws), vocab, limit, length) == 0
 
 
 # --------------------------------------------------------------------------------------------------------------- what does not fit

@@ -101,22 +101,6 @@ def test_matches_are_the_longest_and_latest_of_all_occurrences(
     assert remembered.matches(text.latest, num_matches, 4) == all_matches(answers[num_forgotten:], own, 4)[:num_matches]
 
 
-@settings(max_examples=100)
-@given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS), max_size=8))
-def test_a_text_that_followed_drafted_tokens_equals_a_fresh_one(
-    prompt: list[int], rounds: list[tuple[list[int], list[int]]]
-) -> None:
-    seq, text = Sequence.new(0, prompt, SamplingParams()), IndexedText()
-    for drafted, new in rounds:
-        text.follow(seq.ahead(drafted))
-        seq.extend(new * 3)
-    text.follow(seq)
-    fresh = text_of(seq.tokens)
-    assert text.tokens == seq.tokens
-    assert text.latest == fresh.latest
-    assert text.matches(text.latest, 5, 4) == fresh.matches(fresh.latest, 5, 4)
-
-
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 9))
 def test_a_match_before_a_change_goes_on_behind_what_was_changed(own: list[int], num_matches: int) -> None:

@@ -1,11 +1,7 @@
-"""Mixtures with a layer for multi-token prediction at default settings, as converters write them: they start, and the layer drafts.
-
-`python -m tests.speculation.test_own_layers` prints how many drafts each family's layer has accepted.
-"""
+"""Mixtures with a layer for multi-token prediction, as converters write them: at default settings the layer drafts."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -15,10 +11,8 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.heads import own_mtp
 from cpuspec.engine.heads import draft_casts
-from cpuspec.kernels import isa
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.settings import EngineConfig, SamplingParams
-from tests.kernels.test_isa import FEATURES, in_child
 from tests.speculation.test_heads import OWN, shape_of_own
 from tools.make_tiny_model import (
     prediction_weights,
@@ -68,35 +62,14 @@ def figures(path: Path | str) -> Iterator[tuple[int, int]]:
         yield tuple(drafted)
 
 
-def check(path: Path | str, kind: str) -> str:
-    """Compare the two. Returns the instruction set."""
-    (drafted, accepted), (drafted_of_file, accepted_of_file) = figures(path)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixtures_own_layer_drafts_at_defaults(tmp_path: Path, family: str, kind: str) -> None:
+    (drafted, accepted), (drafted_of_file, accepted_of_file) = figures(written(tmp_path, family, kind))
     assert drafted > 60
     assert accepted_of_file > drafted_of_file / 3
     # A file of 8 bits is not cast; a cast of 16 bits to 8 may choose another token now and then.
     assert abs(accepted - accepted_of_file) <= (0 if kind == "q8_0" else accepted_of_file / 10)
-    return isa.dot_isa()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_mixtures_own_layer_drafts_at_defaults(tmp_path: Path, family: str, kind: str) -> None:
-    check(written(tmp_path, family, kind), kind)
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_a_mixtures_own_layer_drafts_on_every_instruction_set(tmp_path: Path, name: str) -> None:
-    if lacking := set(FEATURES[name]) - isa.features():
-        pytest.skip(f"this processor lacks {', '.join(sorted(lacking))}")
-    if name == isa.dot_isa() and not isa.has_tiles():
-        pytest.skip(f"this processor has nothing beyond {name}")
-    code = "from tests.speculation.test_own_layers import check\n"
-    for number, family in enumerate(FAMILIES):
-        kind, directory = KINDS[number % 2], tmp_path / family
-        directory.mkdir()
-        code += f"print(check({str(written(directory, family, kind))!r}, {kind!r}))\n"
-    done = in_child(code, FEATURES[name])
-    assert done.stdout.split() == [name] * len(FAMILIES), done.stderr
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
@@ -116,12 +89,3 @@ def test_a_cast_layer_computes_what_the_layer_of_the_file_does(tmp_path: Path, f
         logits.append(backend.forward(batch, backend.new_cache(1, 64)).logits)
         backend.close()
     assert np.linalg.norm(logits[1] - logits[0]) < {"int8": 0.03, "int4": 0.25}[format] * np.linalg.norm(logits[0])
-
-
-if __name__ == "__main__":
-    for family in FAMILIES:
-        for kind in KINDS:
-            with TemporaryDirectory() as place:
-                cast, file = figures(written(Path(place), family, kind))
-                told = f"{cast[1]} of {cast[0]} drafts accepted at defaults, {file[1]} of {file[0]} as in the file"
-                print(f"{isa.dot_isa()}, {family}, {kind}: {told}")

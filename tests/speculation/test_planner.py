@@ -253,15 +253,6 @@ def test_nothing_is_drafted_where_each_row_costs_a_forward() -> None:
     assert planner.num_plain_rounds == 20
 
 
-def test_drafts_that_are_never_accepted_come_to_an_end() -> None:
-    planner, seq = planner_of(Costs([1, 2], [1.0, 1.1]), [Text(0.9)], []), _sequence()
-    lengths = _rounds(planner, seq, 100, 0.0)
-    assert lengths[0] > 0
-    assert sum(lengths[20:]) < sum(lengths[:20])
-    assert sum(lengths[20:]) * 0.1 < 0.03 * 80  # rows that cost 3 % of those forwards
-    assert _rounds(planner_of(Costs([1, 2], [1.0, 1.1]), [Text(0.9)], []), _sequence(), 100, 1.0)[-1] > 0
-
-
 def test_a_request_that_begins_expects_what_others_saw() -> None:
     planner = planner_of(Costs([1, 2], [1.0, 1.1]), [Text(0.8)], [])
     lengths = []
@@ -301,15 +292,6 @@ def test_a_text_that_repeats_goes_before_a_model() -> None:
     planner, seq = planner_of(FLAT, [Text(0.99)], [(model, Costs([1], [0.3]))]), _sequence()
     _rounds(planner, seq, 20, 1.0)
     assert not model.asked
-
-
-def test_trying_what_the_estimates_speak_against_takes_two_hundredths_of_the_time(clock: Clock) -> None:
-    model = TimedModel(clock, 0.4, 0.001)
-    planner, seq = planner_of(FLAT, [], [(model, model.costs)]), _sequence()
-    _rounds(planner, seq, 20, 0.0)  # learns that it is no good
-    before = len(model.asked)
-    _rounds(planner, seq, 1000, 0.0)
-    assert 0 < sum(model.asked[before:]) * 0.4 < 0.02 * 1020
 
 
 class Named(TimedModel):
@@ -376,15 +358,6 @@ def test_trials_are_not_saved_up_for_hours() -> None:
     assert trials.spend(0.1)
 
 
-def test_no_two_models_draft_for_a_sequence_in_a_round() -> None:
-    models = [Named("a", 0.7), Named("b", 0.7)]
-    planner, seq = planner_of(rising(0.05), [], [(one, one.costs) for one in models]), _sequence()
-    for _ in range(300):
-        before = [len(one.asked) for one in models]
-        _of_two(planner, models, seq, 1)
-        assert sum(len(one.asked) for one in models) - sum(before) <= 1
-
-
 def test_a_model_that_does_not_help_leaves_rounds_to_run_at_once(clock: Clock) -> None:
     model = TimedModel(clock, 0.9, 0.001)
     planner, seq = planner_of(rising(0.5), [], [(model, model.costs)]), _sequence()
@@ -441,18 +414,6 @@ def test_asking_a_text_that_never_helps_costs_three_hundredths_at_most(clock: Cl
     ratios = _answers(planner_of(rising(0.05), [text], []), clock, rising(0.05), lambda answer: 0.0, 20)
     assert 1 <= np.mean(ratios[1:]) <= 1.03
     assert 0.005 * num_tokens <= text.num_asked * seconds <= 0.02 * num_tokens  # one percent, and what it took to learn
-
-
-def test_plain_rounds_are_all_counted_and_one_of_four_is_timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, costs, timed = TimedText(clock, 0.1), rising(0.05), list[int]()
-    planner, seq = planner_of(costs, [text], [], context=clock), _sequence()
-    _rounds(planner, seq, 100, 0.0, clock)  # learns that asking does not pay
-    monkeypatch.setattr(costs, "observe", lambda rows, *_: timed.append(rows))
-    asked = text.num_asked
-    _rounds(planner, seq, 400, 0.0, clock)
-    assert planner.num_plain_rounds == 500
-    assert timed == [1] * 100
-    assert 0 < text.num_asked - asked < 100
 
 
 def test_rounds_run_at_once_only_until_a_text_is_tried(clock: Clock) -> None:
@@ -520,17 +481,6 @@ def test_a_text_that_helps_is_asked_every_time_and_one_that_begins_to_soon(clock
     [draft] = planner.propose([_sequence(13)], [24])
     assert len(draft) > 4
     assert text.num_asked - asked < 60
-
-
-def test_what_came_between_is_not_held_against_a_text(clock: Clock) -> None:
-    text = TimedText(clock, 0.001)
-    text.finds = True
-    planner = planner_of(rising(0.05), [text], [])
-    seq = _sequence()
-    text._seconds = 1e3
-    _rounds(planner, seq, 1, 1.0)
-    text._seconds = 0.001
-    assert min(_rounds(planner, seq, 30, 1.0)) > 0
 
 
 @pytest.mark.parametrize(("drafted_s", "fed_s", "within"), [(0.1, 0.005, 4), (0.3, 0.02, 8), (0.3, 0.08, 25), (0.5, 0.08, 25)])
@@ -601,20 +551,6 @@ def test_more_rows_than_were_measured_are_learned_from_and_not_kept(tmp_path: Pa
     assert json.loads(kept.read_text())["rows"] == ROWS
 
 
-@pytest.mark.parametrize(("beside", "learned"), [(0, [2]), (1, [3]), (2, [4]), (3, []), (200, [])])
-def test_a_round_is_learned_from_with_all_rows_that_it_fed_unless_most_are_of_prompts(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, beside: int, learned: list[int]
-) -> None:
-    planner, seq = planner_of(rising(0.05), [Text(0.9)], [], context=clock), _sequence()
-    rows: list[int] = []
-    monkeypatch.setattr(planner.costs, "observe", lambda number, *_: rows.append(number))
-    assert planner.propose([seq], [1])[0].tokens.tolist() == [1]
-    clock.num_rows += 2 + beside
-    seq.extend([1])
-    planner.accept(seq, Verdict([1], np.arange(0, dtype=np.int32)), ())
-    assert rows == learned
-
-
 @pytest.mark.parametrize("num_seqs", [1, 2, 4, 32])
 def test_rounds_without_a_draft_teach_what_their_rows_take(clock: Clock, num_seqs: int) -> None:
     planner, seqs = planner_of(rising(0.05), [], [], context=clock), [_sequence(n) for n in range(num_seqs)]
@@ -667,17 +603,3 @@ def test_what_was_learned_is_kept_for_the_next_process_where_it_matters(tmp_path
     costs.keep()
     assert find_costs(backend).seconds[:9] == costs.seconds[:9]
     assert [path.name for path in tmp_path.glob("costs/*")] == [kept.name]
-
-
-def test_forwards_are_measured_until_a_round_finds_none_quicker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = make_backend("numpy", open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", "qwen2")), EngineConfig(max_rows=2))
-    for busy_rounds, wanted_rounds in ((0, 3), (4, 6), (99, 10)):
-        calls: list[int] = []
-
-        def time(*_: object, calls: list[int] = calls, busy: int = busy_rounds) -> tuple[float, int]:
-            calls.append(1)
-            return max(1.0, 2.0 - 0.1 * ((len(calls) - 1) // 2)) if (len(calls) - 1) // 2 < busy else 1.0, 5
-
-        monkeypatch.setattr(costs_module, "_time", time)
-        assert costs_module.measure_costs(backend).seconds[:2] == [1.0 if busy_rounds < 99 else pytest.approx(1.1)] * 2
-        assert len(calls) == 2 * wanted_rounds

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from cpuspec.errors import CacheError, ConfigError
-from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
 from cpuspec.settings import SamplingParams
 from cpuspec.speculation import context as context_module
@@ -119,46 +118,6 @@ def counting(first: int, length: int) -> list[int]:
 A, B, C = counting(0, 20), counting(3, 20), counting(5, 20)
 
 
-def test_the_next_turn_goes_on_in_place_and_another_conversation_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = Requests(keeping(toy(), 100))
-    copied: list[int] = []
-    copy = KVCache.copy
-    monkeypatch.setattr(KVCache, "copy", lambda cache, *where: copied.append(where[2]) or copy(cache, *where))
-    assert requests.run(*A) == 20
-    assert requests.run(*A, 4, 4) == 2
-    assert copied == []
-    assert requests.run(*A[:10], *C) == 20
-    assert copied == [10]
-    assert requests.run(*A, 4, 4, 1) == 1
-    assert requests.run(*A[:10], *C, 0) == 1
-    assert copied == [10]
-
-
-def test_a_prefix_is_copied_block_by_block_beside_running_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_module, "_COPIED_BYTES", 0)  # a block at a time
-    context = keeping(toy(), 400, num_slots=3)
-    requests = Requests(context)
-    monkeypatch.setattr(KVCache, "copy", lambda *_: pytest.fail("a prefix was copied whole"))
-    long, blocks = counting(0, 60), 60 // BLOCK
-    running = requests.begin(long)
-    assert requests.score(running) == 60
-    for tokens in (B, C):  # they fill the free slots
-        requests.run(*tokens)
-    copied: list[int] = []
-    read, append = KVCache.read_block, KVCache.append_from
-    monkeypatch.setattr(KVCache, "read_block", lambda *where: copied.append(where[3]) or read(*where))
-    monkeypatch.setattr(
-        KVCache, "append_from", lambda cache, *where: copied.append(where[2] - cache.lengths[where[1]]) or append(cache, *where)
-    )
-    assert requests.run(*long, 1) == 1, "from a running sequence's slot, into one whose tokens are saved"
-    assert requests.num_parts == len(copied) - 1 == 20 // BLOCK + blocks - 1
-    assert max(copied) == BLOCK
-    copied.clear()
-    assert requests.run(*B, 1) == 1, "from the store"
-    assert requests.num_parts > blocks + 20 // BLOCK
-    context.release(running)
-
-
 def test_what_a_slot_is_taken_from_is_still_there_later() -> None:
     requests = Requests(keeping(toy(), 200, num_slots=1))
     for tokens in (A, B, C):
@@ -199,15 +158,6 @@ def test_prefixes_are_used_within_their_salt_alone(tmp_path: Path, num_slots: in
     assert not list(tmp_path.glob("*.prefix"))
 
 
-def test_salts_that_left_nothing_leave_nothing_behind() -> None:
-    context = keeping(toy(), 40, num_slots=1)
-    requests = Requests(context)
-    for number in range(50):
-        requests.run(*A, salt=f"salt {number}")
-    assert context.prefixes.store is not None
-    assert len(context.prefixes.store._roots) <= 2
-
-
 def test_what_begins_alike_is_kept_once() -> None:
     context = keeping(toy(), 1000, num_slots=1)
     requests = Requests(context)
@@ -236,15 +186,6 @@ def test_nothing_is_kept_where_the_bound_is_zero() -> None:
     first = requests.begin(A)
     assert requests.score(first) == 20
     assert requests.score(requests.begin([*A, 1])) == 1  # running ones share
-
-
-def test_rejected_drafts_are_not_kept() -> None:
-    context = keeping(toy(), 100)
-    seq = Sequence.new(0, A, SamplingParams())
-    context.acquire(seq)
-    context.score([seq], [Draft.chain([1, 2, 3, 4, 5, 6], "test")])
-    context.release(seq)
-    assert [len(held) for held in context._held] == [20, 0]
 
 
 @pytest.mark.parametrize("max_bytes", [0, 10**6])
@@ -355,18 +296,6 @@ def test_a_start_finds_what_the_last_one_left(tmp_path: Path) -> None:
     assert Requests(keeping(toy(2), 30, directory=tmp_path)).run(*A, 7) == 21  # another model
     stats = again.context.prefixes.stats("target")
     assert (stats.num_blocks_read, stats.num_prompt_tokens, stats.num_cached_tokens) == (15, 63, 57)
-
-
-def test_a_prefix_that_grew_replaces_its_shorter_file(tmp_path: Path) -> None:
-    context = keeping(toy(), 0, directory=tmp_path)
-    requests = Requests(context)
-    requests.run(*A[:7])
-    written(context)
-    assert len(list(tmp_path.iterdir())) == 2  # 4 tokens and 3
-    requests.run(*A[:9])
-    written(context)
-    assert len(list(tmp_path.iterdir())) == 3  # 4, 4 and 1
-    assert requests.run(*A[:9]) == 1
 
 
 def test_the_directory_keeps_what_was_used_last(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cpuspec import LLM
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.heads import Head
@@ -30,7 +29,6 @@ from tests.speculation.head_runs import (
     check_company,
     llm_over,
     recorded,
-    silent_target,
 )
 from tests.stage_heads import make_medusa, make_mlp_speculator, medusa_rows, mlp_rows
 
@@ -171,34 +169,6 @@ def test_a_draft_does_not_depend_on_its_batch(target: Checkpoint, heads: dict[st
     check_company(target, spec.format(heads[kind].path))
 
 
-@pytest.mark.parametrize("kind", ["Medusa", "MLP"])
-def test_an_oracle_is_always_accepted(target: Checkpoint, tmp_path: Path, kind: str) -> None:
-    """Of a target without branches, whose next token depends on the last alone."""
-    target = silent_target(target)
-    embed, norm, output = target.tensors["embed"].dequantize(), target.tensors["norm"].dequantize(), output_of(target)
-    states = embed / np.sqrt((embed * embed).mean(1, keepdims=True) + target.config.norm_eps) * norm
-    follows = np.eye(320, dtype=np.float32)[(states @ output.T).argmax(1)]  # [token, next token]
-    if kind == "Medusa":
-        with llm_over(target, "none") as plain:
-            seen = sorted({token for answer in plain.generate(PROMPTS, PARAMS) for token in answer.token_ids} | {9, 10, 6})
-        made = make_medusa(tmp_path / "head", target.config, num_layers=0, num_heads=2)
-        for head in range(2):  # from a state to the token after the next, or the one behind it
-            reached = np.linalg.matrix_power(follows, head + 2)[seen]
-            made.arrays[f"{head}.0.weight"] = (np.linalg.pinv(states[seen]) @ reached).T.astype(np.float32)
-    else:
-        made = make_mlp_speculator(tmp_path / "head", target.config, inner_dim=320)
-        for stage in range(3):  # from the token itself
-            arrays = {"proj": 0.0, "ln": 1.0, "emb": np.eye(320), "head": follows.T}
-            for part, values in arrays.items():
-                made.arrays[f"speculator.{part}.{stage}.weight"][:] = values
-            made.arrays[f"speculator.ln.{stage}.bias"][:] = 0
-    write_head(made.path, made.config, {name: np.ascontiguousarray(array) for name, array in made.arrays.items()})
-    with llm_over(target, str(made.path), "numpy", draft_format="file") as llm:
-        llm.generate(PROMPTS, PARAMS)
-        (level,) = llm.levels.values()
-    assert level.num_accepted_tokens == level.num_draft_tokens > 30
-
-
 # --------------------------------------------------------------------------------------------------------------- what does not fit
 
 
@@ -270,24 +240,3 @@ def test_a_graph_engine_refuses_stages(target: Checkpoint, heads: dict[str, Rand
     pytest.importorskip("onnxruntime")
     with pytest.raises(BackendError, match="use numba, numpy or torch"):
         llm_over(target, f"onnxruntime:{heads['MLP, tied'].path}")
-
-
-def test_matrices_are_cast_at_load(target: Checkpoint, heads: dict[str, RandomHead]) -> None:
-    for kind in ("Medusa, original", "MLP, of fms"):
-        sizes = {}
-        for format in ("int8", "int4", "file"):
-            with llm_over(target, str(heads[kind].path), draft_format=format) as llm:
-                memory = llm.memory()[0]
-                sizes[format] = memory.weight_bytes - memory.shared_bytes
-                llm.generate(PROMPTS, PARAMS)
-        assert sizes["int4"] < 0.7 * sizes["int8"] < 0.4 * sizes["file"]
-
-
-@pytest.mark.parametrize("method", ["medusa", "mlp_speculator"])
-def test_the_spelling_of_vllm_is_accepted(target: Checkpoint, heads: dict[str, RandomHead], method: str) -> None:
-    made = heads["Medusa, vLLM" if method == "medusa" else "MLP, of fms"]
-    spec = {"method": method, "model": str(made.path), "num_speculative_tokens": 2}
-    with LLM(target, spec, settings=SETTINGS) as llm:
-        llm.generate(PROMPTS, PARAMS)
-        (level,) = llm.levels.values()
-        assert 0 < level.num_draft_tokens <= 2 * level.num_drafts

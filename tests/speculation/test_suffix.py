@@ -1,13 +1,10 @@
 """What a suffix proposer keeps of requests: the running ones followed exactly, past answers within a bound."""
 
-import pytest
 from hypothesis import strategies as st
 
-from cpuspec.errors import ConfigError
 from cpuspec.sequence import Sequence
-from cpuspec.settings import SamplingParams, SpecConfig
-from cpuspec.speculation.drafters.lookup import MIN_PROB
-from cpuspec.speculation.drafters.lookups import NUM_TOKENS, LookupProposer, make_lookup
+from cpuspec.settings import SamplingParams
+from cpuspec.speculation.drafters.lookups import NUM_TOKENS, LookupProposer
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
@@ -106,20 +103,3 @@ def test_past_answers_stay_within_their_bound_and_the_oldest_go_first() -> None:
     assert drafted(proposer, [6], limit=1) == [39]
     assert not remembering([[4, 5]], max_past_tokens=0)._past[""]
     assert drafted(remembering([[4, 5, 6, 7]], max_past_tokens=3), [6]) == [7]
-
-
-def test_specs_say_how_many_tokens_how_sure_and_whether_a_tree() -> None:
-    for spec, tree, num_tokens, min_prob in (
-        ("suffix", False, NUM_TOKENS["suffix"], MIN_PROB),
-        ("suffix@8", False, 8, MIN_PROB),
-        ("suffix:tree", True, NUM_TOKENS["suffix"], MIN_PROB),
-        ("suffix:tree@16:0.3", True, 16, 0.3),
-    ):
-        proposer = make_lookup(SpecConfig.parse(spec).levels[0])
-        assert (proposer.tree, proposer.num_tokens, proposer.min_prob) == (tree, num_tokens, min_prob)
-
-
-@pytest.mark.parametrize("argument", ["8", "trees", "tree8", "tree:8"])
-def test_a_bad_suffix_argument_is_a_clear_error(argument: str) -> None:
-    with pytest.raises(ConfigError, match="suffix takes no argument or tree"):
-        make_lookup(SpecConfig.parse(f"suffix:{argument}").levels[0])
