@@ -115,7 +115,7 @@ class Engine:
     def __init__(self, context: Context, proposer: Proposer, tokenizer: Tokenizer, max_bytes: int | None = None) -> None:
         self.levels: defaultdict[str, LevelCounters] = defaultdict(LevelCounters)  # totals over all ended requests, by proposer
         self._context = context
-        context.hidden_layers, context.applies_adapters = proposer.hidden_layers, True
+        context.slots.hidden_layers, context.applies_adapters = proposer.hidden_layers, True
         self._proposer = proposer
         self._contexts = [context, *(level.context for level in proposer.levels)]
         self._max_bytes, self._kept_part = max_bytes, _KEPT_PARTS
@@ -265,10 +265,10 @@ class Engine:
         seqs, chunks = self._scheduler.schedule(context.num_unfed, self._finishes_prompts)
         if not seqs and not chunks:
             if self._scheduler.waiting:
-                context.wait_for_prefix(_WAIT_S)
+                context.slots.wait(_WAIT_S)
             return
         for one in self._contexts:
-            one.num_running = len(self._scheduler.running)
+            one.slots.num_running = len(self._scheduler.running)
         requests, num_stopped = [self._requests[seq.id] for seq in seqs], context.num_stopped
         if not seqs and self._may_stop:
             self._num_stoppable_rows = sum(chunk.num_tokens for chunk in chunks)
@@ -300,7 +300,7 @@ class Engine:
         slot and memory stay reserved for it.
         """
         context, taken = self._context, self._taken(_TO_BEGIN)
-        for seq in list(itertools.islice(self._scheduler.waiting.values(), context.num_free_slots)):
+        for seq in list(itertools.islice(self._scheduler.waiting.values(), len(context.slots.free))):
             taken += self._bytes_ahead(seq, _TO_BEGIN)
             if self._max_bytes is not None and taken > self._max_bytes and self._scheduler.running:
                 break
@@ -316,12 +316,12 @@ class Engine:
 
     def _begin(self, seq: Sequence) -> None:
         """Give a waiting sequence a slot, unless its prefix comes first."""
-        context, meter = self._context, self._requests[seq.id].meter
-        if context.awaits_prefix(seq) or context.poll_prefix(seq) or (context.num_sequences and context.moves_prefix(seq)):
+        slots, meter = self._context.slots, self._requests[seq.id].meter
+        if slots.awaits(seq) or slots.poll(seq) or (slots.taken and slots.moves(seq)):
             return
         self._scheduler.admit(seq)
-        num_cached = context.acquire(seq)
-        self._proposer.begin(seq, num_cached - context.num_hidden_kept(seq))
+        num_cached = slots.acquire(seq)
+        self._proposer.begin(seq, num_cached - slots.taken[seq.id].num_hidden_kept)
         if not meter.has_begun:
             meter.num_cached_tokens = num_cached
             meter.begin(self.reads())
@@ -348,7 +348,7 @@ class Engine:
     def _keep_within(self, num_bytes: float) -> None:
         """Limit the prefixes of finished sequences to `num_bytes` in all, or to their settings if these are less."""
         for context, share in zip(self._contexts, divide_memory(self._contexts, num_bytes), strict=True):
-            context.prefixes.limit(share)
+            context.slots.limit(share)
 
     def _limit(self, request: Request) -> int:
         """How many tokens may be drafted: with the round's own token they must not exceed `max_length`."""
@@ -435,7 +435,7 @@ class Engine:
         except BaseException as error:
             fault_of_one(error)
         finally:
-            self._context.release(seq)
+            self._context.slots.release(seq)
 
     def _fail(self, request: Request, error: BaseException) -> None:
         """End one request with what its part of a step raised, and no other. An interrupt is raised again."""

@@ -457,7 +457,7 @@ class LLM:
         cache_salt: of later requests that may use the texts as cached prefixes; None for no such requests.
         """
         used = self.adapters.default if adapters is None else adapters
-        keep = None if cache_salt is None else partial(self.context.insert_rows, salt=salt_of(cache_salt, used))
+        keep = None if cache_salt is None else partial(self.context.slots.insert_rows, salt=salt_of(cache_salt, used))
         return ScoringJob(self.backend, self._checked_ids(prompts), num_top, used, keep)
 
     def _checked_ids(self, prompts: Prompt | Seq[Prompt], parse_special: bool = True) -> list[list[int]]:
@@ -533,7 +533,7 @@ class LLM:
         """The memory of each model: draft models first, beginning with the cheapest, then the target."""
         with self._shared.exclusive():
             return [
-                LevelMemory(name, context.backend.weight_bytes, context.backend.shared_bytes, context.prefixes.kv_bytes)
+                LevelMemory(name, context.backend.weight_bytes, context.backend.shared_bytes, context.slots.kv_bytes)
                 for name, context in self._contexts
             ]
 
@@ -547,7 +547,7 @@ class LLM:
     def prefix_stats(self) -> list[PrefixStats]:
         """The figures of each model's prefix cache, in the order of `memory`."""
         with self._shared.exclusive():
-            return [context.prefixes.stats(name) for name, context in self._contexts]
+            return [context.slots.stats(name) for name, context in self._contexts]
 
     def save_prefix(self, prompt: Prompt | Seq[Message], path: str | Path, cache_salt: str = "") -> int:
         """Save the cached part of a prompt, the target's keys and values, to a file; returns its number of tokens.
@@ -562,7 +562,7 @@ class LLM:
         tokens = self._prompt_ids(prompt)
         self._check_unadapted()
         with self._shared.exclusive():
-            write = self.context.prefix_writer(tokens, Path(path), cache_salt)
+            write = self.context.slots.prefix_writer(tokens, Path(path), cache_salt)
 
         def written() -> int:
             try:
@@ -583,13 +583,13 @@ class LLM:
     def read_prefix(self, path: str | Path) -> PrefixPart:
         """The first part of `restore_prefix`, which reads the file and may run beside steps. `hold_prefix` is the second part."""
         self._shared.check_open()
-        return self.context.read_prefix(Path(path))
+        return self.context.slots.read_prefix(Path(path))
 
     def hold_prefix(self, part: PrefixPart, cache_salt: str = "") -> int:
         """See `read_prefix`."""
         self._check_unadapted()
         with self._shared.exclusive():
-            return self.context.insert_prefix(part, cache_salt)
+            return self.context.slots.insert_prefix(part, cache_salt)
 
     def _check_unadapted(self) -> None:
         if self.adapters.default:
@@ -600,7 +600,7 @@ class LLM:
         self._shared.check_open()
         with self._shared.exclusive():
             for _, context in self._contexts:
-                context.prefixes.forget()
+                context.slots.forget()
         if self._prefix_queue and waits:
             self._prefix_queue.flush()
 
@@ -627,7 +627,7 @@ class LLM:
                 if self._planner:  # no step waits for a disk
                     self._planner.costs.keep()
                 for _, context in self._contexts:
-                    context.prefixes.spill()
+                    context.slots.spill()
                 if self._prefix_queue:
                     self._prefix_queue.close()
         finally:
@@ -866,7 +866,7 @@ def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> Pref
     num_bytes = default_prefix_cache_bytes(weights) if gb is None else gb * 1e9
     for context, share in zip(contexts, divide_memory(contexts, num_bytes), strict=True):
         is_kept = gb is not None or context.backend.row_invariant
-        context.prefixes.keep(share if is_kept else 0, queue)
+        context.slots.keep(share if is_kept else 0, queue)
     return queue
 
 

@@ -77,7 +77,7 @@ class ChainProposer(Proposer):
 
     def end(self, seq: Sequence) -> None:
         """Free the slot, also where `inner` raises."""
-        self._reading.end(seq)
+        self.context.slots.release(seq)
         self.inner.end(seq)
 
 

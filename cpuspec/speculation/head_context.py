@@ -9,8 +9,6 @@ is fed again in the next round. A prefix that the verifier took from its cache h
 finished sequence left in a slot or in a `PrefixStore`; without these the head drafts without them.
 """
 
-from bisect import bisect_right
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -22,13 +20,11 @@ from cpuspec.checkpoints.heads import Head
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.metrics import Spent, now_s
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
-from cpuspec.sequence import Sequence, shared_prefix
+from cpuspec.sequence import Sequence
 from cpuspec.settings import EngineConfig
 from cpuspec.speculation.context import PromptChunk, shortest_first
-from cpuspec.speculation.prefix_cache import PrefixCache
-from cpuspec.speculation.prefix_queue import PrefixQueue
-from cpuspec.speculation.prefix_store import PrefixStore
 from cpuspec.speculation.reading import share_rows
+from cpuspec.speculation.slots import Slot, Slots
 
 # Rows of a prompt are encoded as they come: the outputs of several layers would take more memory to keep until the first draft.
 _ENCODED_AT_ONCE = 64
@@ -56,33 +52,19 @@ class HeadRows(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Slot:
-    """The rows of a sequence's tokens that a slot holds.
-
-    positions: of rows made of the verifier's hidden states, rising. num_rows: those, and the following ones made of the head's own
-    hidden states. The cache may hold more: drafted rows.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    num_rows: int = 0
-    salt: str = ""  # of the sequence that they were computed for
-
-
-@dataclass(slots=True)
 class _Followed:
     """A sequence that the head drafts for.
 
     known: hidden states [*, C] of the tokens from `first` on. raw: those of the tokens after these, as the verifier gave them,
-    [*, feature_size]; `_encode` makes them known. agreed: how many tokens of its slot are the sequence's for good.
+    [*, feature_size]; `_encode` makes them known. num_rows: of the slot, made of the verifier's hidden states (`Slot.positions`),
+    and following ones made of the head's own. The cache may hold more: drafted rows.
     """
 
     seq: Sequence
     first: int
     known: F32
     raw: list[F32] = field(default_factory=list)
-    slot: int = -1
-    agreed: int = 0
+    num_rows: int = 0
 
     @property
     def end(self) -> int:
@@ -99,6 +81,7 @@ class _Feed:
     """
 
     followed: _Followed
+    slot: Slot
     positions: list[int]
     hidden: F32
     drafted: DraftedRows | None
@@ -131,22 +114,16 @@ class HeadContext:
         self.cache = backend.new_cache(num_slots, capacity)
         self.capacity = capacity
         self.prompt_rows = min(prompt_rows, backend.max_rows)
-        self.num_forwards = self.num_running = self.weight_bytes = 0  # as in `Context`
+        self.num_forwards = self.weight_bytes = 0  # as in `Context`
         self.spent = Spent()
+        self.slots = Slots(backend, self.cache, 1)
         self._layers = (backend.config.num_layers - 1,)  # whose output is a row's hidden state
         self._injects = bool(backend.config.head and backend.config.head.injects)
         self._both_ways = bool(head.block and head.block.both_ways)
         self._sees_rows = not (backend.config.head and backend.config.head.reads)
         self._back = "back" if "back" in head.model.tensors else ""
-        self._slots = [_Slot() for _ in range(num_slots)]
-        self.prefixes = PrefixCache(self, self.cache, backend.row_invariant)
         self._followed: dict[int, _Followed] = {}  # by sequence id
         self.most_waiting: int | None = None  # hidden states of a sequence: up to twice as many are kept; None: all
-
-    @property
-    def is_alone(self) -> bool:
-        """As in `Context`."""
-        return max(self.num_running, len(self._slots) - len(self.prefixes.free)) <= 1
 
     @property
     def waiting_bytes(self) -> int:
@@ -158,7 +135,7 @@ class HeadContext:
         config = self.backend.config
         width = config.hidden_size if self._sees_rows else config.injected_size + config.state_size
         self._followed[seq.id] = _Followed(seq, num_cached, np.empty((0, width), np.float32))
-        self._poll(seq)
+        self.slots.poll(seq)
 
     def learn(self, seq: Sequence, layers: tuple[F32, ...]) -> None:
         """Keep the verifier's hidden states up to the last accepted token's. layers: as `Proposer.accept` has them."""
@@ -179,14 +156,8 @@ class HeadContext:
 
     def end(self, seq: Sequence) -> None:
         """Forget a sequence. Its rows stay for later ones that begin alike. A sequence that never began is ignored."""
-        one = self._followed.pop(seq.id, None)
-        if self.prefixes.store:
-            self.prefixes.store.forget(seq.id)
-        if one and one.slot >= 0:
-            if not self.prefixes.shares:
-                self._slots[one.slot] = _Slot()
-            self.prefixes.release(one.slot)
-            self.prefixes.tidy()
+        self._followed.pop(seq.id, None)
+        self.slots.release(seq)
 
     def can_draft(self, seq: Sequence) -> bool:
         """Whether the last committed token's row can be made.
@@ -196,7 +167,7 @@ class HeadContext:
         one = self._followed.get(seq.id)
         if one is None or not one.first < one.end or not one.first < len(seq.tokens) - 1:
             return False
-        return one.slot >= 0 or not self._poll(seq)
+        return seq.id in self.slots.taken or not self.slots.poll(seq)
 
     def unknown(self, seq: Sequence) -> list[int]:
         """The tokens without a hidden state: the last committed one, then those that an earlier drafter chose."""
@@ -210,14 +181,13 @@ class HeadContext:
 
     def num_unfed(self, seq: Sequence) -> int:
         """How many rows a score would feed before the last committed token's. Gives the sequence a slot, or raises CacheError."""
-        one = self._at(seq)
-        if one.slot < 0:
-            self._acquire(one)
-        return len(self._unfed(one)) - 1
+        if seq.id not in self.slots.taken:
+            self.slots.acquire(seq)
+        return len(self._unfed(self._at(seq))[1]) - 1
 
     def read(self, seqs: list[Sequence]) -> list[bool]:
         """Feed parts of the sequences' prompts; returns whether each can be drafted for now. Raises CacheError without a slot."""
-        num_rows = _ROWS_FOR_ONE * (self.backend.max_rows if self.is_alone else self.prompt_rows)
+        num_rows = _ROWS_FOR_ONE * (self.backend.max_rows if self.slots.is_alone else self.prompt_rows)
         ready, chunks = share_rows(seqs, list(map(self.num_unfed, seqs)), num_rows)
         if chunks:
             self.score([], [], chunks)
@@ -241,77 +211,11 @@ class HeadContext:
             waiting = self._forward(waiting)
         return [feed.rows[0] if len(feed.rows) == 1 else _joined(feed.rows) for feed in feeds]
 
-    def new_store(self, queue: PrefixQueue | None) -> PrefixStore:
-        """As `SlotOwner`."""
-        return PrefixStore(self.cache, self.backend.config.vocab_size, queue)
-
-    def save_slot(self, slot: int) -> None:
-        """As `SlotOwner`. Rows after the first position without one are not saved."""
-        held, store = self._slots[slot], self.prefixes.store
-        num_rows = next((row for row, position in enumerate(held.positions) if row != position), len(held.positions))
-        if store and num_rows >= self.prefixes.many:
-            tokens, salt = _stored_as(held.tokens, held.salt)
-            with suppress(MemoryError):
-                store.copy_from_slot(slot, tokens[:num_rows], self.prefixes.used[slot], salt)
-
-    def clear_slot(self, slot: int) -> None:
-        """As `SlotOwner`."""
-        self._slots[slot] = _Slot()
-
     def _at(self, seq: Sequence) -> _Followed:
         """The sequence's record, with its present tokens."""
         one = self._followed[seq.id]
         one.seq = seq
         return one
-
-    def _acquire(self, one: _Followed) -> None:
-        """Give a sequence the free slot that shares most rows with it. If another slot or the store has more, they are copied."""
-        free, store = self.prefixes.free, self.prefixes.store
-        if not free:
-            raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
-        tokens, salt, shared = one.seq.tokens, one.seq.salt, self._shared(one.seq)
-        slot, source = max(free, key=shared.__getitem__), max(range(len(shared)), key=shared.__getitem__)
-        following, root = _stored_as(tokens, salt)
-        stored = store.loadable(following, root, one.seq.id) if store else 0
-        if not shared[slot]:
-            slot = free[0]
-        free.remove(slot)
-        one.slot = slot
-        longest = max(shared[source], stored)
-        if len(self._slots[slot].positions) >= shared[slot] + self.prefixes.many or longest > shared[slot]:
-            self.save_slot(slot)
-        if longest > shared[slot] and longest == shared[source]:
-            self._slots[slot] = _Slot(self._slots[source].tokens[:], self._slots[source].positions[: shared[source]], salt=salt)
-            self.cache.copy(source, slot, shared[source])
-        elif longest > shared[slot] and store:
-            self.cache.truncate(slot, 0)
-            self._slots[slot] = _Slot(salt=salt)
-            num_rows = store.load(slot, following, self.prefixes.tick(), root, one.seq.id)
-            self._slots[slot] = _Slot(tokens[: num_rows + 1], list(range(num_rows)), num_rows, salt)
-        elif self._slots[slot].salt != salt:
-            self._slots[slot] = _Slot(salt=salt)
-        if store:
-            store.forget(one.seq.id)
-        one.agreed = min(shared_prefix(self._slots[slot].tokens, tokens), one.seq.num_committed)
-        self.prefixes.num_prompt_tokens += len(tokens) - 1
-        self.prefixes.num_cached_tokens += longest
-        self.prefixes.tidy()
-
-    def _shared(self, seq: Sequence) -> list[int]:
-        """For each slot how many of its rows the sequence may use."""
-        return [
-            bisect_right(slot.positions, shared_prefix(slot.tokens, seq.tokens) - 2)
-            if self.prefixes.shares and slot.salt == seq.salt
-            else 0
-            for slot in self._slots
-        ]
-
-    def _poll(self, seq: Sequence) -> bool:
-        """Begin or continue to read rows from the disk for a sequence without a slot; returns whether some are to come."""
-        store, many = self.prefixes.store, self.prefixes.many
-        if store is None or len(seq.tokens) < many:
-            return False
-        return store.poll(*_stored_as(seq.tokens, seq.salt), seq.id, max(self._shared(seq)) + many)
 
     def _encode(self, ones: list[_Followed]) -> None:
         """Encode the verifier's outputs that are still raw, of all sequences together."""
@@ -331,21 +235,16 @@ class HeadContext:
         config = self.head.model.config.head
         return self.backend.project(features, "encode") if config and config.feature_size else features
 
-    def _unfed(self, one: _Followed) -> range:
-        """Truncate the slot to rows that the sequence shares; returns the positions of rows that it lacks.
+    def _unfed(self, one: _Followed) -> tuple[Slot, range]:
+        """Truncate the slot to rows that the sequence shares; returns it, and the positions of rows that it lacks.
 
         The last row that has a hidden state of the verifier is always fed: the next row needs its output.
         """
-        seq, slot = one.seq, self._slots[one.slot]
-        agreed = min(one.agreed, len(slot.tokens), len(seq.tokens))
-        agreed += shared_prefix(slot.tokens[agreed:], seq.tokens[agreed:])
-        one.agreed = seq.num_committed
-        kept = bisect_right(slot.positions, min(agreed, len(seq.tokens) - 1, one.end) - 2)
-        slot.tokens = seq.tokens[:]
-        del slot.positions[kept:]
-        slot.num_rows = kept
-        self.cache.truncate(one.slot, kept)
-        return range(max(slot.positions[-1] + 1 if kept else 0, one.first), len(seq.tokens) - 1)
+        seq = one.seq
+        slot = self.slots.align(seq, min(len(seq.tokens) - 2, one.end - 1))
+        slot.tokens, positions = seq.tokens[1:], slot.positions
+        one.num_rows = len(positions or ())
+        return slot, range(max(positions[-1] + 1 if positions else 0, one.first), len(seq.tokens) - 1)
 
     def _feed(self, seq: Sequence, drafted: DraftedRows | None) -> _Feed:
         one = self._at(seq)
@@ -353,18 +252,19 @@ class HeadContext:
         if num_drafted > self.backend.max_rows:
             raise ConfigError(f"a forward takes {self.backend.max_rows} rows, and {num_drafted} were drafted at once")
         if drafted and drafted.num_kept:
-            self.cache.truncate(one.slot, self._slots[one.slot].num_rows + drafted.num_kept)
-            return _Feed(one, [], one.known[:0], drafted, False)
-        unfed = self._unfed(one)
+            slot = self.slots.taken[seq.id]
+            self.cache.truncate(slot.number, one.num_rows + drafted.num_kept)
+            return _Feed(one, slot, [], one.known[:0], drafted, False)
+        slot, unfed = self._unfed(one)
         if unfed.stop + num_drafted > self.capacity:
             raise CacheError(f"{unfed.stop + num_drafted} rows do not fit a context of {self.capacity}")
-        return _Feed(one, list(unfed), one.known[unfed.start - one.first : unfed.stop - one.first], drafted, True)
+        return _Feed(one, slot, list(unfed), one.known[unfed.start - one.first : unfed.stop - one.first], drafted, True)
 
     def _read(self, chunk: PromptChunk) -> _Feed:
         one = self._at(chunk.seq)
-        unfed = self._unfed(one)
+        slot, unfed = self._unfed(one)
         unfed = range(unfed.start, min(unfed.start + chunk.num_tokens, one.end))
-        return _Feed(one, list(unfed), one.known[unfed.start - one.first : unfed.stop - one.first], None, False)
+        return _Feed(one, slot, list(unfed), one.known[unfed.start - one.first : unfed.stop - one.first], None, False)
 
     def _inject(self, feeds: list[_Feed]) -> None:
         """Put the verifier's hidden states into the cache, as many at a time as a forward takes."""
@@ -377,7 +277,7 @@ class HeadContext:
             positions = [position for feed, size in now for position in feed.positions[:size]]
             starts = list(accumulate((size for _, size in now), initial=0))
             hidden = np.concatenate([feed.hidden[:size, : self.backend.config.injected_size] for feed, size in now])
-            slots = [feed.followed.slot for feed, _ in now]
+            slots = [feed.slot.number for feed, _ in now]
             self.backend.inject(ForwardBatch([0] * len(positions), positions, slots, starts, hidden=hidden), self.cache)
             for feed, size in now:
                 self._note(feed, size, size)
@@ -399,7 +299,7 @@ class HeadContext:
         batch = ForwardBatch(
             [token for part in parts for token in part.tokens],
             [position for part in parts for position in part.positions],
-            [feed.followed.slot for feed in feeds[: len(parts)]],
+            [feed.slot.number for feed in feeds[: len(parts)]],
             starts,
             parents if is_tree else None,
             asked,
@@ -462,18 +362,14 @@ class HeadContext:
 
     def _note(self, feed: _Feed, num_fed: int, num_true: int) -> None:
         """Note that the cache has rows of a feed. The first `num_true` of them were made of the verifier's hidden states."""
-        one, slot = feed.followed, self._slots[feed.followed.slot]
-        slot.positions += feed.positions[:num_true]
-        slot.num_rows += num_fed
+        one, positions = feed.followed, feed.slot.positions
+        assert positions is not None, "a head's slot has positions"
+        positions += feed.positions[:num_true]
+        one.num_rows += num_fed
         if num_true:  # the last of these may be fed again
             last = feed.positions[num_true - 1]
             one.known, one.first = one.known[last - one.first :], last
         feed.hidden, feed.positions = feed.hidden[num_true:], feed.positions[num_fed:]
-
-
-def _stored_as(tokens: list[int], salt: str) -> tuple[list[int], str]:
-    """The tokens and the salt by which a `PrefixStore` knows rows. A row depends on its position's token and on the next one."""
-    return tokens[1:], f"{tokens[0]} {salt}" if tokens else salt
 
 
 def _joined(parts: list[HeadRows]) -> HeadRows:

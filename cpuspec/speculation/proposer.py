@@ -8,21 +8,19 @@ from cpuspec.model.batch import F32
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.prefix_cache import PrefixCache
+from cpuspec.speculation.slots import Slots
 from cpuspec.speculation.verify import Verdict
 
 
 class LevelContext(Protocol):
     """A drafting model with its cache: a `Context`, a `HeadContext` or a `StageContext`.
 
-    num_running: how many sequences the engine runs, set before each round. If there are several, prompts are read in small parts.
     spent: the time of its forwards and, if it verifies drafts, of the parts of its rounds. weight_bytes: bytes of weights that its
     forwards have read. waiting_bytes: bytes of hidden states that it keeps for later drafts.
     """
 
     cache: KVCache
-    prefixes: PrefixCache
-    num_running: int
+    slots: Slots
     num_forwards: int
     weight_bytes: int
     spent: Spent

@@ -30,7 +30,6 @@ class PromptReader:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._begun: set[int] = set()  # sequences that have a slot
 
     def read(
         self, seqs: list[Sequence], begin: Callable[[Sequence, int], None] | None = None
@@ -39,16 +38,15 @@ class PromptReader:
 
         begin: called with each sequence that gets its slot, and with how many of its tokens the slot held already.
         """
-        context = self._context
+        context, slots = self._context, self._context.slots
         for seq in seqs:
-            if seq.id in self._begun or context.poll_prefix(seq) or (not context.is_alone and context.moves_prefix(seq)):
+            if seq.id in slots.taken or slots.poll(seq) or (not slots.is_alone and slots.moves(seq)):
                 continue
-            self._begun.add(seq.id)
-            num_cached = context.acquire(seq)
+            num_cached = slots.acquire(seq)
             if begin:
                 begin(seq, num_cached)
-        unfed = [context.num_unfed(seq) if seq.id in self._begun else _NOT_YET for seq in seqs]
-        return share_rows(seqs, unfed, context.backend.max_rows if context.is_alone else context.prompt_rows)
+        unfed = [context.num_unfed(seq) if seq.id in slots.taken else _NOT_YET for seq in seqs]
+        return share_rows(seqs, unfed, context.backend.max_rows if slots.is_alone else context.prompt_rows)
 
     def num_draftable(self, seq: Sequence) -> int:
         """How many tokens can be drafted: none after the grammar's end, and none after a token that the model does not have."""
@@ -59,8 +57,3 @@ class PromptReader:
         if num_known < context.vocab_size and max(seq.tokens) >= num_known:
             return 0
         return context.capacity - len(seq.tokens) + 1  # the last token drafted is never fed
-
-    def end(self, seq: Sequence) -> None:
-        """Free the slot."""
-        self._context.release(seq)
-        self._begun.discard(seq.id)

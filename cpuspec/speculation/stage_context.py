@@ -15,7 +15,7 @@ from cpuspec.metrics import Spent
 from cpuspec.model.batch import F32
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
-from cpuspec.speculation.prefix_cache import PrefixCache
+from cpuspec.speculation.slots import Slots
 
 _GELU = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
@@ -30,9 +30,8 @@ class StageContext:
         self.backend = backend
         self.capacity = capacity
         self.cache = KVCache(1, 1, lambda: None, lambda *_: None, lambda *_: None, 0)  # of no bytes
-        self.prefixes = PrefixCache(None, self.cache, True)
+        self.slots = Slots(backend, self.cache)
         self.num_forwards = self.weight_bytes = 0  # of drafts; each reads the matrices of all stages once
-        self.num_running = 0
         self.spent = Spent()  # stays empty: the matrices of stages are multiplied one by one
         self._hidden: dict[int, tuple[int, F32]] = {}  # by id: tokens with a hidden state; the last state [1, C]
 

@@ -122,7 +122,7 @@ def test_positions_far_out_are_turned_as_exactly_as_the_engine_can(tmp_path_fact
 
 def _generate(target, proposer: Proposer, num_tokens: int = 24) -> list[int]:
     seq, context = Sequence.new(0, TOKENS[:6], SamplingParams()), Context(target, 1, 64)
-    context.acquire(seq)
+    context.slots.acquire(seq)
     proposer.begin(seq, 0)
     while seq.num_output_tokens < num_tokens:
         speculate(context, proposer, [seq], [num_tokens - seq.num_output_tokens - 1])

@@ -244,7 +244,7 @@ def test_no_draft_model_runs_before_a_requests_first_token(proposer: str) -> Non
     second = engine.add_request(prompt, params)
     outputs = engine.step()
     while second not in [output.request_id for output in outputs]:
-        assert all(level.context.num_sequences <= 1 for level in drafter.levels)
+        assert all(len(level.context.slots.taken) <= 1 for level in drafter.levels)
         outputs = engine.step()
     assert len(outputs[-1].token_ids) == 1
     while engine.has_work:
@@ -312,7 +312,7 @@ def test_a_draft_model_reads_a_long_prompt_in_chunks_also_beside_streams_that_it
     while late.finish_reason is None:
         engine.step()
         for i, context in enumerate(contexts):
-            if late.finish_reason is None and late.id in context._assignments:
+            if late.finish_reason is None and late.id in context.slots.taken:
                 before, held[i] = held[i], len(late.tokens) - 1 - context.num_unfed(late)
                 if held[i] < len(LONG_PROMPT) - 16:  # the rest is fed with a draft
                     chunks.append(held[i] - before)

@@ -47,7 +47,7 @@ def run(model: ToyBackend, proposer: Proposer, params: list[SamplingParams], pro
     while engine.has_work:
         for output in engine.step():
             outputs[output.request_id].append(output)
-    assert engine._context.num_free_slots == 3
+    assert len(engine._context.slots.free) == 3
     return list(outputs.values())
 
 
@@ -195,11 +195,11 @@ class _FailsToForce(_FailsAfter):
         return _fails() if len(path) >= 4 else []
 
 
-def _break_context(name: str) -> Any:
+def _break_slots(name: str) -> Any:
     def change(engine: Engine, request_id: int) -> None:
-        whole = getattr(engine._context, name)
+        whole = getattr(engine._context.slots, name)
         broken = lambda seq, *rest: _fails() if seq.id == request_id else whole(seq, *rest)  # noqa: E731
-        setattr(engine._context, name, broken)
+        setattr(engine._context.slots, name, broken)
 
     return change
 
@@ -216,7 +216,7 @@ BREAKS: dict[str, Any] = {
     "forced tokens": _of_request(lambda one: setattr(one.seq, "constraint", _FailsToForce())),
     "text": _of_request(lambda one: setattr(one.text, "push", _fails)),
     "figures": _of_request(lambda one: setattr(one.meter, "record_step", _fails)),
-    **{name: _break_context(name) for name in ("awaits_prefix", "poll_prefix", "acquire", "num_hidden_kept")},
+    **{name: _break_slots(name) for name in ("awaits", "poll", "acquire")},
 }
 
 
@@ -236,7 +236,7 @@ def test_whatever_one_sequence_raises_ends_that_one(where: str, proposer: str) -
     assert [ids(got[number]) for number in (1, 2)] == [ids(one) for one in plain[1:]]
     assert {got[number][-1].finish_reason for number in (1, 2)} == {"length"}
     assert (got[0][-1].finish_reason, "of one" in str(got[0][-1].error)) == ("error", True)
-    assert engine._context.num_free_slots == 3
+    assert len(engine._context.slots.free) == 3
 
 
 def test_a_seed_of_any_size_is_one_of_64_bits() -> None:

@@ -28,7 +28,7 @@ def expected(prompt: list[int], params: SamplingParams = PARAMS) -> dict[str, An
 
 
 def num_free_slots(llm: LLM) -> int:
-    return llm.context.num_free_slots
+    return len(llm.context.slots.free)
 
 
 @pytest.mark.parametrize("spec", [None, "none", *LOOKUPS])

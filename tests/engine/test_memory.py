@@ -32,7 +32,7 @@ class Watched:
         self.context = Context(model, 6, 64)
         self.engine = Engine(self.context, proposer or NullProposer(), ToyTokenizer(VOCAB), max_bytes)  # type: ignore[arg-type]
         for context in self.engine._contexts:
-            context.prefixes.keep(kept_bytes)
+            context.slots.keep(kept_bytes)
         self.most_bytes = self.most_running = self.num_preempted = 0
         preempt = self.engine._scheduler.preempt
         self.engine._scheduler.preempt = lambda seq: (preempt(seq), setattr(self, "num_preempted", self.num_preempted + 1))
@@ -123,13 +123,13 @@ def test_prefixes_leave_the_memory_to_what_runs_and_may_have_it_again() -> None:
     watched = Watched(model, 2 * one, kept_bytes=2 * one)
     context = watched.context
     watched.run([[0, *([number] * 36)] for number in range(2, 8)])
-    assert context.prefixes.kept_bytes > one // 2
+    assert context.slots.kept_bytes > one // 2
     ids = [watched.engine.add_request([0, 4, number] * 9, replace(PARAMS, max_tokens=36)) for number in (6, 7)]
     most = 0
     while watched.engine.has_work:
         watched.engine.step()
-        most = max(most, watched.engine._taken(0) + context.prefixes.kept_bytes)
+        most = max(most, watched.engine._taken(0) + context.slots.kept_bytes)
     assert len(ids) == 2
     assert most <= 2 * one
     watched.run([[0, *([number] * 36)] for number in range(2, 8)])
-    assert context.prefixes.kept_bytes > one // 2
+    assert context.slots.kept_bytes > one // 2

@@ -10,7 +10,7 @@ import pytest
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.settings import SamplingParams
-from cpuspec.speculation import context as context_module
+from cpuspec.speculation import slots as slots_module
 from tests.backends.models import every_backend
 
 PARAMS = {
@@ -52,7 +52,7 @@ def test_a_running_answer_goes_on_while_a_long_prefix_is_copied(
     prompt = np.random.default_rng(6).integers(3, 300, 900).tolist()
     with opened() as fresh:
         (expected,) = fresh.generate([[*prompt, 5]], PARAMS["greedy"])
-    monkeypatch.setattr(context_module, "_COPIED_BYTES", 0)  # a block in a step
+    monkeypatch.setattr(slots_module, "_COPIED_BYTES", 0)  # a block in a step
     with opened() as llm:
         first = llm.engine.add_request(prompt, SamplingParams(max_tokens=100, ignore_eos=True, logprobs=0))
         while not llm.engine.step():

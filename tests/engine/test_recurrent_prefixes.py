@@ -231,7 +231,7 @@ def test_vllm_43559_a_state_that_is_not_that_of_its_key_would_be_seen(opened: Op
     params, plain, llm = HOW["greedy"], opened(family, prefix_cache_gb=0), opened(family, prefix_cache_gb=1.0)
     llm.generate([FIRST, text(len(FIRST), 9)], max_tokens=60, ignore_eos=True)
     cache, later = llm.context.cache, [*FIRST, *text(20, 5)]
-    right, wrong = sorted(filter(cache.snapshots, range(3)), key=lambda slot: llm.context._held[slot][:5] != FIRST[:5])
+    right, wrong = sorted(filter(cache.snapshots, range(3)), key=lambda slot: llm.context.slots._all[slot].tokens[:5] != FIRST[:5])
     length = len(FIRST) - 1
     taken = cache.snapshots(right).pop(length)
     if damage == "a length off by one":
@@ -261,11 +261,11 @@ def test_a_head_has_the_same_rows_after_a_hit_as_after_reading(opened: Open, tmp
         while not is_there:  # a head drafts when its rows are there, and nobody waits for its disk
             output = next(stream)
             time.sleep(0.01)
-            is_there = any(one.slot >= 0 and head._slots[one.slot].tokens for one in head._followed.values())
-        (slot,) = (one.slot for one in head._followed.values())
-        assert head._slots[slot].positions[: len(later) - 1] == list(range(len(later) - 1))
+            is_there = any(slot.positions for slot in head.slots.taken.values())
+        (slot,) = head.slots.taken.values()
+        assert slot.positions[: len(later) - 1] == list(range(len(later) - 1))
         stream.close()
-        return output.num_cached_tokens, head.cache.read_block(slot, 0, (len(later) - 1) // 16 * 16)
+        return output.num_cached_tokens, head.cache.read_block(slot.number, 0, (len(later) - 1) // 16 * 16)
 
     num_cached, expected = rows(opened(family, "mtp@3", prefix_cache_gb=1.0))
     assert not num_cached

@@ -114,7 +114,7 @@ def test_threads_that_generate_at_once_get_the_answers_that_each_gets_alone(spec
             assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == wanted
 
     in_threads(*[lambda first=first: ask(first) for first in range(4)])  # type: ignore[misc]
-    assert llm.context.num_free_slots == 3
+    assert len(llm.context.slots.free) == 3
     assert not llm._shared._inboxes
 
 
@@ -156,7 +156,7 @@ def test_streams_that_close_early_leave_the_other_threads_answers_alone() -> Non
 
     works = [lambda: leave(PROMPTS[0]), lambda: stay(PROMPTS[1]), lambda: leave(PROMPTS[2]), lambda: stay(PROMPTS[3])]
     in_threads(*works, lambda: [llm.memory() for _ in range(50)] and None)
-    assert llm.context.num_free_slots == 3
+    assert len(llm.context.slots.free) == 3
     assert not llm.engine.has_work
 
 
@@ -190,7 +190,7 @@ def test_an_interrupt_ends_the_requests_of_all_threads_and_the_next_ones_are_rig
     assert "interrupted" in ends
     assert set(ends) <= {"answered", "interrupted", "broken off"}
     model.forward = plain  # type: ignore[method-assign]
-    assert llm.context.num_free_slots == 3
+    assert len(llm.context.slots.free) == 3
     for prompt in PROMPTS:
         assert llm.generate(prompt, PARAMS)[0].token_ids == expected(prompt)
 
@@ -231,7 +231,7 @@ def test_a_stream_that_the_garbage_collector_closes_within_a_step_frees_its_slot
     model.forward = forward  # type: ignore[method-assign]
     assert llm.generate(PROMPTS[0], PARAMS)[0].token_ids == expected(PROMPTS[0])
     llm.generate(PROMPTS[0], PARAMS)
-    assert llm.context.num_free_slots == 3
+    assert len(llm.context.slots.free) == 3
 
 
 @pytest.mark.parametrize("spec", ["none", "ngram,self:q4_0@3", "auto"])

@@ -164,9 +164,9 @@ def test_a_context_shares_the_prefix_of_a_running_sequence(checkpoint: Checkpoin
     backend = make_backend(name, checkpoint, EngineConfig(threads=1, max_rows=64))
     context, alone = Context(backend, 2, 64), Context(backend, 1, 64)
     running, late = (Sequence.new(id, TOKENS[: 30 + id], SamplingParams()) for id in range(2))
-    assert context.acquire(running) == 0
+    assert context.slots.acquire(running) == 0
     context.score([running], [Draft.chain([], "")])
-    assert (context.acquire(late), alone.acquire(late)) == (30, 0)
+    assert (context.slots.acquire(late), alone.slots.acquire(late)) == (30, 0)
     (got,), (expected,) = (one.score([late], [Draft.chain([5], "")]) for one in (context, alone))
     if backend.row_invariant:
         np.testing.assert_array_equal(got.logits, expected.logits)

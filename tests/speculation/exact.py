@@ -14,7 +14,8 @@ from cpuspec.settings import SamplingParams
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.speculation.round import speculate
-from tests.oracles import ExactDraws, enumerate_exactly
+from cpuspec.speculation.slots import Slots
+from tests.oracles import ExactDraws, ToyBackend, enumerate_exactly
 
 TARGET, SOURCE = 77, 78  # seeds; a chain's models are 0, 1, 2
 
@@ -29,25 +30,16 @@ class ExactContext:
     """A model whose rows are fractions, which stand for the logits and for the distributions that are made of them."""
 
     capacity = prompt_rows = 99
-    is_alone = True
 
     def __init__(self, seed: int, vocab: int, possible: np.ndarray | None = None) -> None:
         """possible: [vocab] the only tokens that its rows give a probability."""
         self.seed, self.vocab_size, self.spent = seed, vocab, Spent()
         self.possible = np.ones(vocab, np.bool_) if possible is None else possible
         self.backend = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab), max_rows=99)
-
-    def poll_prefix(self, seq: Sequence) -> bool:
-        return False
-
-    def acquire(self, seq: Sequence) -> int:
-        return 0
+        self.slots = Slots(ToyBackend(0), ToyBackend(0).new_cache(99, 99))  # type: ignore[arg-type]
 
     def num_unfed(self, seq: Sequence) -> int:
         return 0
-
-    def release(self, seq: Sequence) -> None:
-        pass
 
     def keep_path(self, seq: Sequence, draft: Draft, path: list[int]) -> None:
         pass

@@ -52,7 +52,7 @@ def check_company(target: Checkpoint, spec: str) -> None:
 class StandIn:
     """What tests that give a head's rows themselves need of its context besides `score`: every sequence can be drafted for."""
 
-    capacity, num_running = 1 << 20, 1
+    capacity = 1 << 20
 
     def begin(self, seq: Sequence, num_cached: int) -> None: ...
 

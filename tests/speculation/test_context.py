@@ -59,9 +59,9 @@ def test_a_score_equals_a_run_from_scratch_after_any_history(data: st.DataObject
         action = data.draw(st.sampled_from(["arrive", "score", "score", "depart", "run ahead"]))
         if action == "arrive" and len(alive) < num_slots:
             alive[id] = sequence(id, [0, *data.draw(TOKENS)])
-            context.acquire(alive[id])
+            context.slots.acquire(alive[id])
         elif action == "depart" and alive:
-            context.release(alive.pop(data.draw(st.sampled_from(sorted(alive)))))
+            context.slots.release(alive.pop(data.draw(st.sampled_from(sorted(alive)))))
         elif action == "run ahead" and alive:  # as a chain does, whose tokens the target may reject
             seq = alive[data.draw(st.sampled_from(sorted(alive)))].ahead()
             seq.extend(data.draw(TOKENS))
@@ -89,7 +89,7 @@ def test_only_what_the_slot_does_not_hold_is_fed() -> None:
     model = ToyBackend(1, max_rows=64)
     context = Context(model, 1, 64)
     seq = sequence(0, [0, 4, 5, 6])
-    context.acquire(seq)
+    context.slots.acquire(seq)
     rows = []
     for draft, committed in (([4, 5], [4, 5, 7]), ([6], [5]), ([], [4])):
         before = model.num_rows
@@ -103,7 +103,7 @@ def test_of_a_prompt_in_chunks_the_last_hidden_states_wait() -> None:
     for most, number in ((None, 30), (8, 10), (3, 6)):  # whole chunks, of 4 and the last one of 1, and the last token's row
         context = Context(ToyBackend(1, max_rows=64), 1, 64)
         seq = sequence(0, [0] * 30)
-        context.acquire(seq)
+        context.slots.acquire(seq)
         while num_unfed := context.num_unfed(seq):
             context.score([], [], (0,), [PromptChunk(seq, min(num_unfed, 4))], most)
         (output,) = context.score([seq], [Draft.chain([], "test")], (0,), None, most)
@@ -115,45 +115,45 @@ def test_of_a_prompt_in_chunks_the_last_hidden_states_wait() -> None:
 def test_a_slot_with_the_longest_shared_prefix_is_reused_and_others_are_left_alone() -> None:
     context = Context(ToyBackend(1, max_rows=64), 3, 64)
     first, second = sequence(0, [0, 4, 5, 6, 7, 4]), sequence(1, [0, 4, 5, 5])
-    assert context.acquire(first) == context.acquire(second) == 0
-    slots = [context._assignments[seq.id].slot for seq in (first, second)]
+    assert context.slots.acquire(first) == context.slots.acquire(second) == 0
+    slots = [context.slots.taken[seq.id].number for seq in (first, second)]
     context.score([first, second], [Draft.chain([], "test")] * 2)
-    context.release(first)
-    context.release(second)
+    context.slots.release(first)
+    context.slots.release(second)
     third = sequence(2, [0, 4, 5, 6, 7, 7, 7])
-    assert context.acquire(third) == 5
-    assert context._assignments[2].slot == slots[0]
+    assert context.slots.acquire(third) == 5
+    assert context.slots.taken[2].number == slots[0]
     again = sequence(3, [0, 4, 5, 5])
-    assert context.acquire(again) == 3  # the last token's row is computed again
+    assert context.slots.acquire(again) == 3  # the last token's row is computed again
     stranger = sequence(4, [6, 6])
-    assert context.acquire(stranger) == 0
-    assert context._assignments[4].slot not in slots
+    assert context.slots.acquire(stranger) == 0
+    assert context.slots.taken[4].number not in slots
 
 
 def test_a_short_overlap_does_not_cost_another_conversation_its_slot() -> None:
     context = Context(ToyBackend(1, max_rows=64), 2, 64)
     first, second = sequence(0, [0, 4, 5, 6, 7]), sequence(1, [0, *[7] * 20])
-    context.acquire(first)
+    context.slots.acquire(first)
     context.score([first], [Draft.chain([], "test")])
-    context.release(first)
-    assert context.acquire(second) == 0  # one token of 21 in common
-    context.release(second)
-    assert context.acquire(sequence(2, first.tokens)) == 4
+    context.slots.release(first)
+    assert context.slots.acquire(second) == 0  # one token of 21 in common
+    context.slots.release(second)
+    assert context.slots.acquire(sequence(2, first.tokens)) == 4
 
 
 def test_a_full_context_and_a_tree_are_clear_errors() -> None:
     context = Context(ToyBackend(1), 1, 8)
     seq = sequence(0, [0] * 7)
-    context.acquire(seq)
+    context.slots.acquire(seq)
     with pytest.raises(CacheError, match="all 1 cache slots are taken"):
-        context.acquire(sequence(1, [0]))
+        context.slots.acquire(sequence(1, [0]))
     with pytest.raises(CacheError, match="9 tokens do not fit a context of 8"):
         context.score([seq], [Draft.chain([4, 5], "test")])
 
 
 def test_a_tree_of_more_rows_than_a_forward_takes_is_a_clear_error() -> None:
     context, seq = Context(ToyBackend(1, max_rows=2), 1, 64), sequence(0, [0] * 7)
-    context.acquire(seq)
+    context.slots.acquire(seq)
     tree = Draft(np.array([4, 5, 6], np.int32), np.array([-1, -1, 0], np.int32), "test")
     with pytest.raises(ConfigError, match="a forward takes 2 rows, and test drafted a tree of 3 tokens"):
         context.score([seq], [tree])
@@ -162,7 +162,7 @@ def test_a_tree_of_more_rows_than_a_forward_takes_is_a_clear_error() -> None:
 def test_what_was_accepted_of_a_tree_is_not_fed_again() -> None:
     model = ToyBackend(1, max_rows=64)
     context, seq = Context(model, 1, 64), sequence(0, [0, 4, 5])
-    context.acquire(seq)
+    context.slots.acquire(seq)
     tree = Draft(np.array([4, 5, 6, 7, 7], np.int32), np.array([-1, -1, 1, 1, 3], np.int32), "test")
     context.score([seq], [tree])
     context.keep_path(seq, tree, np.array([1, 3, 4], np.int32))
@@ -185,7 +185,7 @@ def test_noted_best_ids_are_those_of_the_rows_as_they_are_cut_or_padded() -> Non
     noted = {}
     for vocab_size in (8, 5, 11):
         context, seq = Context(model, 1, 64, vocab_size), sequence(0, tokens[:1])
-        context.acquire(seq)
+        context.slots.acquire(seq)
         (output,) = context.score([seq], [Draft.chain(tokens[1:], "test")])
         noted[vocab_size] = output.best
         assert output.best in (None, argmax(output.logits).tolist())

@@ -94,9 +94,9 @@ def answers(proposer: Proposer | None, params: SamplingParams, rounds: int = 1) 
     found = []
     for _ in range(rounds):
         found = [answer.token_ids for answer in llm.generate(PROMPTS, params)]
-        assert llm.context.num_free_slots == 2
+        assert len(llm.context.slots.free) == 2
         for level in proposer.levels if proposer else ():
-            assert level.context.num_free_slots == 2
+            assert len(level.context.slots.free) == 2
     return found
 
 

@@ -64,7 +64,7 @@ def answer(
     """The tokens of one sequence, the forwards behind its prompt's, and the bytes that these read."""
     context = Context(backend, 1, 512)
     drafter, seq = proposer(context), Sequence.new(number, PROMPT, params)
-    context.acquire(seq)
+    context.slots.acquire(seq)
     drafter.begin(seq, 0)
     speculate(context, NullProposer(), [seq], [0])
     first = context.num_forwards, context.weight_bytes

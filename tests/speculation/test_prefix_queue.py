@@ -43,8 +43,8 @@ class Slow(PrefixDirectory):
 
 def keeping(queue: PrefixQueue, num_tokens: int = 0, num_slots: int = 2) -> Context:
     context = Context(ToyBackend(1, memory=2.0, max_rows=64, block_size=4), num_slots, 64)
-    context.prefixes.many = 2
-    context.prefixes.keep(num_tokens * context.cache.bytes_per_token, queue)
+    context.slots.many = 2
+    context.slots.keep(num_tokens * context.cache.bytes_per_token, queue)
     return context
 
 
@@ -86,7 +86,7 @@ def test_a_request_waits_for_its_prefix_on_the_disk_while_others_go_on(disk: Slo
     for _ in range(4):
         step(engine, outputs)
     assert (list(outputs), len(outputs[other])) == ([other], 4)
-    assert context.num_free_slots == 1
+    assert len(context.slots.free) == 1
     while engine.has_work and outputs[other][-1].finish_reason is None:
         step(engine, outputs)
     step(engine, outputs)  # nothing runs, and the step ends nevertheless
@@ -110,8 +110,8 @@ def test_a_request_that_is_aborted_while_its_prefix_is_read_leaves_nothing(disk:
     assert aborted.finish_reason == "aborted"
     disk.answers.set()
     assert not engine.has_work
-    assert context.prefixes.store is not None
-    assert not context.prefixes.store._readings
+    assert context.slots.store is not None
+    assert not context.slots.store._readings
     assert run(engine, [[*A, 1], C]) == expected([[*A, 1], C])
 
 
@@ -121,15 +121,15 @@ def test_a_draft_model_whose_prefix_is_on_a_slow_disk_holds_up_no_answer(disk: S
     engine = engine_over(Context(ToyBackend(1, memory=2.0, max_rows=64), 2, 64), ChainProposer(NullProposer(), draft))
     disk.answers.clear()
     assert run(engine, [[*A, 1], C]) == expected([[*A, 1], C])
-    assert draft.prefixes.num_cached_tokens == 0
+    assert draft.slots.num_cached_tokens == 0
     disk.answers.set()
     outputs = dict[int, list[Output]]()
     engine.add_request([*A, 1], SamplingParams(max_tokens=30, ignore_eos=True))
     while engine.has_work:
-        draft.wait_for_prefix(0.01)
+        draft.slots.wait(0.01)
         step(engine, outputs)
-    assert draft.prefixes.num_cached_tokens >= 20
-    assert draft.num_free_slots == 2
+    assert draft.slots.num_cached_tokens >= 20
+    assert len(draft.slots.free) == 2
 
 
 def test_a_disk_that_does_not_answer_is_given_up(disk: Slow, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,7 +150,7 @@ def test_blocks_that_wait_for_a_slow_disk_are_bounded_and_counted_where_they_are
     for first in range(8):
         requests.run(*counting(first, 20))
         assert queue.waiting_bytes <= 3 * 64
-    assert context.prefixes.stats("").num_blocks_dropped == queue.num_dropped >= 8 * 5 - 3
+    assert context.slots.stats("").num_blocks_dropped == queue.num_dropped >= 8 * 5 - 3
     disk.answers.set()
     assert queue.flush()
     assert 1 <= len(list(tmp_path.iterdir())) <= 4
@@ -167,7 +167,7 @@ def test_closing_writes_what_is_in_memory_the_latest_first_and_only_for_a_time(
     for tokens in (A, B, C):
         Requests(context).run(*tokens)
     disk.answers.clear()
-    context.prefixes.spill()
+    context.slots.spill()
     disk.answers.set()
     queue.close()
     assert (len(list(tmp_path.iterdir())), queue.num_dropped) == (15, 0)
@@ -184,7 +184,7 @@ def test_closing_writes_what_is_in_memory_the_latest_first_and_only_for_a_time(
     context = keeping(queue, 100)
     Requests(context).run(*A)
     slow.answers.clear()
-    context.prefixes.spill()
+    context.slots.spill()
     queue.close(0.05)
     assert "is slow: 4 blocks were not written within 0.05 s" in caplog.text  # one is being written
     assert queue.num_dropped == 4

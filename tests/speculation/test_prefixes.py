@@ -14,7 +14,7 @@ import pytest
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.sequence import Sequence
 from cpuspec.settings import SamplingParams
-from cpuspec.speculation import context as context_module
+from cpuspec.speculation import slots as slots_module
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.prefix_files import PrefixDirectory
@@ -41,7 +41,7 @@ every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def small(model: ToyBackend | RecurrentBackend, num_slots: int = 2) -> Context:
     """A context to which two tokens are worth a copy."""
     context = Context(model, num_slots, 64)
-    context.prefixes.many = 2
+    context.slots.many = 2
     return context
 
 
@@ -54,27 +54,27 @@ def keeping(
 ) -> Context:
     context = small(model, num_slots)
     queue = PrefixQueue(PrefixDirectory(directory, disk_bytes)) if directory else None
-    context.prefixes.keep(num_tokens * model.bytes_per_token, queue)
+    context.slots.keep(num_tokens * model.bytes_per_token, queue)
     return context
 
 
 def save_prefix(context: Context, tokens: list[int], path: Path, salt: str = "") -> int:
-    return context.prefix_writer(tokens, path, salt)()
+    return context.slots.prefix_writer(tokens, path, salt)()
 
 
 def restore_prefix(context: Context, path: Path, salt: str = "") -> int:
-    return context.insert_prefix(context.read_prefix(path), salt)
+    return context.slots.insert_prefix(context.slots.read_prefix(path), salt)
 
 
 def written(context: Context) -> Context:
     """The context, when everything that it wants to be written is on the disk."""
-    if context.prefixes.store and context.prefixes.store.queue:
-        assert context.prefixes.store.queue.flush()
+    if context.slots.store and context.slots.store.queue:
+        assert context.slots.store.queue.flush()
     return context
 
 
 def spill(context: Context) -> None:
-    context.prefixes.spill()
+    context.slots.spill()
     written(context)
 
 
@@ -90,11 +90,11 @@ class Requests:
     def begin(self, tokens: list[int], salt: str = "") -> Sequence:
         self._number += 1
         seq = Sequence.new(self._number, tokens, SamplingParams(cache_salt=salt))
-        while self.context.poll_prefix(seq):
-            self.context.wait_for_prefix(1.0)
-        while self.context.moves_prefix(seq):
+        while self.context.slots.poll(seq):
+            self.context.slots.wait(1.0)
+        while self.context.slots.moves(seq):
             self.num_parts += 1
-        self.context.acquire(seq)
+        self.context.slots.acquire(seq)
         return seq
 
     def score(self, seq: Sequence) -> int:
@@ -107,7 +107,7 @@ class Requests:
     def run(self, *tokens: int, salt: str = "") -> int:
         seq = self.begin(list(tokens), salt)
         computed = self.score(seq)
-        self.context.release(seq)
+        self.context.slots.release(seq)
         return computed
 
 
@@ -137,9 +137,9 @@ def test_prefixes_are_used_within_their_salt_alone(tmp_path: Path, num_slots: in
     requests.score(running)
     if num_slots > 1:
         other = requests.begin([*B, 1], "yours")
-        assert (requests.score(other), context.awaits_prefix(running)) == (21, False)
-        context.release(other)
-    context.release(running)
+        assert (requests.score(other), context.slots.awaits(running)) == (21, False)
+        context.slots.release(other)
+    context.slots.release(running)
     with pytest.raises(CacheError, match="no prefix of this prompt"):
         save_prefix(context, C, tmp_path / "c", "mine")
     assert requests.run(*C, salt="mine") == 20
@@ -151,7 +151,7 @@ def test_prefixes_are_used_within_their_salt_alone(tmp_path: Path, num_slots: in
     requests = Requests(again)
     assert requests.run(*C, salt="yours") == 20
     assert requests.run(*C, 1, salt="mine") == 1
-    again.prefixes.forget()
+    again.slots.forget()
     written(again)
     assert restore_prefix(again, tmp_path / "c", "yours") == 20
     assert [requests.run(*C, 1, salt=salt) for salt in ("mine", "yours")] == [21, 1]
@@ -163,8 +163,8 @@ def test_what_begins_alike_is_kept_once() -> None:
     requests = Requests(context)
     for last in range(6):
         requests.run(*A, last, last, last, last)
-    context.prefixes.give_up(0)
-    assert context.prefixes.kept_bytes == (20 + 6 * 4) * 16
+    context.slots.give_up(0)
+    assert context.slots.kept_bytes == (20 + 6 * 4) * 16
 
 
 def test_the_longest_unused_leaves_first_and_the_bound_holds() -> None:
@@ -172,17 +172,17 @@ def test_the_longest_unused_leaves_first_and_the_bound_holds() -> None:
     requests = Requests(context)
     for tokens in (A, B, A, C):
         requests.run(*tokens)
-        assert context.prefixes.kept_bytes <= 48 * 16
+        assert context.slots.kept_bytes <= 48 * 16
     assert requests.run(*A) == 1
     assert requests.run(*C) == 1
     assert requests.run(*B) > 1
-    assert context.prefixes.stats("").num_evictions
+    assert context.slots.stats("").num_evictions
 
 
 def test_nothing_is_kept_where_the_bound_is_zero() -> None:
     context = keeping(toy(), 0)
     requests = Requests(context)
-    assert [requests.run(*A), requests.run(*A), context.prefixes.kept_bytes] == [20, 20, 0]
+    assert [requests.run(*A), requests.run(*A), context.slots.kept_bytes] == [20, 20, 0]
     first = requests.begin(A)
     assert requests.score(first) == 20
     assert requests.score(requests.begin([*A, 1])) == 1  # running ones share
@@ -193,10 +193,10 @@ def test_a_backend_without_row_invariance_shares_only_where_that_was_asked_for(m
     model = toy()
     model.row_invariant = False
     context = small(model)
-    context.prefixes.keep(max_bytes)
+    context.slots.keep(max_bytes)
     requests = Requests(context)
     running = requests.begin(A)
-    assert context.awaits_prefix(Sequence.new(99, A, SamplingParams())) == (max_bytes > 0)
+    assert context.slots.awaits(Sequence.new(99, A, SamplingParams())) == (max_bytes > 0)
     assert requests.score(running) == 20
     shared = 20 if max_bytes else 0
     assert requests.run(*A, 1) == 21 - shared
@@ -205,26 +205,26 @@ def test_a_backend_without_row_invariance_shares_only_where_that_was_asked_for(m
 
 def test_a_prefix_that_is_in_the_store_is_not_waited_for() -> None:
     context = keeping(toy(), 100, num_slots=3)
-    context.prefixes.many = 4
+    context.slots.many = 4
     requests = Requests(context)
     requests.run(*A)
-    context.prefixes.give_up(0)
+    context.slots.give_up(0)
     requests.begin(A)
-    assert not context.awaits_prefix(Sequence.new(99, A, SamplingParams()))
+    assert not context.slots.awaits(Sequence.new(99, A, SamplingParams()))
     requests.begin(B)
-    assert context.awaits_prefix(Sequence.new(99, B, SamplingParams()))
+    assert context.slots.awaits(Sequence.new(99, B, SamplingParams()))
 
 
 def test_a_cache_without_blocks_keeps_slots_within_the_bound() -> None:
     model = RecurrentBackend(3, lambda start, end: (start, end), max_rows=64)
     context = small(model)
-    context.prefixes.keep(30 * context.cache.bytes_per_token)
+    context.slots.keep(30 * context.cache.bytes_per_token)
     for number, tokens in enumerate((A, B)):
         seq = Sequence.new(number, tokens, SamplingParams())
-        context.acquire(seq)
+        context.slots.acquire(seq)
         context.score([seq], [NO_DRAFT])
-        context.release(seq)
-        assert context.prefixes.kept_bytes <= 30 * context.cache.bytes_per_token
+        context.slots.release(seq)
+        assert context.slots.kept_bytes <= 30 * context.cache.bytes_per_token
     with pytest.raises(CacheError, match="the recurrent backend keeps no keys and values outside of running requests"):
         save_prefix(context, A, Path("nowhere"))
 
@@ -243,7 +243,7 @@ def test_rows_are_those_of_a_run_from_scratch_whatever_is_kept_where(
     backend, directory, saved = model(max_rows=7), tmp_path / "blocks" if disk_bytes else None, tmp_path / "saved"
 
     def start() -> Requests:
-        monkeypatch.setattr(context_module, "_COPIED_BYTES", int(rng.choice([0, 10**6])))
+        monkeypatch.setattr(slots_module, "_COPIED_BYTES", int(rng.choice([0, 10**6])))
         return Requests(keeping(backend, limit, int(rng.integers(1, 4)), directory, disk_bytes))
 
     def new_prompt() -> list[int]:
@@ -256,7 +256,7 @@ def test_rows_are_those_of_a_run_from_scratch_whatever_is_kept_where(
         p=[0.35, 0.2, 0.25, 0.06, 0.04, 0.04, 0.01, 0.05],
     ):
         context, prompt = requests.context, new_prompt()
-        if action == "arrive" and context.num_free_slots:
+        if action == "arrive" and context.slots.free:
             alive.append(requests.begin(prompt))
             requests.score(alive[-1])
         elif action == "step":
@@ -264,20 +264,20 @@ def test_rows_are_those_of_a_run_from_scratch_whatever_is_kept_where(
                 seq.extend([int(rng.integers(0, 8))])
                 requests.score(seq)
         elif action == "depart" and alive:
-            context.release(alive.pop(rng.integers(len(alive))))
+            context.slots.release(alive.pop(rng.integers(len(alive))))
         elif action == "restart":
             while alive:
-                context.release(alive.pop())
+                context.slots.release(alive.pop())
             spill(context)
             requests = start()
         elif action == "forget":
-            context.prefixes.forget()
+            context.slots.forget()
         elif action == "move":
-            context.moves_prefix(Sequence.new(1000, prompt, SamplingParams()))
-        elif action in ("save", "restore") and context.prefixes.store:
+            context.slots.moves(Sequence.new(1000, prompt, SamplingParams()))
+        elif action in ("save", "restore") and context.slots.store:
             with suppress(CacheError):  # nothing is there
                 assert (save_prefix(context, prompt, saved) if action == "save" else restore_prefix(context, saved)) > 0
-        assert requests.context.prefixes.kept_bytes <= limit * backend.bytes_per_token
+        assert requests.context.slots.kept_bytes <= limit * backend.bytes_per_token
         written(requests.context)
         assert sum(file.stat().st_size for file in directory.iterdir()) <= disk_bytes if directory else True
 
@@ -294,7 +294,7 @@ def test_a_start_finds_what_the_last_one_left(tmp_path: Path) -> None:
     again = Requests(keeping(toy(), 30, directory=tmp_path))
     assert [again.run(*tokens, 7) for tokens in (C, A, B)] == [2, 2, 2]  # of 21, without the 19
     assert Requests(keeping(toy(2), 30, directory=tmp_path)).run(*A, 7) == 21  # another model
-    stats = again.context.prefixes.stats("target")
+    stats = again.context.slots.stats("target")
     assert (stats.num_blocks_read, stats.num_prompt_tokens, stats.num_cached_tokens) == (15, 63, 57)
 
 
@@ -303,7 +303,7 @@ def test_the_directory_keeps_what_was_used_last(tmp_path: Path) -> None:
     for tokens in (A, B, C, A, counting(6, 20)):
         requests.run(*tokens)
     written(requests.context)
-    assert 2000 < requests.context.prefixes.stats("").disk_bytes <= 4500
+    assert 2000 < requests.context.slots.stats("").disk_bytes <= 4500
     assert requests.run(*A, 1) < 21
 
 

@@ -41,7 +41,7 @@ def tree(tokens: list[int], parents: list[int]) -> Draft:
 
 def one_sequence(context: Context, params: SamplingParams | None = None) -> Sequence:
     seq = Sequence.new(0, [0, 4, 5], params or SamplingParams())
-    context.acquire(seq)
+    context.slots.acquire(seq)
     return seq
 
 

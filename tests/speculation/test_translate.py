@@ -150,13 +150,13 @@ def test_a_limit_holds_and_the_sequence_stays_as_it_was(by_text: bool) -> None:
     assert [level.name for level in proposer.levels] == ["other"]
     proposer.end(seq)
     proposer.end(seq)
-    assert proposer.context.num_free_slots == 2
+    assert len(proposer.context.slots.free) == 2
 
 
 def test_a_request_that_never_asks_takes_no_slot_and_no_forward() -> None:
     proposer, seq, model = drafting(PENALISED)
     proposer.end(seq)
-    assert proposer.context.num_free_slots == 2
+    assert len(proposer.context.slots.free) == 2
     assert model.num_forwards == 0
 
 

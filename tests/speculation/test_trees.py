@@ -66,7 +66,7 @@ def generate(checkpoint: Checkpoint, name: str, settings: EngineConfig, proposer
     context = Context(backend, len(PROMPTS), 80)
     seqs = [Sequence.new(i, prompt, one) for i, (prompt, one) in enumerate(zip(PROMPTS, params, strict=True))]
     for seq in seqs:
-        context.acquire(seq)
+        context.slots.acquire(seq)
     while running := [seq for seq in seqs if seq.num_output_tokens < NUM_TOKENS]:
         speculate(context, proposer, running, [NUM_TOKENS - seq.num_output_tokens - 1 for seq in running])
     backend.close()

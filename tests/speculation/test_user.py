@@ -123,5 +123,5 @@ def test_what_goes_wrong_in_a_users_proposer_names_it_and_leaves_the_model_usabl
     for _ in range(2):
         with pytest.raises(CpuspecError, match=message):
             llm.generate([[0, 4, 5, 6, 7, 4]] * 3, PARAMS)
-        assert llm.context.num_free_slots == 16
+        assert len(llm.context.slots.free) == 16
         assert not llm.engine._requests

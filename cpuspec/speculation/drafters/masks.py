@@ -58,4 +58,4 @@ class MaskProposer(Proposer):
 
     def end(self, seq: Sequence) -> None:
         """Free the slot."""
-        self._reading.end(seq)
+        self.context.slots.release(seq)
