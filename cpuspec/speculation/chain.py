@@ -11,7 +11,6 @@ from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Cycle, Draft
 from cpuspec.speculation.proposer import Floors, Proposer, goes_on
-from cpuspec.speculation.reading import PromptReader
 from cpuspec.speculation.round import Round, speculate
 
 DEFAULT_NUM_TOKENS = 4
@@ -40,21 +39,21 @@ class ChainProposer(Proposer):
         self.num_tokens = num_tokens
         self.in_one_pass = False
         self.min_confidence = min_confidence
-        self._reading = PromptReader(context)
 
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """The tokens that the pair generates for each sequence. All run together; those with enough tokens drop out."""
+        context = self.context
         paths = [
             _Path(
                 seq,
-                min(limit, self.num_tokens, self._reading.num_draftable(seq)),
+                min(limit, self.num_tokens, context.num_draftable(seq)),
                 self.min_confidence,
                 floors[i] if floors else None,
             )
             for i, (seq, limit) in enumerate(zip(seqs, limits, strict=True))
         ]
         wanted = [path for path in paths if path.num_missing > 0]
-        ready, chunks = self._reading.read([path.seq for path in wanted], self.inner.begin)
+        ready, chunks = context.admit([path.seq for path in wanted], self.inner.begin)
         drafting = []
         for path, is_ready in zip(wanted, ready, strict=True):
             if is_ready:
@@ -64,7 +63,7 @@ class ChainProposer(Proposer):
         while drafting or chunks:
             # A round yields up to one token more than inner drafted.
             limits = [path.num_missing - 1 for path in drafting]
-            rounds = speculate(self.context, self.inner, [path.seq for path in drafting], limits, chunks)
+            rounds = speculate(context, self.inner, [path.seq for path in drafting], limits, chunks)
             for path, done in zip(drafting, rounds, strict=True):
                 path.cycles += done.cycles
                 path.sources += [source or self.name for source in done.token_sources]

@@ -7,6 +7,7 @@ its sequence decides which one. Tokens of prompts have forwards of their own.
 """
 
 from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -30,6 +31,9 @@ _OLDEST_PART = 32
 # once after all of them instead of after each.
 _AT_ONCE_S = 0.04
 _MOST_AHEAD = 31  # fewer than the tokens that the engine keeps memory for
+
+_NOT_YET = 1 << 62  # stands for the unfed tokens of a sequence without a slot: its prefix is on its way from the disk
+_FED_WITH_A_DRAFT = 16  # the most tokens that are fed together with a draft; more are read before it, as a prompt is
 
 
 class PromptChunk(NamedTuple):
@@ -92,6 +96,34 @@ class Context:
     def num_unfed(self, seq: Sequence) -> int:
         """How many tokens a score would feed before the sequence's last one."""
         return len(seq.tokens) - 1 - len(self.slots.align(seq).tokens)
+
+    def num_draftable(self, seq: Sequence) -> int:
+        """How many tokens can be drafted: none after the grammar's end, and none after a token that the model does not have."""
+        if seq.constraint and seq.legal() is None:
+            return 0
+        num_known = self.backend.config.vocab_size
+        if num_known < self.vocab_size and max(seq.tokens) >= num_known:
+            return 0
+        return self.capacity - len(seq.tokens) + 1  # the last token drafted is never fed
+
+    def admit(
+        self, seqs: list[Sequence], on_begin: Callable[[Sequence, int], None] | None = None
+    ) -> tuple[list[bool], list[PromptChunk]]:
+        """Give each sequence that a draft model drafts for a slot; returns what `share_rows` does.
+
+        A model begins to read a prompt when it is first asked for a draft: by then another sequence may have read the same
+        beginning. Drafts are empty until the prompt is read, in chunks beside sequences that generate.
+        on_begin: called with each sequence that gets its slot, and with how many of its tokens the slot held already.
+        """
+        slots = self.slots
+        for seq in seqs:
+            if seq.id in slots.taken or slots.poll(seq) or (not slots.is_alone and slots.moves(seq)):
+                continue
+            num_cached = slots.acquire(seq)
+            if on_begin:
+                on_begin(seq, num_cached)
+        unfed = [self.num_unfed(seq) if seq.id in slots.taken else _NOT_YET for seq in seqs]
+        return share_rows(seqs, unfed, self.backend.max_rows if slots.is_alone else self.prompt_rows)
 
     def score(
         self,
@@ -164,28 +196,19 @@ class Context:
         slot = self.slots.align(seq)
         num_held = len(slot.tokens)
         tokens = seq.tokens[num_held:] + draft.tokens.tolist()
-        num_straight = len(tokens) - num_drafted if tree else len(tokens)
-        num_prompt = self._num_prompt(seq, num_held)
-        num_unscored, adapters = num_committed - 1 - num_held, self._adapters(seq)
-        return _Feed(slot, tokens, num_unscored, num_prompt, num_straight, tree, adapters)
+        return self._new_feed(slot, seq, tokens, num_committed - 1 - num_held, tree)
 
     def _read(self, chunk: PromptChunk) -> _Feed:
         """The rows of a chunk that come before the sequence's last token."""
         slot = self.slots.align(chunk.seq)
-        num_held = len(slot.tokens)
-        tokens = chunk.seq.tokens[num_held:-1][: chunk.num_tokens]
+        tokens = chunk.seq.tokens[len(slot.tokens) : -1][: chunk.num_tokens]
         assert tokens, "a chunk has tokens"
-        num_prompt = self._num_prompt(chunk.seq, num_held)
-        adapters = self._adapters(chunk.seq)
-        return _Feed(slot, tokens, len(tokens), num_prompt, len(tokens), None, adapters)
+        return self._new_feed(slot, chunk.seq, tokens, len(tokens), None)
 
-    def _adapters(self, seq: Sequence) -> AdapterSet:
-        """`_Feed.adapters` of a sequence."""
-        return seq.adapters if self.applies_adapters else ()
-
-    def _num_prompt(self, seq: Sequence, num_held: int) -> int:
-        """`_Feed.num_prompt` of a sequence whose slot holds that many tokens."""
-        return num_of_prompt(self.backend, seq.num_prompt_tokens, num_held)
+    def _new_feed(self, slot: Slot, seq: Sequence, tokens: list[int], num_unscored: int, tree: Draft | None) -> _Feed:
+        num_prompt = num_of_prompt(self.backend, seq.num_prompt_tokens, len(slot.tokens))
+        num_straight, adapters = len(tokens) - (len(tree) if tree else 0), seq.adapters if self.applies_adapters else ()
+        return _Feed(slot, tokens, num_unscored, num_prompt, num_straight, tree, adapters)
 
     def _fit(self, output: ForwardOutput, is_plain_greedy: bool) -> ForwardOutput:
         """Make the rows `vocab_size` long, with no probability for tokens that the model does not have or `token_ids` leaves out.
@@ -293,6 +316,17 @@ def shortest_first(wanted: list[int], num_rows: int) -> list[int]:
         granted[i] += rows
         num_rows -= rows
     return granted
+
+
+def share_rows(seqs: list[Sequence], num_unfed: list[int], num_rows: int) -> tuple[list[bool], list[PromptChunk]]:
+    """Whether each sequence can be drafted for now, and the parts of prompts that are read beside them, of `num_rows` rows.
+
+    num_unfed: how many tokens of each sequence its slot lacks.
+    """
+    granted = shortest_first([number if _FED_WITH_A_DRAFT < number < _NOT_YET else 0 for number in num_unfed], num_rows)
+    ready = [number <= max(rows, _FED_WITH_A_DRAFT) for number, rows in zip(num_unfed, granted, strict=True)]
+    chunks = [PromptChunk(seq, rows) for seq, rows, is_ready in zip(seqs, granted, ready, strict=True) if rows and not is_ready]
+    return ready, chunks
 
 
 def _tree_parents(feeds: list[_Feed], q_start: list[int], positions: list[int]) -> I32:

@@ -22,8 +22,7 @@ from cpuspec.metrics import Spent, now_s
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
 from cpuspec.sequence import Sequence
 from cpuspec.settings import EngineConfig
-from cpuspec.speculation.context import PromptChunk, shortest_first
-from cpuspec.speculation.reading import share_rows
+from cpuspec.speculation.context import PromptChunk, share_rows, shortest_first
 from cpuspec.speculation.slots import Slot, Slots
 
 # Rows of a prompt are encoded as they come: the outputs of several layers would take more memory to keep until the first draft.
@@ -60,7 +59,6 @@ class _Followed:
     and following ones made of the head's own. The cache may hold more: drafted rows.
     """
 
-    seq: Sequence
     first: int
     known: F32
     raw: list[F32] = field(default_factory=list)
@@ -134,7 +132,7 @@ class HeadContext:
         """Follow a sequence. num_cached: as in `Proposer.begin`."""
         config = self.backend.config
         width = config.hidden_size if self._sees_rows else config.injected_size + config.state_size
-        self._followed[seq.id] = _Followed(seq, num_cached, np.empty((0, width), np.float32))
+        self._followed[seq.id] = _Followed(num_cached, np.empty((0, width), np.float32))
         self.slots.poll(seq)
 
     def learn(self, seq: Sequence, layers: tuple[F32, ...]) -> None:
@@ -183,7 +181,7 @@ class HeadContext:
         """How many rows a score would feed before the last committed token's. Gives the sequence a slot, or raises CacheError."""
         if seq.id not in self.slots.taken:
             self.slots.acquire(seq)
-        return len(self._unfed(self._at(seq))[1]) - 1
+        return len(self._unfed(seq)[1]) - 1
 
     def read(self, seqs: list[Sequence]) -> list[bool]:
         """Feed parts of the sequences' prompts; returns whether each can be drafted for now. Raises CacheError without a slot."""
@@ -211,12 +209,6 @@ class HeadContext:
             waiting = self._forward(waiting)
         return [feed.rows[0] if len(feed.rows) == 1 else _joined(feed.rows) for feed in feeds]
 
-    def _at(self, seq: Sequence) -> _Followed:
-        """The sequence's record, with its present tokens."""
-        one = self._followed[seq.id]
-        one.seq = seq
-        return one
-
     def _encode(self, ones: list[_Followed]) -> None:
         """Encode the verifier's outputs that are still raw, of all sequences together."""
         ones = [one for one in ones if one.raw]
@@ -235,19 +227,19 @@ class HeadContext:
         config = self.head.model.config.head
         return self.backend.project(features, "encode") if config and config.feature_size else features
 
-    def _unfed(self, one: _Followed) -> tuple[Slot, range]:
+    def _unfed(self, seq: Sequence) -> tuple[Slot, range]:
         """Truncate the slot to rows that the sequence shares; returns it, and the positions of rows that it lacks.
 
         The last row that has a hidden state of the verifier is always fed: the next row needs its output.
         """
-        seq = one.seq
+        one = self._followed[seq.id]
         slot = self.slots.align(seq, min(len(seq.tokens) - 2, one.end - 1))
         slot.tokens, positions = seq.tokens[1:], slot.positions
         one.num_rows = len(positions or ())
         return slot, range(max(positions[-1] + 1 if positions else 0, one.first), len(seq.tokens) - 1)
 
     def _feed(self, seq: Sequence, drafted: DraftedRows | None) -> _Feed:
-        one = self._at(seq)
+        one = self._followed[seq.id]
         num_drafted = len(drafted.tokens) if drafted else 0
         if num_drafted > self.backend.max_rows:
             raise ConfigError(f"a forward takes {self.backend.max_rows} rows, and {num_drafted} were drafted at once")
@@ -255,14 +247,13 @@ class HeadContext:
             slot = self.slots.taken[seq.id]
             self.cache.truncate(slot.number, one.num_rows + drafted.num_kept)
             return _Feed(one, slot, [], one.known[:0], drafted, False)
-        slot, unfed = self._unfed(one)
+        slot, unfed = self._unfed(seq)
         if unfed.stop + num_drafted > self.capacity:
             raise CacheError(f"{unfed.stop + num_drafted} rows do not fit a context of {self.capacity}")
         return _Feed(one, slot, list(unfed), one.known[unfed.start - one.first : unfed.stop - one.first], drafted, True)
 
     def _read(self, chunk: PromptChunk) -> _Feed:
-        one = self._at(chunk.seq)
-        slot, unfed = self._unfed(one)
+        one, (slot, unfed) = self._followed[chunk.seq.id], self._unfed(chunk.seq)
         unfed = range(unfed.start, min(unfed.start + chunk.num_tokens, one.end))
         return _Feed(one, slot, list(unfed), one.known[unfed.start - one.first : unfed.stop - one.first], None, False)
 
@@ -321,19 +312,19 @@ class HeadContext:
 
     def _next_part(self, feed: _Feed, max_rows: int) -> _ForwardPart | None:
         """The next rows of a feed that can go in one forward, at most `max_rows`; None if there are none."""
-        seq_tokens, known = feed.followed.seq.tokens, len(feed.hidden)
+        known = len(feed.hidden)
         positions, hidden = feed.positions[: min(known or 1, max_rows)], feed.hidden[:max_rows]
         if positions and not known:
             assert feed.last_hidden is not None, "a row of own hidden states follows another"
             hidden = feed.last_hidden
-        tokens = [seq_tokens[position + 1] for position in positions]
+        tokens = [feed.slot.tokens[position] for position in positions]
         parents = list(range(-1, len(positions) - 1))
         is_last = len(positions) == len(feed.positions)
         num_asked = int(is_last and feed.asked and bool(positions))
         drafted = feed.drafted
         if is_last and drafted and len(positions) + len(drafted.tokens) <= max_rows:
             last = len(positions) - 1
-            start = feed.followed.end if self._injects else len(seq_tokens) - 1 + drafted.num_kept
+            start = feed.followed.end if self._injects else len(feed.slot.tokens) + drafted.num_kept
             links = drafted.parents or range(-1, len(drafted.tokens) - 1)
             depths: list[int] = []
             for link in links:

@@ -11,6 +11,7 @@ from cpuspec.metrics import Spent
 from cpuspec.model.batch import ForwardOutput
 from cpuspec.sequence import Sequence
 from cpuspec.settings import SamplingParams
+from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.speculation.round import speculate
@@ -38,8 +39,7 @@ class ExactContext:
         self.backend = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab), max_rows=99)
         self.slots = Slots(ToyBackend(0), ToyBackend(0).new_cache(99, 99))  # type: ignore[arg-type]
 
-    def num_unfed(self, seq: Sequence) -> int:
-        return 0
+    num_draftable, admit, num_unfed = Context.num_draftable, Context.admit, lambda *_: 0
 
     def keep_path(self, seq: Sequence, draft: Draft, path: list[int]) -> None:
         pass

@@ -5,7 +5,6 @@ from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.head_path import HeadPath
 from cpuspec.speculation.proposer import Floors, Proposer
-from cpuspec.speculation.reading import PromptReader
 
 DEFAULT_NUM_TOKENS = 7
 
@@ -32,14 +31,13 @@ class MaskProposer(Proposer):
         self.num_tokens = min(num_tokens, context.backend.max_rows)
         self.in_one_pass = True
         self._mask_id, self._min_confidence, self._draws = mask_id, min_confidence, draws
-        self._reading = PromptReader(context)
 
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """The drafts, made in one forward; empty ones for sequences whose prompt has not been read yet."""
         drafts = [Draft.chain([], self.name)] * len(seqs)
-        limits = [min(limit, self.num_tokens, self._reading.num_draftable(seq)) for seq, limit in zip(seqs, limits, strict=True)]
+        limits = [min(limit, self.num_tokens, self.context.num_draftable(seq)) for seq, limit in zip(seqs, limits, strict=True)]
         able = [i for i, limit in enumerate(limits) if limit > 0]
-        ready, chunks = self._reading.read([seqs[i] for i in able])
+        ready, chunks = self.context.admit([seqs[i] for i in able])
         drafting = [i for i, is_ready in zip(able, ready, strict=True) if is_ready]
         if not drafting and not chunks:
             return drafts
