@@ -237,3 +237,48 @@ def computed(name: str, checkpoint: Checkpoint, tokens: Sequence[int] = TOKENS, 
         return in_chunks(backend, tokens, size)
     finally:
         backend.close()
+
+
+def check_rows(
+    checkpoint: Checkpoint,
+    tokens: Sequence[int] = TOKENS,
+    *,
+    threads: Sequence[int] = (1, 2, 3),
+    prefixes: Sequence[int] = (0, 3, 16, 21),
+    **settings,
+) -> np.ndarray:
+    """Each row that numba computes has the bits that it has alone, on one thread: in chunks, between other sequences, behind what
+    was rolled back, in trees and behind what is kept of them, on so many threads. Returns the logits of `tokens`.
+
+    prefixes: lengths of what trees follow.
+    """
+    engine = EngineConfig(**{"threads": 1, "max_rows": 64, "kv_format": "f32", "keep_packed": False, **settings})
+    rng, tokens, alone = np.random.default_rng(1), list(tokens), computed("numba", checkpoint, tokens, 1, **settings)
+    for number in threads:
+        backend = make_backend("numba", checkpoint, replace(engine, threads=number))
+        for size in (7, 64):
+            assert np.array_equal(in_chunks(backend, tokens, size), alone), (number, size)
+        cache = backend.new_cache(3, len(tokens) + 64)
+        while (held := cache.lengths[1]) < len(tokens):
+            some, others = tokens[held:][: rng.integers(1, 20)], rng.integers(0, 300, rng.integers(1, 9)).tolist()
+            rejected = rng.integers(0, 300, rng.integers(0, 9)).tolist()
+            got = forward(backend, cache, {2: others, 1: some + rejected, 0: tokens[:3]}).logits[len(others) :]
+            assert np.array_equal(got[: len(some)], alone[held:][: len(some)]), (number, held)
+            cache.truncate(1, held + len(some))
+            for slot in (0, 2):
+                cache.truncate(slot, min(20, cache.lengths[slot]))
+        for prefix in sorted(prefixes, reverse=True):  # what is behind it is forgotten
+            cache.truncate(0, 0)
+            cache.truncate(1, prefix)
+            parents = [-1, 0, 1, *(parent + 3 if parent >= 0 else -1 for parent in PARENTS)]
+            positions = np.concatenate([np.arange(3), prefix + DEPTHS])
+            got = forward(backend, cache, {0: tokens[:3], 1: TREE}, parents=parents, positions=positions).logits
+            assert np.array_equal(got[:3], alone[:3])
+            for path in PATHS:
+                behind = [*tokens[:prefix], *(TREE[node] for node in path), 7, 8]
+                fed = in_chunks(backend, behind)[prefix:]
+                assert np.array_equal(got[3:][path], fed[:-2]), (number, prefix, path)
+            cache.keep_path(1, prefix, np.array(path, np.int32))
+            assert np.array_equal(forward(backend, cache, {1: [7, 8]}).logits, fed[-2:]), (number, prefix)
+        backend.close()
+    return alone

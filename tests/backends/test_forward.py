@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from cpuspec.backends import BACKENDS, OWN_SETTINGS, Backend, make_backend, numba_backend, packed
-from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import Rope, RopeScaling
 from cpuspec.errors import BackendError, CacheError
@@ -30,10 +29,10 @@ from tests.backends.models import (
     TOKENS,
     TREE,
     asked_to_stop,
+    check_rows,
     computed,
     every_backend,
     forward,
-    in_chunks,
     missing,
     read_until_stopped,
     reference,
@@ -72,12 +71,6 @@ def of_format(request, tmp_path_factory) -> Checkpoint:
 @pytest.fixture(scope="module", params=CLASSES)
 def of_class(request, tmp_path_factory) -> Checkpoint:
     return tiny(tmp_path_factory, weight_format=request.param, **SMALLEST)
-
-
-@pytest.fixture(scope="module")
-def alone(of_class: Checkpoint) -> np.ndarray:
-    """Logits of TOKENS, each decoded by itself on one thread."""
-    return computed("numba", of_class, TOKENS, 1)
 
 
 def _backend(checkpoint: Checkpoint, name: str = "numba", threads: int = 1, kv_format: str = "f32") -> Backend:
@@ -137,20 +130,12 @@ def test_a_format_of_each_reader_means_what_the_reference_means_on_other_backend
     _means_the_same(name, of_class, of_class.tensors["layers.0.q"].format.name)
 
 
-def test_a_row_does_not_depend_on_chunks_of_the_prefill(family: Checkpoint) -> None:
-    backend = _backend(family)
-    alone = in_chunks(backend, TOKENS, 1)
-    for size in (2, 3, 7, 16, 45):
-        assert np.array_equal(in_chunks(backend, TOKENS, size), alone)
-    backend.close()
+def test_a_row_of_a_family_depends_on_its_past_alone(family: Checkpoint) -> None:
+    check_rows(family, threads=(2,))
 
 
-def test_a_row_does_not_depend_on_the_number_of_threads(of_class: Checkpoint, alone: np.ndarray) -> None:
-    for threads in (2, 3):
-        backend = _backend(of_class, threads=threads)
-        assert np.array_equal(in_chunks(backend, TOKENS, 7), alone)
-        assert np.array_equal(in_chunks(backend, TOKENS[:9], 1), alone[:9])
-        backend.close()
+def test_a_row_of_a_format_depends_on_its_past_alone(of_class: Checkpoint) -> None:
+    check_rows(of_class)
 
 
 @pytest.mark.parametrize("features", [2049, 3073, 3105])
@@ -161,49 +146,12 @@ def test_a_row_whose_inputs_no_number_of_threads_divides_has_the_same_bits_on_ea
     assert np.array_equal(logits[0], logits[2])
 
 
-def test_a_row_does_not_depend_on_other_sequences(of_class: Checkpoint, alone: np.ndarray) -> None:
-    backend = _backend(of_class, threads=2)
-    cache = backend.new_cache(4, 64)
-    rng = np.random.default_rng(1)
-    got = []
-    for i in range(0, 45, 5):
-        others = {slot: rng.integers(0, 300, rng.integers(1, 9)).tolist() for slot in (2, 0)}
-        rows = {2: others[2], 3: TOKENS[i : i + 5], 0: others[0]}
-        start = len(others[2])
-        for slot in (2, 0):
-            cache.truncate(slot, min(20, cache.lengths[slot]))
-        got.append(forward(backend, cache, rows).logits[start : start + 5])
-    assert np.array_equal(np.concatenate(got), alone)
-    backend.close()
-
-
-def test_a_row_does_not_depend_on_what_was_rolled_back_or_on_the_capacity(of_class: Checkpoint, alone: np.ndarray) -> None:
-    backend = _backend(of_class)
-    cache = backend.new_cache(1, 1000)
-    got = forward(backend, cache, {0: TOKENS[:10]}).logits
-    forward(backend, cache, {0: [7] * 30})
-    cache.truncate(0, 10)
-    got = np.concatenate([got, forward(backend, cache, {0: TOKENS[10:]}).logits])
-    assert np.array_equal(got, alone)
-    backend.close()
-
-
 def _after_a_tree(backend: Backend, prefix: int):
     """A cache that holds prefix and tree, and the tree's logits."""
     cache = backend.new_cache(1, 64)
     if prefix:
         forward(backend, cache, {0: TOKENS[:prefix]})
     return cache, forward(backend, cache, {0: TREE}, parents=PARENTS, positions=prefix + DEPTHS).logits
-
-
-def test_a_tree_row_has_the_bits_of_its_path(of_class: Checkpoint) -> None:
-    backend = _backend(of_class, threads=2)
-    for prefix in (0, 3, 16, 21):
-        _, got = _after_a_tree(backend, prefix)
-        for path in PATHS:
-            fed = in_chunks(backend, TOKENS[:prefix] + [TREE[node] for node in path])
-            assert np.array_equal(got[path], fed[prefix:]), (prefix, path)
-    backend.close()
 
 
 @pytest.mark.parametrize("prefix", [0, 3, 14, 16])
@@ -229,27 +177,6 @@ def test_a_path_that_is_none_is_refused(small, name: str) -> None:
         with pytest.raises(CacheError):
             cache.keep_path(slot, length, np.array(path, np.int32))
         assert cache.lengths[0] == 10
-
-
-def test_a_chain_in_the_same_forward_as_a_tree_has_the_bits_of_a_forward_of_its_own(small) -> None:
-    backend = small["numba"]
-    cache = backend.new_cache(2, 64)
-    forward(backend, cache, {0: TOKENS[:5], 1: TOKENS[:18]})
-    parents = [*range(-1, 3), *(4 + node if node >= 0 else -1 for node in PARENTS)]
-    positions = np.concatenate([5 + np.arange(4), 18 + DEPTHS])
-    got = forward(backend, cache, {0: TOKENS[5:9], 1: TREE}, parents=parents, positions=positions).logits
-    assert np.array_equal(got[:4], in_chunks(backend, TOKENS[:9], 64)[5:])
-    assert np.array_equal(got[4:], _after_a_tree(backend, 18)[1])
-
-
-def test_a_tree_row_means_its_path_in_the_reference(tmp_path_factory) -> None:
-    backend = NumpyBackend(tiny(tmp_path_factory), EngineConfig(), np.float64)
-    cache = backend.new_cache(1, 64)
-    forward(backend, cache, {0: TOKENS[:5]})
-    got = forward(backend, cache, {0: [11, 22, 33, 44]}, parents=[-1, 0, 0, 2], positions=[5, 6, 6, 7]).logits
-    alone = in_chunks(backend, [*TOKENS[:5], 11, 33, 44], 64)[5:]
-    assert np.allclose(got[[0, 2, 3]], alone, atol=1e-6)
-    assert not np.allclose(got[1], alone[1], atol=1e-3)
 
 
 @every_backend()
@@ -438,19 +365,6 @@ def test_a_batch_of_lists_is_a_batch_of_arrays(small, name: str) -> None:
     assert len(np.unique(outputs[0].logits, axis=0)) == 3
 
 
-def test_threads_that_slept_wake_for_the_next_forward(tmp_path_factory) -> None:
-    import time
-
-    backend = _backend(tiny(tmp_path_factory), threads=2)
-    cache = backend.new_cache(1, 64)
-    alone = in_chunks(backend, TOKENS[:3], 1)
-    for i in range(3):
-        time.sleep(0.15)  # longer than a worker waits for work
-        assert np.array_equal(forward(backend, cache, {0: [TOKENS[i]]}).logits[0], alone[i])
-    backend.close()
-    backend.close()
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_forward_that_was_stopped_leaves_the_cache_as_it_was(tmp_path_factory, threads: int) -> None:
     backend = _backend(tiny(tmp_path_factory, **SMALLEST), threads=threads)
@@ -505,11 +419,12 @@ def test_no_forward_follows_once_one_is_asked_to_stop(tmp_path_factory) -> None:
     backend.close()
 
 
-def test_weights_from_the_disk_give_the_same_bits(of_class: Checkpoint, alone: np.ndarray, tmp_path, monkeypatch) -> None:
+def test_weights_from_the_disk_give_the_same_bits(of_class: Checkpoint, tmp_path, monkeypatch) -> None:
+    wanted = computed("numba", of_class)
     monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(packed, "_SMALLEST_BYTES", 0)
     for _ in range(2):
-        assert np.array_equal(computed("numba", of_class, TOKENS, keep_packed=True), alone)
+        assert np.array_equal(computed("numba", of_class, keep_packed=True), wanted)
         assert len(packed.packed_files()) == 1
 
 

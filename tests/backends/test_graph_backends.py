@@ -18,12 +18,7 @@ from cpuspec.config import Rope
 from cpuspec.errors import BackendError
 from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.rope import rope_table
-from cpuspec.sequence import Sequence
-from cpuspec.settings import EngineConfig, SamplingParams
-from cpuspec.speculation.chain import ChainProposer
-from cpuspec.speculation.context import Context
-from cpuspec.speculation.proposer import NullProposer, Proposer
-from cpuspec.speculation.round import speculate
+from cpuspec.settings import EngineConfig
 from tests.backends.models import DEPTHS, PARENTS, TOKENS, TREE, every_backend, forward, in_chunks, reference, tiny
 
 GRAPHS = ("onnxruntime", "openvino")
@@ -118,37 +113,6 @@ def test_positions_far_out_are_turned_as_exactly_as_the_engine_can(tmp_path_fact
     assert (
         np.abs(np.diff(rope_table(Rope(), checkpoint.config.head_dim, np.array([1 << 20, (1 << 20) + 1]))[0], axis=0)).max() > 0.1
     )
-
-
-def _generate(target, proposer: Proposer, num_tokens: int = 24) -> list[int]:
-    seq, context = Sequence.new(0, TOKENS[:6], SamplingParams()), Context(target, 1, 64)
-    context.slots.acquire(seq)
-    proposer.begin(seq, 0)
-    while seq.num_output_tokens < num_tokens:
-        speculate(context, proposer, [seq], [num_tokens - seq.num_output_tokens - 1])
-    proposer.end(seq)
-    return seq.output
-
-
-@every_backend(GRAPHS)
-def test_a_draft_in_another_engine_leaves_the_answer_of_a_row_invariant_target_as_it_is(checkpoint: Checkpoint, name: str) -> None:
-    target, draft = (make_backend(one, checkpoint, EngineConfig(threads=1, max_rows=64)) for one in ("numba", name))
-    plain = _generate(target, NullProposer())
-    chain = ChainProposer(NullProposer(), Context(draft, 1, 64), "draft", 5)
-    before = chain.context.num_forwards
-    assert _generate(target, chain) == plain
-    assert chain.context.num_forwards > before
-    for made in (target, draft):
-        made.close()
-
-
-def test_a_target_in_another_engine_takes_drafts(checkpoint: Checkpoint, backend: Backend) -> None:
-    """f32 activations: plain and verified rows differ by less than this model's best two logits do."""
-    draft = make_backend("numba", checkpoint, EngineConfig(threads=1, max_rows=64))
-    assert _generate(backend, ChainProposer(NullProposer(), Context(draft, 1, 64), "draft", 5)) == _generate(
-        backend, NullProposer()
-    )
-    draft.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------- exports

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cpuspec.backends import Backend, make_backend
-from cpuspec.backends.numpy_backend import NumpyBackend
+from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import HeadConfig
 from cpuspec.errors import BackendError
@@ -37,31 +36,6 @@ def head(target: Checkpoint) -> Checkpoint:
 
 def _hidden(config) -> F32:
     return np.random.default_rng(7).standard_normal((len(TOKENS), config.hidden_size)).astype(np.float32)
-
-
-def _logits(backend: Backend, hidden: F32, chunks: tuple[int, ...] = (len(TOKENS),)) -> F32:
-    """Of TOKENS, fed in chunks of these sizes."""
-    cache, start, logits = backend.new_cache(1, 64), 0, []
-    for size in chunks:
-        rows = list(range(start, start + size))
-        batch = ForwardBatch([TOKENS[row] for row in rows], rows, [0], [0, size], hidden=hidden[rows])
-        logits.append(backend.forward(batch, cache).logits)
-        start += size
-    return np.concatenate(logits)
-
-
-@every_backend()
-def test_a_head_means_the_same_on_every_backend(head: Checkpoint, name: str) -> None:
-    hidden = _hidden(head.config)
-    wanted = _logits(NumpyBackend(head, SETTINGS, np.float64), hidden)
-    got = _logits(make_backend(name, head, SETTINGS), hidden)
-    assert np.abs(got - wanted).max() < 0.05 * np.abs(wanted).max()
-    assert np.abs(_logits(make_backend(name, head, SETTINGS), hidden[::-1]) - wanted).max() > 0.2 * np.abs(wanted).max()
-
-
-def test_a_heads_row_does_not_depend_on_its_batch(head: Checkpoint) -> None:
-    backend, hidden = make_backend("numba", head, SETTINGS), _hidden(head.config)
-    assert np.array_equal(_logits(backend, hidden), _logits(backend, hidden, (1, 2, 7, 11)))
 
 
 @every_backend(("numba", "numpy", "torch"))

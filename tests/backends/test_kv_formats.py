@@ -17,7 +17,7 @@ from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels.kv_rows import CHUNK
 from cpuspec.sampling import processed
 from cpuspec.settings import EngineConfig, SamplingParams
-from tests.backends.models import DEPTHS, PARENTS, PATHS, TREE, computed, every_backend, forward, in_chunks, reference, tiny
+from tests.backends.models import check_rows, computed, every_backend, forward, reference, tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 300, CHUNK + 44).tolist()
 SHAPES = {
@@ -53,15 +53,6 @@ def case(request, checkpoint: Checkpoint) -> _Case:
     return _Case(checkpoint, request.param)
 
 
-@pytest.fixture(scope="module")
-def alone(case: _Case) -> np.ndarray:
-    """Logits of TOKENS, each decoded by itself on one thread."""
-    backend = case.backend()
-    logits = in_chunks(backend, TOKENS, 1)
-    backend.close()
-    return logits
-
-
 @every_backend(("numba", "torch"))
 def test_logits_agree_with_the_reference_to_what_rounding_the_other_way_makes(
     case: _Case, unrounded: np.ndarray, name: str
@@ -77,51 +68,9 @@ def test_logits_agree_with_the_reference_to_what_rounding_the_other_way_makes(
     assert apart < 0.2 or case.kv_format == "f32"
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_row_does_not_depend_on_chunks_or_threads(case: _Case, alone: np.ndarray, threads: int) -> None:
-    backend = case.backend(threads)
-    for size in (5, 64):
-        assert np.array_equal(in_chunks(backend, TOKENS, size), alone)
-    cache = backend.new_cache(1, len(TOKENS))
-    for start in range(0, CHUNK - 6, 50):
-        forward(backend, cache, {0: TOKENS[start : start + 50]})
-    for size, start in ((1, CHUNK - 6), (8, CHUNK - 4), (7, CHUNK), (3, CHUNK + 5)):
-        cache.truncate(0, start)
-        got = forward(backend, cache, {0: TOKENS[start : start + size]}).logits
-        assert np.array_equal(got, alone[start : start + size])
-        forward(backend, cache, {0: TOKENS[start + size : start + size + 7]})
-    backend.close()
-
-
-def test_a_row_does_not_depend_on_other_sequences_or_on_the_capacity(case: _Case, alone: np.ndarray) -> None:
-    backend = case.backend(threads=2)
-    cache = backend.new_cache(3, 1000)
-    got = []
-    for i in range(0, len(TOKENS), 25):
-        cache.truncate(0, min(20, cache.lengths[0]))
-        rows = {0: TOKENS[40 : 44 + i % 7], 2: TOKENS[i : i + 25], 1: TOKENS[i : i + 2]}
-        got.append(forward(backend, cache, rows).logits[4 + i % 7 : -2])
-    assert np.array_equal(np.concatenate(got), alone)
-    backend.close()
-
-
-def test_a_tree_row_has_the_bits_of_its_path_and_what_is_kept_of_it_too(case: _Case) -> None:
-    backend = case.backend(threads=2)
-    fed, tree = backend.new_cache(1, 300), backend.new_cache(2, 300)
-    for prefix in (5, CHUNK - 16, CHUNK - 2, CHUNK, CHUNK + 20):
-        for cache, slot in ((fed, 0), (tree, 1)):
-            cache.truncate(slot, 0)
-            for start in range(0, prefix, 64):
-                forward(backend, cache, {slot: TOKENS[start : min(start + 64, prefix)]})
-        got = forward(backend, tree, {1: TREE}, parents=PARENTS, positions=prefix + DEPTHS).logits
-        for path in PATHS:
-            fed.truncate(0, prefix)
-            wanted = forward(backend, fed, {0: [TREE[node] for node in path]}).logits
-            assert np.array_equal(got[path], wanted), (prefix, path)
-        tree.keep_path(1, prefix, np.array([0, 2, 6], np.int32))
-        later, wanted = forward(backend, tree, {1: [7, 8]}).logits, forward(backend, fed, {0: [7, 8]}).logits
-        assert np.array_equal(later, wanted), prefix
-    backend.close()
+def test_a_row_depends_on_its_past_alone(case: _Case) -> None:
+    prefixes = (5, CHUNK - 16, CHUNK - 2, CHUNK, CHUNK + 20)
+    check_rows(case.checkpoint, TOKENS, kv_format=case.kv_format, threads=(1, 3), prefixes=prefixes)
 
 
 def test_bytes_per_token_are_what_a_slot_holds(case: _Case) -> None:

@@ -12,7 +12,7 @@ from cpuspec.config import ModelConfig, RopeScaling
 from cpuspec.errors import BackendError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.settings import EngineConfig
-from tests.backends.models import computed, every_backend, forward, in_chunks, reference
+from tests.backends.models import check_rows, computed, every_backend, forward, in_chunks, reference
 from tools.make_tiny_model import random_weights, tiny_config
 
 LONGROPE = RopeScaling(
@@ -122,10 +122,8 @@ def test_each_difference_makes_one(name: str) -> None:
     assert not np.allclose(computed("numba", model, TOKENS[:30])[-1], computed("numba", plain, TOKENS[:30])[-1], atol=1e-2)
 
 
-def test_a_row_does_not_depend_on_its_batch_or_on_threads(model: _Model) -> None:
-    alone = computed("numba", model, TOKENS[:30], 1)
-    for size, threads in ((7, 2), (30, 1)):
-        assert np.array_equal(computed("numba", model, TOKENS[:30], size, threads=threads), alone)
+def test_a_row_depends_on_its_past_alone(model: _Model) -> None:
+    check_rows(model, TOKENS[:30], threads=(2,))
 
 
 @cache
@@ -181,18 +179,8 @@ def test_a_tree_row_means_its_path_in_a_window(windows: tuple[int, int], name: s
 
 
 @pytest.mark.parametrize("windows", [(4, 0), (2, 20), (300, 33)])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_tree_row_has_the_bits_of_its_path_in_a_window(windows: tuple[int, int], threads: int) -> None:
-    backend = make_backend("numba", _model(layer_windows=windows, sinks=True), _settings(threads))
-    for prefix in (0, 3, 16, 21, 255, 258, 300):
-        cache = backend.new_cache(1, 700)
-        if prefix:
-            forward(backend, cache, {0: TOKENS[:prefix]})
-        got = forward(backend, cache, {0: TREE}, parents=PARENTS, positions=[prefix + depth for depth in DEPTHS]).logits
-        for path in ([0, 1, 3, 4, 5], [0, 2]):
-            alone = in_chunks(backend, TOKENS[:prefix] + [TREE[node] for node in path], 700)
-            assert np.array_equal(got[path], alone[prefix:])
-    backend.close()
+def test_a_row_in_a_window_depends_on_its_past_alone(windows: tuple[int, int]) -> None:
+    check_rows(_model(layer_windows=windows, sinks=True), TOKENS[:310], threads=(1, 2), prefixes=(0, 3, 16, 21, 255, 258, 300))
 
 
 IN_CODES = (
@@ -206,9 +194,7 @@ IN_CODES = (
 @pytest.mark.parametrize("name", IN_CODES)
 def test_weights_in_codes_are_row_invariant(name: str, weight_format: str) -> None:
     model = _model(weight_format, **FAMILIES[name])
-    alone = computed("numba", model, TOKENS[:80], 1)
-    for size, threads in ((7, 1), (64, 2), (80, 1)):
-        assert np.array_equal(computed("numba", model, TOKENS[:80], size, threads=threads), alone)
+    alone = check_rows(model, TOKENS[:80], threads=(1, 2))
     wanted = reference(model, TOKENS[:80])
     assert np.corrcoef(alone.ravel(), wanted.ravel())[0, 1] > 0.99
 

@@ -628,16 +628,6 @@ def _view_like(view: np.ndarray, whole: np.ndarray, other: np.ndarray) -> np.nda
     return other[start : start + view.nbytes].reshape(view.shape)
 
 
-def test_casts_of_another_maker_are_made_anew(packs: list[str]) -> None:
-    def recode(data: np.ndarray, source: Format, to: Format) -> np.ndarray:
-        return to.encode(source.decode(data))
-
-    source = QuantTensor.encode(FORMATS["f16"], np.ones(SHAPE))
-    for maker in ("machine code", "machine code", "newer machine code", "machine code"):
-        packed_matrices("A model", {"a": Cast(source, FORMATS["q8_0"], recode, maker)}, 2)
-    assert packs == ["q8_0"] * 2
-
-
 def test_the_compiled_backend_names_its_casts_after_all_that_makes_its_machine_code(
     tmp_path: Path, packs: list[str], monkeypatch
 ) -> None:

@@ -417,7 +417,9 @@ ACROSS = {
         "ngram,torch:HF@3,numpy:skip:1@4",
         "torch:self:q8_0@4,self:mxfp4@3",
         "torch:cpu,dtype=f32:text:OTHER@3+ngram",
+        "onnxruntime:DRAFT@3",
     ),
+    "onnxruntime": ("numba:DRAFT@3",),
     "torch": ("numba:DRAFT@3", "suffix,numba:skip:1@3,DRAFT@2,numpy:self:q4_0@4", "skip:1@3,self:q8_0@4"),
 }
 

@@ -175,26 +175,6 @@ def test_later_positions_do_not_touch_a_rows_bits(name: str, dims: int, kernel: 
         assert np.array_equal(head.attend(length), before), length
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (80, 48)])
-@pytest.mark.parametrize("prefix", [0, 5, 16, 30, 250, 256, 259])
-def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_chain(name: str, dims: tuple[int, int], prefix: int) -> None:
-    """Ancestors scattered over the cache give what they give as neighbours."""
-    depth = 23
-    chain, tree = (_Head(name, dims[0], value_dims=dims[1]).fill(length) for length in (prefix + depth, prefix))
-    places = [prefix + 7 * i + i % 2 for i in range(depth)]
-    for index in range(prefix, prefix + 7 * depth):
-        tree.put(index, CAPACITY - 1)
-    for i, place in enumerate(places):
-        tree.put(place, prefix + i)
-    straight = prefix // 16 * 16
-    path = [*range(straight, prefix), *places]
-    assert np.array_equal(tree.attend(prefix + depth, straight, path), chain.attend(prefix + depth))
-    assert not np.array_equal(tree.attend(prefix + depth), chain.attend(prefix + depth))
-    for count in (3, attention.QUERIES):
-        queries, lengths = [chain.query * (1 - n) for n in range(count)], [prefix + depth] * count
-        assert np.array_equal(tree.attend_all(queries, lengths, straight, path), chain.attend_all(queries, lengths))
-
-
 @pytest.mark.parametrize("dims", [(18, 18), (64, 64), (80, 34)])
 def test_rows_are_copied_bit_for_bit(name: str, dims: tuple[int, int]) -> None:
     heads = [_Head(name, dims[0], seed, value_dims=dims[1]).fill(CAPACITY) for seed in range(2)]

@@ -1,4 +1,4 @@
-"""Linear kernels against plain numpy, and the contract that a row does not depend on its company."""
+"""Linear kernels however a matrix and its rows are divided: the bits stay. `test_bits.py` has what they are."""
 
 from functools import cache
 
@@ -9,20 +9,16 @@ from numba.extending import intrinsic
 
 from benchmarks.linear_alone import activations, multiply
 from cpuspec.formats import FORMATS, QuantTensor
-from cpuspec.formats.format import hadamard
-from cpuspec.formats.packing import PANEL, TILE, PackedTensor, aligned_bytes, pack
-from cpuspec.kernels.isa import dot_isa, lookup_isa
+from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack
+from cpuspec.kernels.isa import lookup_isa
 from cpuspec.kernels.linear import activation_encoding, prompt_encoding
 from cpuspec.kernels.ops import Ops, lookup_bytes
-from cpuspec.kernels.products import ENCODINGS, PANEL_RECORD
 from cpuspec.kernels.readers import READERS
 from tests.backends.models import CLASSES
-from tests.kernels import reference
 
 CASES = [(name, activation_encoding(name, precise)) for name in FORMATS for precise in (False, True)]
 CASES += [("bf16", "rounded")]  # what processors without tile registers for bf16 do
 CASES = list(dict.fromkeys([*CASES, *((name, prompt_encoding(name)) for name in READERS)]))  # tokens of prompts
-every_case = pytest.mark.parametrize(("format_name", "order"), reference.compiled_sparingly(CASES))
 # Of what does not depend on how a format's codes are read.
 each_reader = pytest.mark.parametrize(
     ("format_name", "order"), [pytest.param(*case, marks=pytest.mark.slow if case[0] not in CLASSES else ()) for case in CASES]
@@ -38,44 +34,6 @@ def _matrix(format_name: str, out_features: int, in_features: int) -> tuple[Quan
     return tensor, pack(tensor)
 
 
-def _decoded(x: np.ndarray, order: str) -> np.ndarray:
-    """The numbers that the records of `order` stand for, f64 [T, K]."""
-    if order == "f32":
-        return x.astype(np.float64)
-    if order in ("bf16", "rounded"):
-        return _rounded(x).astype(np.float64)
-    rows, features = x.shape
-    out = []
-    if order == "rotated":
-        for row in range(rows):
-            panels = activations(x[row : row + 1], order)[: features // PANEL * PANEL_RECORD].reshape(-1, PANEL_RECORD)
-            scale = np.ascontiguousarray(panels[:, PANEL : PANEL + 4]).view(np.float32).astype(np.float64)
-            out.append((panels[:, :PANEL].view(np.int8) * scale).ravel())
-        return hadamard(np.array(out), PANEL)
-    for row in range(rows):
-        records = activations(x[row : row + 1], order)[: features // 32 * ENCODINGS[order]].reshape(-1, ENCODINGS[order])
-        scale, shift = np.ascontiguousarray(records[:, 32:40]).view(np.float32).astype(np.float64).T
-        codes = records[:, :32].view(np.int8).astype(np.float64)
-        if order == "int16" and dot_isa() == "avx2":
-            codes = np.concatenate([records[:, :32], records[:, 64:96]], axis=1).view("<i2").astype(np.float64)
-            codes = codes.reshape(-1, 8, 4)[:, :, [0, 2, 1, 3]].reshape(-1, 32)
-        elif order == "int16":
-            codes = codes * 256 + records[:, 64:96].view(np.int8)
-        out.append((codes * scale[:, None] + shift[:, None]).ravel())
-    return np.array(out)
-
-
-def _rounded(x: np.ndarray) -> np.ndarray:
-    return QuantTensor.encode(FORMATS["bf16"], x).dequantize()
-
-
-def _multiplied(tensor: QuantTensor, order: str) -> np.ndarray:
-    """The weights that rows of `order` are multiplied with, f64 [N, K]."""
-    if order == "bf16" and tensor.format.name in READERS:
-        return reference.dequantized(tensor).astype(np.float64)
-    return tensor.dequantize().astype(np.float64)
-
-
 def _run(
     packed: PackedTensor, order: str, x: np.ndarray, *, bias: np.ndarray | None = None, residual: np.ndarray | None = None,
     tiles: tuple[int, int] | None = None,
@@ -83,17 +41,6 @@ def _run(
     out = np.full((len(x), len(packed.data) * TILE), np.nan, np.float32)
     multiply(packed, order, activations(x, order), out, bias=bias, residual=residual, tiles=tiles)
     return out
-
-
-@every_case
-def test_products_are_those_of_the_decoded_weights_and_inputs(format_name: str, order: str) -> None:
-    tensor, packed = _matrix(format_name, OUT_FEATURES, 512)
-    x = np.random.default_rng(2).standard_normal((5, 512)).astype(np.float32) + 1
-    wanted = _decoded(x, order) @ _multiplied(tensor, order).T
-    got = _run(packed, order, x)[:, :OUT_FEATURES]
-    assert np.abs(got - wanted).max() < 2e-6 * np.abs(wanted).max() * np.sqrt(512)
-    wrong = _decoded(x, order) @ np.roll(tensor.dequantize(), 1, axis=1).astype(np.float64).T
-    assert np.abs(got - wrong).max() > 1e-2 * np.abs(wanted).max()
 
 
 @each_reader
@@ -145,23 +92,6 @@ def test_bias_and_residual_are_added_after_the_product(format_name: str, order: 
     for rows in (6, 4, 1):
         got = _run(packed, order, x[:rows], bias=bias, residual=residual[:rows])
         assert np.array_equal(got, ((plain + bias) + residual)[:rows])
-
-
-@pytest.mark.parametrize("order", ["int8", "int16"])
-def test_quantized_inputs_stay_within_half_a_step(order: str) -> None:
-    rng = np.random.default_rng(7)
-    x = (rng.standard_normal((4, 320)) * 10.0 ** rng.integers(-4, 5, (4, 1)) + rng.standard_normal((4, 1))).astype(np.float32)
-    groups = x.reshape(4, -1, 32).astype(np.float64)
-    span = np.ptp(groups, axis=2) / 254 if order == "int8" else np.abs(groups).max(axis=2) / 32512
-    error = np.abs(_decoded(x, order).reshape(groups.shape) - groups).max(axis=2)
-    assert (error <= 0.5 * span * (1 + 1e-3) + 1e-6 * np.abs(groups).max(axis=2)).all()
-
-
-@pytest.mark.parametrize("order", ["int8", "int16"])
-def test_constant_and_zero_groups_are_kept_exactly(order: str) -> None:
-    x = np.zeros((1, 64), np.float32)
-    x[:, 32:] = 3.0
-    assert np.allclose(_decoded(x, order), x, rtol=1e-6, atol=0)
 
 
 @each_reader

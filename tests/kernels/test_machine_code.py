@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +20,7 @@ from cpuspec.errors import BackendError
 from cpuspec.kernels import machine_code
 from cpuspec.kernels.linear import linear_kernel
 from cpuspec.kernels.machine_code import address, compiled_before, function, kernel_directory
-from cpuspec.platform import SYSTEM, Memory
+from cpuspec.platform import SYSTEM
 
 # What a process does that has not loaded Numba's runtime.
 FRESH = """
@@ -49,20 +48,6 @@ def raising(a):
 def cache(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
     return tmp_path
-
-
-@pytest.fixture
-def compiles(monkeypatch) -> list[object]:
-    """What was compiled since this list was last cleared."""
-    done: list[object] = []
-    compile_ = machine_code._compile
-
-    def watched(python: Callable, *rest: object) -> object:
-        done.append(python)
-        return compile_(python, *rest)
-
-    monkeypatch.setattr(machine_code, "_compile", watched)
-    return done
 
 
 def value() -> int:
@@ -94,44 +79,6 @@ def test_what_another_process_compiles_is_waited_for_and_made_here_if_it_fails(
     machine_code.compile_elsewhere("weighted", f"import sys; sys.path.insert(0, '.')\n{code}")
     assert value() == 12
     assert compiles == here
-
-
-def test_what_another_process_is_compiling_is_waited_for(compiles: list[object], monkeypatch) -> None:
-    value()
-    compiles.clear()
-    kept = machine_code.kernel_directory() / "weighted.o"
-    content, answers = kept.read_bytes(), [True, False]
-    kept.unlink()
-
-    def try_lock(_: object) -> bool:
-        if answers == [True]:
-            kept.write_bytes(content)
-        return answers.pop()
-
-    monkeypatch.setattr(machine_code, "SYSTEM", replace(SYSTEM, try_lock=try_lock))
-    assert value() == 12
-    assert compiles == answers == []
-    assert [path.name for path in kept.parent.iterdir()] == ["weighted.o"]
-
-
-@pytest.mark.parametrize("hindrance", ["one core", "no memory", "no cache", "there"])
-def test_nothing_is_compiled_elsewhere_where_that_would_not_help(
-    cache: Path, monkeypatch, compiles: list[object], hindrance: str
-) -> None:
-    monkeypatch.setattr(machine_code, "_elsewhere", {})
-    monkeypatch.setattr(machine_code, "usable_cores", lambda: 1 if hindrance == "one core" else 2)
-    memory = Memory(1 << 34, 1 << 28 if hindrance == "no memory" else 1 << 34)
-    monkeypatch.setattr(machine_code, "SYSTEM", replace(SYSTEM, memory=lambda: memory))
-    if hindrance == "there":
-        value()
-        compiles.clear()
-    if hindrance == "no cache":
-        (cache / "file").touch()
-        monkeypatch.setenv("CPUSPEC_CACHE", str(cache / "file" / "below"))
-    machine_code.compile_elsewhere("weighted", ELSEWHERE)
-    assert not machine_code._elsewhere
-    assert value() == 12
-    assert compiles == ([] if hindrance == "there" else [weighted])
 
 
 def test_another_process_compiles_nothing_and_needs_nothing_that_this_one_had(cache: Path) -> None:
@@ -326,18 +273,6 @@ def test_what_this_package_keeps_itself_is_trusted_under_every_umask(compiles: l
     finally:
         os.umask(old)
     assert compiles == [weighted]
-
-
-@posix
-def test_root_may_leave_machine_code_for_everybody(monkeypatch, compiles: list[object]) -> None:
-    value()
-    compiles.clear()
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    for path in (kernel_directory(), *kernel_directory().iterdir()):
-        if path.stat().st_uid:
-            pytest.skip("this test does not run as root")
-    value()
-    assert compiles == []
 
 
 def test_compiling_is_announced_whenever_it_happens_and_once(logged) -> None:

@@ -65,19 +65,6 @@ def team_kernels(cache: Path) -> None:
         shutil.copy(ordinary / f"{name}.o", kernel_directory())
 
 
-@pytest.fixture
-def compiles(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was compiled since this list was last cleared."""
-    done, compile_ = list[object](), machine_code._compile
-
-    def watched(python: Callable[..., Any], *rest: Any) -> bytes:
-        done.append(python)
-        return compile_(python, *rest)
-
-    monkeypatch.setattr(machine_code, "_compile", watched)
-    return done
-
-
 def doubled(a):  # type: ignore[no-untyped-def]
     return 2 * a
 

@@ -259,18 +259,6 @@ def _ends(run) -> None:  # type: ignore[no-untyped-def]
     assert ended, "the forwards did not come to their end"
 
 
-def test_a_forked_childs_first_forward_keeps_the_lock_that_it_holds(checkpoint, alone) -> None:  # type: ignore[no-untyped-def]
-    """Else a second thread of the child would take a new lock, and run on the same memory."""
-    backend = NumbaBackend(checkpoint, EngineConfig(threads=2, max_rows=64))
-    backend.team.close()
-    backend.team._quit[0] = 0  # in a child, the memory is as the parent had it, and its threads are not there
-    backend.team.after_fork()
-    lock = backend.team.lock
-    assert np.array_equal(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits, alone)
-    assert backend.team.lock is lock
-    backend.close()
-
-
 @pytest.mark.parametrize("left", [1, 2])
 def test_what_a_fork_within_a_forward_has_counted_is_forgotten(left: int, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
     """Spans of attention over a long context, and rows that a router has chosen for, in the memory that a child gets."""
