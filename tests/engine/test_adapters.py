@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpuspec.engine.llm import LLM, Completion
+from cpuspec.engine.llm import LLM
 from cpuspec.engine.lora import LoadedAdapters, LoRARequest
 from cpuspec.errors import BackendError, CacheError, CheckpointError, ConfigError
 from cpuspec.sequence import Sequence
 from cpuspec.settings import SamplingParams
 from tests.checkpoints.test_adapters import write_peft
-from tests.engine.conftest import SMALL
+from tests.engine.conftest import SMALL, shown
 from tools.make_tiny_model import make_tiny_hf
 
 PARAMS = SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0)
@@ -33,10 +33,6 @@ def adapters(models: Path) -> list[Path]:
 def adapted(opened: Callable[..., LLM], adapters: list[Path]) -> Callable[..., LLM]:
     """Opens LLMs that have both adapters, for requests that name them."""
     return lambda *args, **settings: opened(*args, lora_modules=[f"{path.name}={path}" for path in adapters], **settings)
-
-
-def shown(answers: list[Completion]) -> list:
-    return [(answer.token_ids, answer.logprobs) for answer in answers]
 
 
 SETS = [None, "one", "two", {"one": 1.0, "two": -0.5}, {"one": 0.5}]

@@ -135,16 +135,6 @@ def test_generate_tells_of_the_answer_that_failed_beside_those_that_did_not(llm:
             call()
 
 
-def test_a_batch_goes_on_behind_a_line_that_fails(llm: LLM) -> None:
-    from cpuspec.batch.answer import answer_lines
-    from tests.batch.test_batch import line
-
-    prompts = [PROMPTS[0], [0, POISON], PROMPTS[1]]
-    asked = [line(i, {"prompt": prompt, "max_tokens": 5, "logit_bias": {POISON: -100}}) for i, prompt in enumerate(prompts)]
-    found = list(answer_lines(llm, iter(asked), {}))
-    assert [one["response"]["status_code"] for one in found] == [200, 500, 200]
-
-
 @pytest.mark.parametrize("number", [1e9, 1e300, -1e300])
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"])
 def test_settings_that_overflow_are_refused(name: str, number: float) -> None:

@@ -1,6 +1,5 @@
 """The Python interface over a toy model: what goes in, what comes out, and what is left behind."""
 
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -144,46 +143,6 @@ def test_an_answer_that_is_broken_off_leaves_its_figures(interrupt: bool) -> Non
     assert llm.aborted_stats is not None
     assert llm.aborted_stats.num_new_tokens == num_tokens
     assert not llm.engine.has_work
-
-
-def test_a_stream_whose_engine_was_interrupted_by_another_call_ends_as_aborted() -> None:
-    llm = toy_llm(max_sequences=2)
-    stream = llm.stream("ab", PARAMS)
-    next(stream)
-    whole = llm.backend.forward
-
-    def interrupted(batch: Any, cache: Any) -> Any:
-        raise KeyboardInterrupt
-
-    llm.backend.forward = interrupted  # type: ignore[method-assign]
-    with contextlib.suppress(KeyboardInterrupt):
-        llm.generate("c", PARAMS)
-    llm.backend.forward = whole  # type: ignore[method-assign]
-    rest = list(stream)
-    assert rest[-1].finish_reason == "aborted"
-    assert num_free_slots(llm) == 2
-
-
-def test_a_failure_after_one_request_ended_still_delivers_that_requests_answer() -> None:
-    llm = toy_llm(max_sequences=2)
-    short = llm.stream("ab", SamplingParams(max_tokens=3, ignore_eos=True))
-    long = llm.stream("c", PARAMS)
-    parts = [next(short), next(long)]
-    decoder = llm.engine._requests[1].text._decoder
-    whole, pushed = decoder.push, []
-
-    def failing(id: int) -> str:
-        pushed.append(id)
-        if len(pushed) == 2:
-            raise KeyboardInterrupt
-        return whole(id)
-
-    decoder.push = failing  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        list(long)
-    parts += list(short)
-    assert parts[-1].finish_reason == "length"
-    assert [token for part in (parts[0], *parts[2:]) for token in part.token_ids] == expected([0, 4, 5])["token_ids"][:3]
 
 
 def test_an_answer_whose_end_was_lost_says_so_instead_of_waiting() -> None:

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from cpuspec.engine.llm import LLM, Completion
+from cpuspec.engine.llm import LLM
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.settings import SamplingParams
 from cpuspec.speculation import slots as slots_module
 from tests.backends.models import every_backend
+from tests.engine.conftest import shown
 
 PARAMS = {
     "greedy": SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0),
@@ -30,10 +30,6 @@ def conversations() -> list[list[int]]:
     first = [*system, *text(40)]
     second = [*first, *text(25)]
     return [first, [*system[:270], *text(60)], second, [*other, *text(50)], [*second, *text(30)], [*other, *other, 5]]
-
-
-def shown(answers: list[Completion]) -> list[Any]:
-    return [(answer.token_ids, answer.logprobs) for answer in answers]
 
 
 CASES = [

@@ -11,12 +11,12 @@ import pytest
 
 from cpuspec.backends import Backend, has_prompt_arithmetic, make_backend
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.engine.llm import LLM, Completion
+from cpuspec.engine.llm import LLM
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.kernels import isa
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.settings import EngineConfig, SamplingParams
-from tests.engine.conftest import SMALL
+from tests.engine.conftest import SMALL, shown
 from tools.make_tiny_model import make_tiny_gguf
 
 needs_bf16 = pytest.mark.skipif(not isa.has_bf16_dots(), reason="this processor does not multiply bf16")
@@ -34,11 +34,6 @@ def prompts() -> list[list[int]]:
     """Prompts of 1 to 200 tokens; the last repeats itself, so that lookups draft."""
     rng = np.random.default_rng(5)
     return [*(rng.integers(3, 300, size).tolist() for size in (1, 2, 17, 90, 200)), rng.integers(3, 300, 12).tolist() * 6]
-
-
-def shown(answers: list[Completion]) -> list[Any]:
-    """Tokens and logprobs: as floats these show any bit that differs."""
-    return [(answer.token_ids, answer.logprobs) for answer in answers]
 
 
 def fed(backend: Backend, tokens: list[int], of_prompts: bool) -> np.ndarray:

@@ -16,6 +16,7 @@ import pytest
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.settings import SamplingParams
 from tests.backends.models import RECURRENT, every_backend
+from tests.engine.conftest import shown
 from tools.make_tiny_model import make_tiny_gguf
 
 _DELTA = {"num_layers": 5, "rope_dims": 8, "shared_size": 32, "expert_size": 64, "predicts": True}
@@ -75,10 +76,6 @@ SYSTEM, QUESTION = text(150, 1), text(60, 2)
 FIRST = [*SYSTEM, *QUESTION]
 # The second turn of a chat that dropped the first answer's thinking, another question, the first again, and a third turn.
 PROMPTS = [FIRST, [*FIRST, *text(40, 3)], [*SYSTEM[:140], *text(50, 4)], FIRST, [*FIRST, *text(40, 3), *text(45, 5)]]
-
-
-def shown(answers: list[Completion]) -> list[Any]:
-    return [(answer.token_ids, answer.logprobs) for answer in answers]
 
 
 def cached(answers: list[Completion]) -> list[int]:

@@ -99,20 +99,6 @@ def watched(seq: Sequence) -> Sequence:
     return seq
 
 
-@pytest.mark.parametrize("order", ["first come", "last come"])
-def test_admission_looks_at_each_sequence_a_few_times_however_many_wait(order: str) -> None:
-    looks = []
-    for number in (100, 400):
-        scheduler, seqs = Scheduler(8, 32), [watched(sequence(id, 3)) for id in range(number)]
-        for seq in seqs:
-            scheduler.add(seq)
-        before = Watched.num_looks
-        for seq in seqs if order == "first come" else seqs[::-1]:
-            scheduler.admit(seq)
-        looks.append((Watched.num_looks - before) / number)
-    assert looks[1] <= looks[0] * 1.1
-
-
 def test_a_step_looks_at_no_more_waiting_requests_than_it_has_free_slots_for() -> None:
     looks = []
     for number in (10, 100):

@@ -75,24 +75,6 @@ def test_receivers_get_the_answers_that_generate_gives() -> None:
     assert llm.generate([PROMPTS[0]], PARAMS)[0].token_ids == expected(PROMPTS[0])
 
 
-def test_a_step_that_fails_ends_what_ran_and_says_so_to_the_receivers() -> None:
-    backend = ToyBackend(2, memory=0.3)
-    llm = toy_llm(backend=backend)
-    whole, outputs = backend.forward, []
-
-    def broken(batch: Any, cache: Any) -> Any:
-        raise RuntimeError("broken")
-
-    llm.submit(RequestedAnswer(PROMPTS[0], PARAMS), outputs.append)
-    backend.forward = broken  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="broken"):
-        llm.step()
-    backend.forward = whole  # type: ignore[method-assign]
-    assert not llm.step()
-    assert [output.finish_reason for output in outputs] == ["aborted"]
-    assert llm.generate([PROMPTS[0]], PARAMS)[0].token_ids == expected(PROMPTS[0])
-
-
 @pytest.fixture(autouse=True)
 def frequent_switches() -> Any:
     """Threads take turns a thousand times as often as usual, so that they meet everywhere."""
@@ -404,12 +386,3 @@ def test_a_thread_that_generates_leaves_its_turn_to_one_that_asks_for_it() -> No
 
     in_threads(generate, ask)
     assert sorted(waited)[len(waited) // 2] <= 3
-
-
-def test_figures_of_memory_wait_for_the_running_step() -> None:
-    llm, told = toy_llm(), threading.Event()
-    asking = threading.Thread(target=lambda: (llm.memory(), told.set()), daemon=True)
-    with llm._shared.exclusive():
-        asking.start()
-        assert not told.wait(0.2)
-    assert told.wait(300)

@@ -14,13 +14,14 @@ import pytest
 
 from cpuspec.backends.numba_backend import NumbaBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.engine.llm import LLM, Completion
+from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.context import Context
 from tests.backends.models import GEMMA4, LATENT, MIXTURES, RECURRENT, SMALL, in_gguf
+from tests.engine.conftest import shown
 from tests.engine.test_mixtures import FAMILIES
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -52,11 +53,6 @@ def _prompts(count: int) -> list[list[int]]:
         words = rng.integers(0, 300, rng.integers(1, 30)).tolist()
         found.append((words[:5] * 7, words, (found or [words])[-1][:12] + words[:4])[number % 3])
     return found
-
-
-def shown(answers: list[Completion]) -> list[tuple[list[int], Any]]:
-    """Tokens and log-probabilities, in which any bit that differs is seen."""
-    return [(answer.token_ids, answer.logprobs) for answer in answers]
 
 
 def check_ways(checkpoint: Checkpoint, num_prompts: int, predicts: bool, part: slice = slice(None), num_before: int = 0) -> int:

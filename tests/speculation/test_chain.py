@@ -106,60 +106,6 @@ def own_draw(model: ToyBackend, seq: Sequence, path: list[int]) -> int:
     return seq.draws.draw(distribution(model.row(path)[:8], seq.params, history), len(path) - seq.num_prompt_tokens)
 
 
-@every_inner
-@pytest.mark.parametrize("params", [SamplingParams(), PENALISED], ids=["greedy", "sampled"])
-def test_a_sequence_is_as_it_was_after_running_ahead(inner: Callable[[], Proposer], params: SamplingParams) -> None:
-    chain, (seq,), _ = drafting(inner(), [params], num_tokens=9)
-    tokens, history = list(seq.tokens), seq.history
-    counts = history and [array.tolist() for array in history.counts([])]
-    for limit in (9, 4):
-        assert len(chain.propose([seq], [limit])[0]) == limit
-        assert seq.tokens == tokens
-        assert (history and [array.tolist() for array in history.counts([])]) == counts
-
-
-def test_sequences_advance_together_and_drop_out_when_they_have_enough() -> None:
-    chain, seqs, model = drafting(NullProposer(), [SamplingParams()] * 3, num_tokens=9)
-    drafts = chain.propose(seqs, [1, 5, 0])
-    assert [len(draft) for draft in drafts] == [1, 5, 0]
-    assert model.num_forwards == 5
-    alone = [drafting(NullProposer(), [SamplingParams()] * 3, num_tokens=9) for _ in seqs]
-    for i, limit in enumerate((1, 5)):
-        chain, seqs, _ = alone[i]
-        assert chain.propose([seqs[i]], [limit])[0].tokens.tolist() == drafts[i].tokens.tolist()
-
-
-@pytest.mark.parametrize(("prompt_rows", "num_rounds"), [(5, 6), (20, 3)])  # the last few rows are fed with the draft
-def test_a_long_prompt_is_read_in_chunks_beside_the_others_drafts(prompt_rows: int, num_rounds: int) -> None:
-    """Its drafts are empty until then, and afterwards those that it has alone."""
-    prompt = [0, *np.random.default_rng(1).integers(2, 8, 40).tolist()]
-    seqs = [Sequence.new(id, tokens, SamplingParams()) for id, tokens in enumerate(([0, 4, 5], prompt))]
-    model = ToyBackend(3, memory=0.4, max_rows=64)
-    chain = ChainProposer(NullProposer(), Context(model, 2, 64, prompt_rows=prompt_rows), "toy", 3)
-    for seq in seqs:
-        chain.begin(seq, 0)
-        seq.extend([4])
-    lengths: list[int] = []
-    while not lengths or not lengths[-1]:
-        before = model.num_rows
-        first, late = chain.propose(seqs, [3, 3])
-        assert model.num_rows - before <= max(prompt_rows, 16) + 2 * 3
-        assert len(first) == 3
-        lengths.append(len(late))
-    assert lengths == [0] * (num_rounds - 1) + [3]
-    alone = ChainProposer(NullProposer(), Context(model, 1, 64), "toy", 3)
-    assert alone.propose(seqs[1:], [3])[0].tokens.tolist() == late.tokens.tolist()
-
-
-def test_a_prompt_alone_is_read_in_whole_forwards() -> None:
-    seq = Sequence.new(0, [0, *[4] * 40], SamplingParams())
-    model = ToyBackend(3, memory=0.4, max_rows=16)
-    chain = ChainProposer(NullProposer(), Context(model, 1, 64, prompt_rows=2), "toy", 1)
-    seq.extend([4])
-    assert [len(chain.propose([seq], [1])[0]) for _ in range(3)] == [0, 0, 1]
-    assert (model.num_forwards, model.num_rows) == (3, 42)
-
-
 def test_inner_drafts_save_forwards_and_their_verifications_are_handed_up_for_metrics() -> None:
     plain, (seq,), model = drafting(NullProposer(), [SamplingParams()], num_tokens=20)
     (expected,) = plain.propose([seq], [20])
@@ -232,10 +178,3 @@ def test_drafts_end_where_the_draft_models_context_does() -> None:
         lengths.append(len(draft))
         seq.extend([4])
     assert lengths == [5, 4, 3, 2, 1, 0, 0, 0, 0]
-
-
-def test_levels_are_known_from_the_cheapest_on() -> None:
-    first, _, _ = drafting(LookupProposer("ngram"), [SamplingParams()])
-    second = ChainProposer(first, Context(ToyBackend(1), 1, 64))
-    assert second.levels == (first, second)
-    assert LookupProposer("ngram").levels == ()

@@ -157,8 +157,3 @@ def test_a_recipe_counts_tokens_in_a_file_beside_it(tmp_path: Path) -> None:
     path.write_text(RECIPE.replace("tiny.ids", "../tiny.ids"))
     with pytest.raises(ConfigError, match="frequent_tokens is"):
         find_named(str(path))
-
-
-def test_the_shipped_tokens_are_read() -> None:
-    recipe = find_named("qwen2.5-coder-0.5b-instruct")
-    assert len(set(read_frequent_tokens(recipe, 151_936))) > 10_000

@@ -144,17 +144,6 @@ def test_probabilities_are_frequencies_smoothed_order_by_order(sources: list[Evi
     assert sum(probs.values()) < 1
 
 
-def test_more_and_longer_matches_that_agree_are_likelier_and_dissent_counts() -> None:
-    def prob(*matches: Match) -> float:
-        return next_probs([(list(matches), 4.0)], 0)[1]
-
-    assert prob(Match(1, [1])) == pytest.approx(1 / 5)
-    assert prob(Match(2, [1])) == pytest.approx(1 - (4 / 5) ** 2)
-    assert prob(Match(1, [1]), Match(1, [1])) == pytest.approx(2 / 6)
-    assert prob(Match(1, [1]), Match(1, [2])) == pytest.approx(1 / 6)
-    assert next_probs([([Match(1, [1])], 4.0), ([Match(1, [2])], 8.0)], 0) == pytest.approx({1: 1 / 5, 2: 4 / 5 * 1 / 9})
-
-
 @settings(max_examples=300)
 @given(some_sources(), st.integers(0, NUM_AHEAD), st.sampled_from([0.0, 0.0517, 0.2113, 0.5031]))
 def test_a_chain_takes_the_likeliest_tokens_while_they_are_likely(

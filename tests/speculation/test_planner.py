@@ -17,7 +17,6 @@ from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.planner import costs as costs_module
 from cpuspec.speculation.planner.costs import Costs, find_costs
-from cpuspec.speculation.planner.known import Trials
 from cpuspec.speculation.planner.planner import Planner
 from cpuspec.speculation.proposer import Floors, NullProposer, goes_on
 from cpuspec.speculation.verify import Verdict
@@ -336,28 +335,6 @@ def test_the_better_model_is_told_by_each_request() -> None:
     assert known.chance(first) > known.chance(second) + 0.1
 
 
-def test_a_trial_makes_nobody_forget(clock: Clock) -> None:
-    model = TimedModel(clock, 0.1, 0.001)
-    planner, seq, other = planner_of(rising(0.05), [], [(model, model.costs)]), _sequence(0), _sequence(1)
-    _rounds(planner, seq, 50, 0.9)
-    known = planner.models[0]
-    before = known.chance(seq), known.acceptance.expected()
-    known.rounds[other.id] = 3  # on trial there
-    planner.propose([other], [24])
-    assert (known.chance(seq), known.acceptance.expected()) == before
-
-
-def test_trials_are_not_saved_up_for_hours() -> None:
-    """After hours in which it drafted well a drafter that became useless is tried a few times, not thousands of times."""
-    trials = Trials(1)
-    for _ in range(10):
-        trials.spend(0.1)
-        trials.earn(3600.0)
-    assert sum(trials.spend(0.1) for _ in range(100)) <= 3
-    trials.earn(0.1 / 0.015)
-    assert trials.spend(0.1)
-
-
 def test_a_model_that_does_not_help_leaves_rounds_to_run_at_once(clock: Clock) -> None:
     model = TimedModel(clock, 0.9, 0.001)
     planner, seq = planner_of(rising(0.5), [], [(model, model.costs)]), _sequence()
@@ -537,18 +514,6 @@ def test_rounds_correct_what_was_measured_within_bounds() -> None:
     costs.observe(2, 0.0)  # a clock that stood still
     costs.observe(9999, 5.0)  # more rows than one forward has
     assert costs.measured_rows == ROWS
-
-
-def test_more_rows_than_were_measured_are_learned_from_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, truth = tmp_path / "costs.json", rising(0.2)
-    costs = Costs(ROWS, [*truth.seconds[:9], truth.seconds[8] + 0.01], kept)  # the last eight rows seemed to be free
-    assert costs.forward_s(40) - costs.forward_s(32) < 0.1
-    for _ in range(60):
-        for rows in (24, 32, 40, 60):
-            costs.observe(rows, truth.forward_s(rows))
-    assert [costs.forward_s(rows) for rows in (32, 40, 60)] == pytest.approx([7.2, 8.8, 12.8], rel=0.15)
-    costs.keep()
-    assert json.loads(kept.read_text())["rows"] == ROWS
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 4, 32])

@@ -225,12 +225,3 @@ def test_verification_goes_down_the_branch_that_agrees_and_asks_for_no_other_row
     assert verdict.path == path
     assert bytes(verdict.tokens).decode() == choices[: len(path) + 1]
     assert asked == [0, *(node + 1 for node in path)]
-
-
-@pytest.mark.parametrize("num_right", range(5))
-def test_verification_keeps_the_agreeing_prefix_and_adds_the_targets_choice(num_right: int) -> None:
-    choices = [4, 2, 7, 1, 5]
-    tokens = [choice if i < num_right else choice + 1 for i, choice in enumerate(choices[:4])]
-    verdict = verify_tokens(Draft.chain(tokens, "test"), choices.__getitem__)
-    assert verdict.tokens == choices[: num_right + 1]
-    assert verdict.path == list(range(num_right))
