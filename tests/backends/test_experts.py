@@ -103,31 +103,6 @@ def test_chunks_of_a_prompt_give_the_same_bits_and_every_backend_the_same_logits
         backend.close()
 
 
-def _bytes(checkpoint: Checkpoint, name: str) -> int:
-    from cpuspec.formats.packing import num_tiles, tile_bytes
-
-    tensor = checkpoint.tensors[name]
-    return num_tiles(tensor.shape) * tile_bytes(tensor.format, tensor.shape[-1])
-
-
-def test_a_forward_reads_each_expert_that_a_row_needs_once_and_no_other(tmp_path_factory) -> None:
-    """The rows of one token choose the same experts in the first layer: as many bytes as for one row."""
-    sizes = {"num_layers": 1, "num_experts": 16, "num_used": 2}
-    checkpoint = tiny(tmp_path_factory, architecture="qwen3moe", weight_format="q4_k", **sizes)
-    backend = make_backend("numba", checkpoint, EngineConfig(threads=2, max_rows=64, keep_packed=False))
-
-    def read(tokens: list[int]) -> int:
-        return forward(backend, backend.new_cache(1, 64), {0: tokens}).weight_bytes
-
-    expert = sum(_bytes(checkpoint, f"layers.0.expert_{part}") for part in ("gate", "up", "down")) // 16
-    one = read([5])
-    assert one == backend.weight_bytes - 14 * expert
-    experts_of_two = {(read([5, token]) - one) // expert for token in range(20)}
-    assert experts_of_two == {0, 1, 2}
-    assert backend.weight_bytes - 10 * expert < read(list(range(64))) <= backend.weight_bytes
-    backend.close()
-
-
 def _union_bytes(checkpoint: Checkpoint, backend: Backend, tokens: list[int], itemsize: int) -> int:
     """Bytes of the matrices that a forward over `tokens` needs: all but experts, and the experts that numpy's routers choose."""
     seen: set[tuple[str, int]] = set()

@@ -2,16 +2,13 @@
 compiled rows have the same bits however the rows before them came, went and were folded.
 """
 
-import os
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import DeltaNet
 from cpuspec.errors import BackendError
 from cpuspec.model.batch import ForwardBatch, ForwardStoppedError
 from cpuspec.model.cache import KEPT_ROWS
@@ -137,8 +134,9 @@ def test_a_forward_that_is_stopped_changes_nothing(checkpoints, decoded, model: 
     backend, stops = _backend(checkpoints[model]), 0
     cache = backend.new_cache(1, 512)
     forward(backend, cache, {0: TEXTS[0][:30]})
-    for size in (250, 5, 250, 8):  # the short ones seldom take long enough
-        held = cache.lengths[0]
+    sizes = [250, 5, 250, 8]  # the short ones seldom take long enough
+    while sizes or not stops:
+        size, held = sizes.pop() if sizes else 250, cache.lengths[0]
         wrong = ForwardBatch((TEXTS[1] * 2)[:size], list(range(held, held + size)), [0], [0, size], logit_rows=[], stops_early=True)
         for _ in range(10):
             try:
@@ -150,7 +148,6 @@ def test_a_forward_that_is_stopped_changes_nothing(checkpoints, decoded, model: 
                 stops += 1
             assert cache.lengths[0] == cache.reachable(0, held) == held
         assert np.array_equal(forward(backend, cache, {0: TEXTS[0][held : held + 5]}).logits, decoded[model][0][held : held + 5])
-    assert stops
     backend.close()
 
 
@@ -172,29 +169,6 @@ def test_a_wrong_state_would_be_seen(checkpoints, decoded, model: str) -> None: 
     (first, *_) = np.flatnonzero(covered == memory.folded)
     covered[first] = 59  # of the 36 that it covers
     assert not np.array_equal(forward(backend, cache, {0: [TEXTS[0][60]]}).logits[0], decoded[model][0][60])
-    backend.close()
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def test_memory_of_64_sequences_is_what_the_cache_says(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The resident bytes, within a tenth: of prompts of several forwards, and of tokens decoded together."""
-    checkpoint = tiny(tmp_path_factory, weight_format="q8_0", architecture="qwen35", num_layers=4, delta=DeltaNet(8, 64, 16, 64))
-    backend = make_backend("numba", checkpoint, EngineConfig(threads=1, max_rows=512, keep_packed=False))
-    warm = backend.new_cache(1, 256)
-    forward(backend, warm, {0: TEXTS[0][:60]})
-    forward(backend, warm, {0: TEXTS[0][60:100]})  # with the block that forwards of many rows write to
-    cache, before = backend.new_cache(64, 256), resident_bytes()
-    for some in range(0, 64, 8):
-        for part in (slice(0, 50), slice(50, 100)):
-            forward(backend, cache, dict.fromkeys(range(some, some + 8), TEXTS[0][part]), logit_rows=[])
-    for at in range(100, 110):
-        forward(backend, cache, dict.fromkeys(range(64), TEXTS[0][at : at + 1]), logit_rows=[])
-    assert cache.used_bytes == 64 * cache.bytes_of(110)
-    assert cache.bytes_per_slot > 1 << 20
-    assert cache.used_bytes == pytest.approx(resident_bytes() - before, rel=0.1)
     backend.close()
 
 

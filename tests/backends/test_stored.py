@@ -143,19 +143,6 @@ def test_a_file_that_is_harmed_while_it_is_in_use_is_an_error_and_no_crash(mixtu
     again.close()
 
 
-def test_a_damaged_file_is_packed_again(mixture: Checkpoint) -> None:
-    backend = stored(mixture, 2)
-    wanted = logits(backend)
-    backend.close()
-    (path,) = packed_directory().glob("*.packed")
-    data = bytearray(path.read_bytes())
-    data[-5000] ^= 1
-    path.write_bytes(data)
-    backend = stored(mixture, 2)
-    assert np.array_equal(logits(backend), wanted)
-    backend.close()
-
-
 def test_a_limit_below_what_can_work_says_what_is_needed(mixture: Checkpoint) -> None:
     with pytest.raises(
         BackendError, match=r"memory is limited to 0\.\d+ GB, but .* and one expert of each layer .* allow 0\.\d+ GB"

@@ -160,16 +160,6 @@ def test_a_line_with_tools_is_answered_as_the_server_does(path: Path, llm: LLM) 
     assert with_tools > without
 
 
-def test_a_prediction_is_drafted_and_changes_no_answer(llm: LLM) -> None:
-    asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40, "ignore_eos": True}
-    (plain,) = answers(llm, asked)
-    text = body(plain)["choices"][0]["message"]["content"]
-    (found,) = answers(llm, asked | {"prediction": {"type": "content", "content": text}})
-    assert body(found)["choices"] == body(plain)["choices"]
-    counts = [body(one)["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] for one in (plain, found)]
-    assert counts[1] > counts[0]
-
-
 def test_a_batch_needs_none_of_the_servers_libraries() -> None:
     blocked = ("fastapi", "starlette", "uvicorn", "prometheus_client", "httpx", "ray")
     code = f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\nimport cpuspec.batch.answer, cpuspec.batch.run"

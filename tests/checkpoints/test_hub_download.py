@@ -122,18 +122,6 @@ def test_the_library_and_this_package_find_each_others_files(hub: StandInHub, ca
     assert find_cached(HubModel(NAME, quantization="Q4_K_M")) == Path(theirs)
 
 
-def test_a_stream_that_breaks_off_is_continued_where_it_stopped(hub: StandInHub, impatient: None) -> None:
-    hub.break_off_after = [100_500, 50_500]
-    said: list[str] = []
-    assert resolve_model(f"{NAME}:Q4_K_M", lambda done, total, what: said.append(what)).read_bytes() == CONTENT
-    assert [span for method, path, span in hub.asked if method == "GET" and "resolve" in path] == [
-        None,
-        "bytes=100000-",
-        "bytes=150000-",
-    ]
-    assert f"hub {NAME}, after an interruption" in said
-
-
 def test_the_librarys_own_output_is_not_shown(hub: StandInHub, impatient: None, capfd: pytest.CaptureFixture[str]) -> None:
     hub.break_off_after = [100_500]
     resolve_model(f"{NAME}:Q4_K_M")

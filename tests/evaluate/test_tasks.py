@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from cpuspec import LLM, SamplingParams
 from cpuspec.errors import ConfigError
-from cpuspec.evaluate.answers import answer_all
 from cpuspec.evaluate.sandbox import run_program
 from cpuspec.evaluate.tasks import (
     TASKS,
@@ -22,7 +20,6 @@ from cpuspec.evaluate.tasks import (
     read_problems,
     score,
 )
-from tools.make_tiny_model import make_tiny_gguf
 
 PROMPT = (
     'from typing import List\n\n\ndef helper(x):\n    return x\n\n\ndef total(values: List[int]) -> int:\n    """Sum them."""\n'
@@ -171,25 +168,3 @@ def test_a_score_is_the_mean_over_problems_with_its_error() -> None:
     assert found.errors[2] == pytest.approx(0.5 / 3**0.5)
     with pytest.raises(ConfigError, match="at least 3 answers"):
         score([right, right], 2, (3,))
-
-
-def test_many_answers_are_those_that_each_prompt_gets_alone(tmp_path: Path) -> None:
-    model = make_tiny_gguf(tmp_path / "tiny.gguf")
-    prompts = ["one", "two two two", [{"role": "user", "content": "three"}], "", "five"]
-    params = [SamplingParams(max_tokens=4 + number, ignore_eos=True) for number in range(5)]
-    seen: list[int] = []
-    with LLM(model, "ngram", max_sequences=2, threads=1) as llm:
-        answers, cost = answer_all(llm, list(zip(prompts, params, strict=True)), seen.append)
-        assert seen == [1, 2, 3, 4, 5]
-        for prompt, one, answer in zip(prompts, params, answers, strict=True):
-            alone = llm.generate(prompt, one)[0] if isinstance(prompt, str) else llm.chat(prompt, one)
-            assert (list(answer.token_ids), answer.finish_reason) == (alone.token_ids, "length")
-    assert (cost.num_answers, cost.num_new_tokens) == (5, sum(one.max_tokens for one in params))
-    assert cost.tokens_per_s == pytest.approx(cost.num_new_tokens / cost.duration_s)
-    assert cost.ttft_s.keys() == cost.answer_s.keys() == {"p50", "p95", "p99"}
-    assert cost.memory_bytes is not None
-    assert cost.memory_bytes > model.stat().st_size / 2
-    price = cost.price(3.6, 2)
-    assert price["per_million_tokens"] == pytest.approx(1e-3 * cost.duration_s / cost.num_new_tokens * 1e6)
-    assert price["per_accepted_answer"] == pytest.approx(1e-3 * cost.duration_s / 2)
-    assert cost.price(3.6, 0)["per_accepted_answer"] is None

@@ -164,17 +164,6 @@ def test_a_query_does_not_depend_on_those_it_goes_with(name: str, dims: int, ker
             assert len(set(several)) == len(several) >= count - 3
 
 
-@pytest.mark.parametrize("dims", [16, 80, 128])
-def test_later_positions_do_not_touch_a_rows_bits(name: str, dims: int, kernel: str) -> None:
-    for length in (37, 256, 300):
-        head = _Head(name, dims, kernel=kernel).fill(length + 3)
-        before = head.attend(length)
-        head.k[5], head.v[6] = np.nan, np.inf
-        for position in range(length, CAPACITY):
-            head.put(position, 5 + position % 2)
-        assert np.array_equal(head.attend(length), before), length
-
-
 @pytest.mark.parametrize("dims", [(18, 18), (64, 64), (80, 34)])
 def test_rows_are_copied_bit_for_bit(name: str, dims: tuple[int, int]) -> None:
     heads = [_Head(name, dims[0], seed, value_dims=dims[1]).fill(CAPACITY) for seed in range(2)]

@@ -15,10 +15,7 @@ from cpuspec.checkpoints.mapped import place_in_file
 from cpuspec.errors import CacheError
 from cpuspec.formats import Format, get_format
 from cpuspec.formats.kv import KV_FORMATS
-from cpuspec.sequence import Sequence
-from cpuspec.settings import EngineConfig, SamplingParams
-from cpuspec.speculation.context import Context
-from cpuspec.speculation.draft import Draft
+from cpuspec.settings import EngineConfig
 from tests.backends.models import RECURRENT, every_backend, forward, tiny
 from tests.oracles import ToyBackend
 from tools.make_tiny_model import make_tiny_gguf
@@ -156,23 +153,6 @@ def test_fine_tunes_of_one_size_and_date_with_the_same_vectors_have_identities_o
         found.append(backend.new_cache(1, 64).identity)
         backend.close()
     assert found[0] != found[1]
-
-
-# Rows of the other backends depend on their batches, and here both are fed in batches of different sizes.
-@every_backend([name for name in BACKENDS if name not in ("onnxruntime", "openvino")])
-def test_a_context_shares_the_prefix_of_a_running_sequence(checkpoint: Checkpoint, name: str) -> None:
-    backend = make_backend(name, checkpoint, EngineConfig(threads=1, max_rows=64))
-    context, alone = Context(backend, 2, 64), Context(backend, 1, 64)
-    running, late = (Sequence.new(id, TOKENS[: 30 + id], SamplingParams()) for id in range(2))
-    assert context.slots.acquire(running) == 0
-    context.score([running], [Draft.chain([], "")])
-    assert (context.slots.acquire(late), alone.slots.acquire(late)) == (30, 0)
-    (got,), (expected,) = (one.score([late], [Draft.chain([5], "")]) for one in (context, alone))
-    if backend.row_invariant:
-        np.testing.assert_array_equal(got.logits, expected.logits)
-    else:
-        np.testing.assert_allclose(got.logits, expected.logits, atol=1e-4 * np.abs(expected.logits).max())
-    backend.close()
 
 
 def test_a_copy_of_what_a_slot_does_not_hold_is_a_clear_error() -> None:

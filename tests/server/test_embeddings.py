@@ -83,17 +83,3 @@ def test_a_model_that_writes_makes_no_embeddings_unless_told(running: Running) -
     answer = post(running, input="the cat")
     assert answer.status_code == 501
     assert "--pooling" in answer.json()["error"]["message"]
-
-
-def test_answers_run_beside_embeddings(embedding: Running, vectors: Any, llm: LLM) -> None:
-    wanted = llm.generate("the cat", max_tokens=40, ignore_eos=True)[0].text
-    with embedding.client() as client:
-        body = {"prompt": "the cat", "max_tokens": 40, "ignore_eos": True, "stream": True, "temperature": 0}
-        with client.stream("POST", "/v1/completions", json=body) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            rows = post(embedding, input=TEXTS).json()["data"]
-            list(lines)
-        again = client.post("/v1/completions", json={**body, "stream": False}).json()["choices"][0]["text"]
-    np.testing.assert_array_equal(np.array([row["embedding"] for row in rows], np.float32), vectors)
-    assert again == wanted

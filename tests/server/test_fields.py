@@ -219,16 +219,6 @@ def test_numbers_as_clients_write_them_give_the_offline_answer(
     assert (choice["text"] if "text" in choice else choice["message"]["content"]) == wanted.text
 
 
-def test_an_answer_has_its_least_tokens_in_every_protocol(running: Running, llm: LLM) -> None:
-    (end, *_) = llm.tokenizer.eos_ids
-    for endpoint in ANSWERS:
-        for least in (0, 2, 5):
-            limit = "max_output_tokens" if endpoint == "/v1/responses" else "max_tokens"
-            body = {limit: 20, "min_tokens": least, "temperature": 0, "logit_bias": {str(end): 100}}
-            usage = post(running, endpoint, **body).json()["usage"]
-            assert usage.get("completion_tokens", usage.get("output_tokens")) == least + 1
-
-
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
 def test_each_chunk_has_the_usage_until_then_where_that_is_asked_for(running: Running, endpoint: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from cpuspec.server import completions, embeddings, llama_server, messages, ollama, ranking, responses, schema
+from cpuspec.server import completions, embeddings, llama_server, messages, ollama, ranking, responses
 from cpuspec.server.model import Answers
-from cpuspec.server.native import DetokenizeBody, TemplateBody, TokenizeBody
 from cpuspec.server.schema import Body, body_in, is_ignored
 from tests.server.running import Running, load, serving, templated_model
+from tests.server.test_bounds import ENDPOINTS as BOUNDED
 from tests.server.test_fields import BODIES as FEW
 from tests.server.test_infill import with_fill_tokens
 
@@ -22,25 +22,12 @@ TEMPLATE = (
 CHAT = {"messages": [{"role": "user", "content": "the cat sat"}], "max_tokens": 3}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
 FLAT = {"type": "function", "name": "find", "parameters": {"type": "object"}}
-ENDPOINTS: dict[str, tuple[type[Body], dict[str, Any]]] = {
-    "/v1/chat/completions": (schema.ChatBody, CHAT),
-    "/v1/completions": (schema.CompletionBody, FEW["/v1/completions"]),
-    "/v1/responses": (responses.ResponsesBody, FEW["/v1/responses"]),
-    "/v1/messages": (messages.MessagesBody, CHAT),
-    "/v1/messages/count_tokens": (messages.CountBody, {"messages": CHAT["messages"]}),
-    "/api/chat": (ollama.OllamaChatBody, {**CHAT, "stream": False}),
-    "/api/generate": (ollama.GenerateBody, {"prompt": "the cat", "max_tokens": 3, "stream": False}),
-    "/api/embed": (ollama.EmbedBody, {"input": "the cat"}),
-    "/api/embeddings": (ollama.EmbeddingsBody, {"prompt": "the cat"}),
-    "/api/show": (ollama.NameBody, {}),
-    "/completion": (llama_server.CompletionBody, {"prompt": "the cat", "n_predict": 3}),
-    "/infill": (llama_server.InfillBody, {"input_prefix": "the cat", "input_suffix": "mat", "n_predict": 3}),
-    "/v1/embeddings": (embeddings.EmbeddingsBody, FEW["/v1/embeddings"]),
-    "/v1/rerank": (ranking.RerankBody, FEW["/v1/rerank"]),
-    "/v1/score": (ranking.ScoreBody, FEW["/v1/score"]),
-    "/tokenize": (TokenizeBody, FEW["/tokenize"]),
-    "/detokenize": (DetokenizeBody, FEW["/detokenize"]),
-    "/apply-template": (TemplateBody, {"messages": CHAT["messages"]}),
+NO_ANSWERS = {"/api/pull", "/v1/load_lora_adapter", "/slots/0?action=save"}
+WHOLE = {"/api/show": {"model": None}, "/api/chat": {"stream": False}, "/api/generate": {"stream": False}}
+ENDPOINTS = {
+    path: (kind, few | (FEW.get(path, {}) if path.startswith("/v1/") else {}) | WHOLE.get(path, {}))
+    for path, (kind, few) in BOUNDED.items()
+    if path not in NO_ANSWERS
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}

@@ -21,7 +21,6 @@ from cpuspec.server.figures import completion_logprobs
 from cpuspec.server.response_store import ResponseStore
 from cpuspec.server.runner import Runner
 from cpuspec.settings import SamplingParams, SpecConfig
-from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.text.tokenizer import Tokenizer
 from tests.server.running import LONGEST_CALLBACK_S, Running, load, serving, with_free_loop
 from tests.server.test_admission import Desk
@@ -56,31 +55,6 @@ def test_offsets_of_a_prompts_tokens_take_a_time_of_its_length(running: Running)
     found = completion_logprobs(tokenizer, [TokenLogprobs(token, -1.0, ()) for token in (70, 80, 90)], 7)
     assert found["text_offset"] == [7, *(7 + len("".join(found["tokens"][:number])) for number in (1, 2))]
     assert completion_logprobs(tokenizer, [], 7)["text_offset"] == []
-
-
-def test_a_seed_of_thousands_of_digits_ends_its_own_request_only(running: Running) -> None:
-    begun: dict[str, int] = {}
-
-    def stream() -> None:
-        with (
-            running.client() as client,
-            client.stream("POST", PLAIN, json={"prompt": "a", "max_tokens": 300, "stream": True}) as reply,
-        ):
-            begun["status"] = reply.status_code
-            begun["done"] = sum(line == "data: [DONE]" for line in reply.iter_lines())
-
-    beside = threading.Thread(target=stream)
-    beside.start()
-    running.eventually(lambda: "status" in begun)
-    for seed in ("9" * 4300, "1" + "0" * 4000, str(2**64 - 1)):
-        reply = running.post(
-            PLAIN,
-            content='{"prompt": "a", "n": 2, "temperature": 1, "max_tokens": 2, "seed": ' + seed + "}",
-            headers={"content-type": "application/json"},
-        )
-        assert reply.status_code == (200 if len(seed) < 100 else 400), reply.text
-    beside.join()
-    assert begun == {"status": 200, "done": 1}
 
 
 HEAVY: list[tuple[str, dict[str, Any]]] = [
@@ -214,16 +188,6 @@ def test_a_closed_runner_lets_nobody_wait(path: Path) -> None:
                 await runner.between_steps(lambda: None)
 
     asyncio.run(ask())
-
-
-def test_many_salts_leave_few_texts_behind() -> None:
-    proposer = LookupProposer("suffix")
-    for number in range(500):
-        seq = Sequence.new(number, [1, 2], SamplingParams(cache_salt=str(number)))
-        proposer.begin(seq, 0)
-        seq.extend([3, 4])
-        proposer.end(seq)
-    assert len(proposer._past) <= 64
 
 
 def test_the_option_of_a_wrong_directory_is_named(tmp_path: Path) -> None:

@@ -1,14 +1,13 @@
 """OpenAI's protocol through its official client, against the answers that the Python interface gives."""
 
 import re
-import threading
 from typing import Any
 
 import openai
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from tests.server.running import PATIENCE_S, Running
+from tests.server.running import Running
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the cat sat on the mat"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
@@ -48,25 +47,6 @@ def test_streams_add_up_to_the_whole_answers(client: openai.OpenAI, llm: LLM, n:
     assert texts == [one.text for one in wanted.outputs]
     assert reasons == ["length"] * n
     assert usage.completion_tokens == 15 * n  # type: ignore[union-attr]
-
-
-def test_stop_and_seed_and_penalties_reach_the_sampler(client: openai.OpenAI, llm: LLM) -> None:
-    wanted = expected(llm, max_tokens=30)
-    stop = wanted.text[3:5]
-    answer = client.chat.completions.create(messages=MESSAGES, max_tokens=30, stop=[stop], **GREEDY, **IGNORE)  # type: ignore[call-overload]
-    assert answer.choices[0].message.content == wanted.text[: wanted.text.index(stop)]
-    assert answer.choices[0].finish_reason == "stop"
-    changed: dict[str, Any] = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "seed": 3, "top_p": 0.9, "temperature": 1.1}
-    wanted = expected(llm, max_tokens=12, top_k=7, min_p=0.01, **changed)
-    extra = {"extra_body": {"ignore_eos": True, "top_k": 7, "min_p": 0.01}}
-    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=12, **changed, **extra)  # type: ignore[call-overload]
-    assert answer.choices[0].message.content == wanted.text
-
-
-def test_logit_bias_forbids_and_demands_tokens(client: openai.OpenAI, llm: LLM) -> None:
-    token = llm.tokenizer.encode(" cat", add_special=False)[0]
-    answer = client.chat.completions.create(messages=MESSAGES, max_tokens=5, logit_bias={str(token): 100}, **GREEDY, **IGNORE)  # type: ignore[call-overload]
-    assert answer.choices[0].message.content == llm.tokenizer.decode([token] * 5)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -168,33 +148,6 @@ def test_prompt_logprobs_are_the_offline_scores(client: openai.OpenAI, llm: LLM,
     for wrong in ({"stream": True, **extra}, {"extra_body": {"prompt_logprobs": 21}}):
         with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
             client.chat.completions.create(messages=message, max_tokens=2, **GREEDY, **wrong)  # type: ignore[call-overload]
-
-
-def test_logprobs_of_plain_completions_have_offsets(client: openai.OpenAI, llm: LLM) -> None:
-    (wanted,) = llm.generate("the dog", SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1))
-    answer = client.completions.create(prompt="the dog", max_tokens=6, logprobs=1, **GREEDY, **IGNORE)  # type: ignore[call-overload]
-    found = answer.choices[0].logprobs
-    assert found.token_logprobs == [one.logprob for one in wanted.logprobs]
-    assert [max(top.values()) for top in found.top_logprobs] == [one.top[0][1] for one in wanted.logprobs]
-    assert found.text_offset[0] == 0
-    assert found.text_offset == sorted(found.text_offset)
-
-
-def test_requests_at_once_get_the_answers_that_each_gets_alone(client: openai.OpenAI, llm: LLM) -> None:
-    prompts = [f"the cat number {number} sat on" for number in range(12)]
-    wanted = [one.text for one in llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))]
-    found: dict[int, str] = {}
-
-    def ask(number: int) -> None:
-        answer = client.completions.create(prompt=prompts[number], max_tokens=12, **GREEDY, **IGNORE)  # type: ignore[call-overload]
-        found[number] = answer.choices[0].text
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert [found.get(number) for number in range(12)] == wanted
 
 
 def test_speculation_is_the_requests_choice_and_changes_no_answer(client: openai.OpenAI, llm: LLM) -> None:

@@ -156,23 +156,6 @@ def test_a_file_from_before_parts_and_reasons_is_gone_on_with(
     assert [line["id"] for line in lines(out)] == [line["id"] for line in before]
 
 
-def test_many_refusals_are_not_written_anew_each_time(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, tasks, out = tmp_path / "prompts.jsonl", tmp_path / "tasks.txt", tmp_path / "out.jsonl"
-    prompts.write_text("".join(json.dumps({"text": f"{SECRET} number {number}"}) + "\n" for number in range(300)))
-    tasks.write_text(SECRET)
-    num_writes = 0
-
-    def counted(path: Path, text: str) -> None:
-        nonlocal num_writes
-        num_writes += 1
-        path.write_text(text)
-
-    monkeypatch.setattr("cpuspec.train.answers.write_file", counted)
-    make_answers(llm, FILES, AnswerPlan((prompts,), exclude=(tasks,)), out)
-    assert len(json.loads(header_path(out).read_text())["refused"]) == 300
-    assert num_writes < 60
-
-
 def test_answers_do_not_depend_on_how_many_run_at_once(
     llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, AnswersSummary]
 ) -> None:
@@ -192,22 +175,6 @@ def test_a_limit_of_tokens_ends_a_run_which_a_higher_one_goes_on_with(
     assert whole[0].startswith(written)
     make_answers(llm, FILES, plan, out, max_tokens=10)
     assert out.read_bytes() == written, "a lower limit takes nothing back"
-    make_answers(llm, FILES, plan, out)
-    assert out.read_bytes() == whole[0]
-
-
-def test_an_interrupt_ends_a_run_which_another_goes_on_with(
-    llm: LLM, plan: AnswerPlan, tmp_path: Path, whole: tuple[bytes, AnswersSummary]
-) -> None:
-    out = tmp_path / "interrupted.jsonl"
-
-    def interrupt(summary: AnswersSummary) -> None:
-        if summary.num_answers > 5:
-            raise KeyboardInterrupt
-
-    summary = make_answers(llm, FILES, plan, out, on_progress=interrupt)
-    assert summary.interrupted
-    assert whole[0].startswith(out.read_bytes())
     make_answers(llm, FILES, plan, out)
     assert out.read_bytes() == whole[0]
 

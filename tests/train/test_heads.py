@@ -220,19 +220,6 @@ def test_answers_with_a_trained_head_are_those_without(target: Checkpoint, sampl
         assert sum(level.num_draft_tokens for level in drafting.levels.values()) > 0
 
 
-def test_an_oracle_is_always_accepted() -> None:
-    right, known = np.ones((7, 4), bool), np.ones((7, 4), bool)
-    known[3, 2:] = False
-    oracle = Acceptance.of(right, known, np.ones((13, 7, 4)))
-    assert (oracle.by_position, oracle.mean_length) == ([1.0] * 4, 5.0)
-    assert oracle.num_reached.tolist() == [7, 7, 6, 6]
-    right[0, 1] = right[1, 0] = False
-    some = Acceptance.of(right, known, np.full((13, 7, 4), 0.5))
-    assert some.num_right.tolist() == [6, 5, 4, 4]
-    assert some.num_reached.tolist() == [7, 6, 4, 4]
-    assert some.said_by_position == [0.5] * 4
-
-
 @pytest.mark.parametrize("factor", [0.6, 1.0, 1.8])
 def test_chances_are_made_to_say_what_is_accepted(factor: float) -> None:
     """Tokens that come as a softmax says, and a drafter whose logits are `factor` times those of it."""
