@@ -88,14 +88,6 @@ def test_a_history_counts_what_was_generated_and_a_copy_its_own(
             assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter(output + more)
 
 
-def test_looking_ahead_leaves_the_history_as_it_was() -> None:
-    params, history = SamplingParams(frequency_penalty=1.0), TokenHistory([1])
-    logits = np.zeros(4, np.float32)
-    before = processed(logits, params, history)
-    processed(logits, params, history, [2, 2])
-    np.testing.assert_array_equal(processed(logits, params, history), before)
-
-
 @pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.5}])
 def test_ties_go_to_the_lower_id(settings: dict[str, float]) -> None:
     probs = distribution(np.zeros(4, np.float32), SamplingParams(temperature=1.0, **settings), EMPTY)  # type: ignore[arg-type]

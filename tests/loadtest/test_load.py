@@ -67,15 +67,11 @@ def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arrivals_are_a_poisson_process() -> None:
-    times = np.array(arrival_times(20_000, 5.0, 1.0, seed=7))
-    gaps = np.diff(times)
-    assert 0.195 < gaps.mean() < 0.205
-    assert 0.97 < gaps.std() / gaps.mean() < 1.03  # that of an exponential distribution is 1
-    counts = np.bincount(times.astype(int))[:-1]
+    counts = np.bincount(np.array(arrival_times(20_000, 5.0, 1.0, seed=7)).astype(int))[:-1]
     assert 0.9 < counts.var() / counts.mean() < 1.1  # that of a Poisson distribution is 1
 
 
-@pytest.mark.parametrize("burstiness", [0.25, 4.0])
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
     gaps = np.diff(arrival_times(20_000, 5.0, burstiness, seed=7))
     assert 0.19 < gaps.mean() < 0.21

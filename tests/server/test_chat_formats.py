@@ -204,6 +204,7 @@ def test_reasoning_is_switched_by_every_protocol(family: Family, running: Runnin
             ("/v1/chat/completions", {**chat, "chat_template_kwargs": {"enable_thinking": on}}),
             ("/v1/messages", {**chat, "thinking": thinking}),
             ("/v1/responses", {"input": "hello", "reasoning": {"effort": "high" if on else "none"}}),
+            ("/api/chat", {**chat, "think": on, "stream": False}),
         ):
             with running.client() as client:
                 reply = client.post(path, json=body)

@@ -116,12 +116,6 @@ def test_a_format_is_kept_to(client: ollama.Client, form: Any) -> None:
         assert (reply.message.content or "").lstrip().startswith("{")
 
 
-def test_thinking_is_asked_of_the_template(running: Running) -> None:
-    for thinks in (True, False):
-        running.post("/api/chat", json={"model": "tiny", "messages": MESSAGES, "think": thinks, "stream": False, "options": GREEDY})
-        assert prompt_of(running).count("<think>") <= 1
-
-
 def test_likelihoods_are_those_of_the_openai_protocol(client: ollama.Client, running: Running) -> None:
     body = {"messages": MESSAGES, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 2}
     wanted = running.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
