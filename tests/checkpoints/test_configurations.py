@@ -383,31 +383,14 @@ def test_the_matrices_that_the_file_has_count_whatever_is_said_to_be_tied(tmp_pa
 
 # Wrapper, its `model_type`, the family of its text, and how its files begin names of the text's tensors and of what sees.
 GEMMA, MISTRAL = "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"
+UNIFIED = "Gemma4UnifiedForConditionalGeneration"
 WRAPPED = {
     "Gemma 3": (GEMMA, "gemma3", "gemma3", "language_model.model.", "vision_tower."),
-    "Gemma 3, transformers 5": (
-        "Gemma3ForConditionalGeneration",
-        "gemma3",
-        "gemma3",
-        "model.language_model.",
-        "model.vision_tower.",
-    ),
-    "Mistral Small 3.1": (
-        "Mistral3ForConditionalGeneration",
-        "mistral3",
-        "mistral",
-        "language_model.model.",
-        "multi_modal_projector.",
-    ),
+    "Gemma 3, transformers 5": (GEMMA, "gemma3", "gemma3", "model.language_model.", "model.vision_tower."),
+    "Mistral Small 3.1": (MISTRAL, "mistral3", "mistral", "language_model.model.", "multi_modal_projector."),
     "Ministral 3": (MISTRAL, "mistral3", "ministral3", "model.language_model.", "model.vision_tower."),
     "Gemma 4 26B-A4B": ("Gemma4ForConditionalGeneration", "gemma4", "gemma4-moe", "model.language_model.", "model.vision_tower."),
-    "Gemma 4 12B": (
-        "Gemma4UnifiedForConditionalGeneration",
-        "gemma4_unified",
-        "gemma4_unified",
-        "model.language_model.",
-        "model.embed_vision.",
-    ),
+    "Gemma 4 12B": (UNIFIED, "gemma4_unified", "gemma4_unified", "model.language_model.", "model.embed_vision."),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpuspec import LLM, SamplingParams
 from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
@@ -19,6 +20,7 @@ from tests.backends.models import check_rows, every_backend, forward
 from tests.checkpoints import quantizers
 from tests.checkpoints.quantizers import Quantize, Written, opened, write
 from tests.model_files import read_tensors, write_tensors
+from tools.make_tiny_model import make_tiny_hf
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 21).tolist()
 
@@ -205,9 +207,12 @@ def test_a_row_depends_on_its_past_alone_after_act_order(tmp_path: Path) -> None
     check_rows(opened(_written(tmp_path, "gptq act-order")), TOKENS)
 
 
-# Kinds whose tensors have other types than plain weights.
-DRAFTERS = ["fp8 of blocks", "fp8 of rows", "gptq", "awq", "compressed-tensors int4", "compressed-tensors fp8 of matrices"]
-DRAFTERS += ["bitsandbytes nf4 nested", "bitsandbytes int8", "torchao int4"]
+@pytest.mark.parametrize("kind", ["fp8 of blocks", "gptq", "bitsandbytes nf4 nested"])
+def test_a_model_whose_tensors_have_other_types_than_plain_weights_may_draft(tmp_path: Path, kind: str) -> None:
+    target = make_tiny_hf(tmp_path / "target", dtype="f16", tied=False, num_layers=1)
+    with LLM(target, f"{_written(tmp_path, kind).directory}@3", "numpy") as llm:
+        llm.generate([TOKENS], SamplingParams(max_tokens=8, ignore_eos=True))
+        assert sum(level.num_draft_tokens for level in llm.levels.values()) > 0
 
 
 @pytest.mark.parametrize(("of_scale", "format"), [(1.0, "q4_1"), (1e-7, "f32")])

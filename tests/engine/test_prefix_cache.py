@@ -32,16 +32,6 @@ def conversations() -> list[list[int]]:
     return [first, [*system[:270], *text(60)], second, [*other, *text(50)], [*second, *text(30)], [*other, *other, 5]]
 
 
-CASES = [
-    ("none", "plain", "greedy"),
-    ("auto", "plain", "sampled"),
-    ("suffix", "plain", "greedy"),
-    ("self:mxfp4", "plain", "sampled"),
-]
-CASES += [("suffix,DRAFT@3", "plain", how) for how in PARAMS]
-CASES += [("self:mxfp4", "windows", "greedy"), ("mtp@3", "predicting", "sampled")]
-
-
 def test_a_running_answer_goes_on_while_a_long_prefix_is_copied(
     opened: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,7 +245,6 @@ F = [("call", "f"), ("arguments", '{"a": "x"}')]
 G = [("call", "search"), ("arguments", "{}")]
 _X = '{"name": "f", "arguments": {"a": "x"}}'
 _NL = [("call", "f"), ("arguments", '{"a": "x\\ny\\t\\\\d"}')]
-_S, _OTHER = '{"name": "search"}', '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>'
 _CUT = '{"name": "f", "arguments": {"a": "x"}'
 
 

@@ -1,12 +1,8 @@
 """What a suffix proposer keeps of requests: the running ones followed exactly, past answers within a bound."""
 
-from hypothesis import strategies as st
-
 from cpuspec.sequence import Sequence
 from cpuspec.settings import SamplingParams
 from cpuspec.speculation.drafters.lookups import NUM_TOKENS, LookupProposer
-
-TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 
 def request(id: int, prompt: list[int], answer: list[int] | None = None) -> Sequence:
