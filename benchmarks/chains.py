@@ -103,10 +103,9 @@ def main(
         list[str] | None,
         typer.Option("--llama-cpp-draft", metavar="TYPE", help="Its --spec-type, more of its options after it. Repeatable."),
     ] = None,
-    python: Annotated[
-        list[str] | None, typer.Option(help="torch=PATH, an interpreter: transformers' prompt lookup takes part.")
-    ] = None,
+    python: Annotated[list[str] | None, typer.Option(help="torch=PATH, an interpreter: transformers takes part.")] = None,
     lookup: Annotated[int, typer.Option(metavar="N", help="transformers' prompt_lookup_num_tokens.", min=1)] = 10,
+    assistant: Annotated[str | None, typer.Option(metavar="MODEL", help="transformers drafts with this model as well.")] = None,
     isa: Annotated[str, typer.Option(help="llama.cpp's library for this instruction set, as in peers.py.")] = NATIVE,
     temperature: Annotated[float, typer.Option(help="Of cpuspec's arms; above 0 each prompt has a seed of its own.", min=0)] = 0.0,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
@@ -123,7 +122,8 @@ def main(
         sets += [replace(random_words(no_repeats, seed=1), name=_NO_REPEATS)] if no_repeats else []
         checkpoint = open_checkpoint(resolve_model(model))
         interpreter = read_interpreters(python or [], ("torch",)).get("torch")
-        choice = Choice(llama_cpp, tuple(llama_cpp_drafts or LLAMA_CPP_DRAFTS), interpreter, lookup, isa)
+        helper = resolve_model(assistant) if assistant else None
+        choice = Choice(llama_cpp, tuple(llama_cpp_drafts or LLAMA_CPP_DRAFTS), interpreter, lookup, helper, isa)
         choice.check(checkpoint, target_dtype)
         checkpoint = dequantized(checkpoint, get_format(target_dtype)) if target_dtype else checkpoint
     except (CpuspecError, PeerError) as error:

@@ -58,13 +58,14 @@ class Choice:
 
     llama_cpp: directory of its programs; isa: which of its libraries, as `llama_cpp_build.find_build` takes it. llama_cpp_drafts:
     each a --spec-type of its server, then more of its options if they are to differ from its defaults. transformers: interpreter of
-    an environment that has it. num_lookup_tokens: of its drafts.
+    an environment that has it. num_lookup_tokens: of its drafts; assistant: a smaller model that drafts for it as well.
     """
 
     llama_cpp: Path | None = None
     llama_cpp_drafts: Sequence[str] = LLAMA_CPP_DRAFTS
     transformers: Path | None = None
     num_lookup_tokens: int = 10
+    assistant: Path | None = None
     isa: str = NATIVE
 
     def check(self, checkpoint: Checkpoint, target_dtype: str | None) -> None:
@@ -127,15 +128,22 @@ def open_peers(choice: Choice, model: Path, threads: int, context: int, end_ids:
         say(f"loading {TRANSFORMERS}")
         with peers.left_out_if_it_fails(TRANSFORMERS):
             worker = stack.enter_context(closing(Worker(choice.transformers, _TRANSFORMERS_WORKER, (), (), _TIMEOUT_S)))
-            peers.abouts[TRANSFORMERS] = worker.ask(do="load", model=str(model), threads=threads)
-            for drafts, number in ((PLAIN, None), (f"lookup {choice.num_lookup_tokens}", choice.num_lookup_tokens)):
-                peers.arms[f"{TRANSFORMERS}: {drafts}"] = partial(_generate, worker, list(end_ids), number)
+            assistant = str(choice.assistant) if choice.assistant else None
+            peers.abouts[TRANSFORMERS] = worker.ask(do="load", model=str(model), threads=threads, assistant=assistant)
+            ways: dict[str, dict[str, Any]] = {
+                PLAIN: {},
+                f"lookup {choice.num_lookup_tokens}": {"num_lookup_tokens": choice.num_lookup_tokens},
+            }
+            if choice.assistant:
+                ways[f"assistant {choice.assistant.stem}"] = {"assisted": True}
+            for drafts, way in ways.items():
+                settings = {"end_ids": list(end_ids), "num_lookup_tokens": None} | way
+                peers.arms[f"{TRANSFORMERS}: {drafts}"] = partial(_generate, worker, settings)
     return peers
 
 
-def _generate(worker: Worker, end_ids: list[int], num_lookup_tokens: int | None, ids: list[int], max_tokens: int) -> Answer:
-    settings = {"max_tokens": max_tokens, "end_ids": end_ids, "num_lookup_tokens": num_lookup_tokens}
-    return Answer(**worker.ask(do="generate", ids=ids, **settings))
+def _generate(worker: Worker, settings: Mapping[str, Any], ids: list[int], max_tokens: int) -> Answer:
+    return Answer(**worker.ask(do="generate", ids=ids, max_tokens=max_tokens, **settings))
 
 
 def _answer(server: LlamaServer, counts: bool, ids: list[int], max_tokens: int) -> Answer:

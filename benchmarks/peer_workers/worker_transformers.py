@@ -1,7 +1,9 @@
-"""transformers' own generation in bf16, greedy: plain, or with prompt lookup as its assisted generation.
+"""transformers' own generation in bf16, greedy: plain, or assisted by prompt lookup or by a smaller model.
 
-    {"do": "load", "model": PATH, "threads": 2}          a GGUF file, dequantized by transformers, or a Hugging Face directory
-    {"do": "generate", "ids": [1, 2], "max_tokens": 128, "end_ids": [2], "num_lookup_tokens": 10}     null decodes plainly
+    {"do": "load", "model": PATH, "threads": 2, "assistant": PATH}     GGUF files, dequantized by transformers, or Hugging Face
+                                                                       directories; assistant may be null
+    {"do": "generate", "ids": [1, 2], "max_tokens": 128, "end_ids": [2], "num_lookup_tokens": 10, "assisted": false}
+                                                                       null and false decode plainly
 
 A generation is answered with token_ids, num_timed and seconds: how many tokens came after those of the first step, in what time.
 """
@@ -32,27 +34,26 @@ class _Arrivals:
 class _Transformers:
     def __init__(self) -> None:
         self._model: Any = None
+        self._assistant: Any = None
 
     def answer(self, request: dict[str, Any]) -> Any:
         """The result of one request."""
         do = {"load": self.load, "generate": self.generate}[request.pop("do")]
         return do(**request)
 
-    def load(self, model: str, threads: int) -> str:
+    def load(self, model: str, threads: int, assistant: str | None = None) -> str:
         """Load; returns a description."""
         import torch
         import transformers
 
         torch.set_num_threads(threads)
-        path = Path(model)
-        if path.is_dir():
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-        else:
-            loaded = _from_gguf(path)
-        self._model = loaded.eval()
+        self._model = _load(Path(model))
+        self._assistant = _load(Path(assistant)) if assistant else None
         return f"transformers {transformers.__version__}, torch {torch.__version__}, bf16"
 
-    def generate(self, ids: list[int], max_tokens: int, end_ids: list[int], num_lookup_tokens: int | None) -> dict[str, Any]:
+    def generate(
+        self, ids: list[int], max_tokens: int, end_ids: list[int], num_lookup_tokens: int | None, assisted: bool = False
+    ) -> dict[str, Any]:
         """The greedy continuation and its times."""
         import torch
         from transformers import GenerationConfig
@@ -65,10 +66,24 @@ class _Transformers:
             prompt_lookup_num_tokens=num_lookup_tokens,
         )
         prompt, arrivals = torch.tensor([ids]), _Arrivals()
-        output = self._model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings, streamer=arrivals)
+        output = self._model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=settings,
+            streamer=arrivals,
+            assistant_model=self._assistant if assisted else None,
+        )
         (first_s, _), (last_s, _) = arrivals.steps[0], arrivals.steps[-1]
         num_timed = sum(count for _, count in arrivals.steps[1:])
         return {"token_ids": output[0, len(ids) :].tolist(), "num_timed": num_timed, "seconds": last_s - first_s}
+
+
+def _load(path: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) if path.is_dir() else _from_gguf(path)
+    return loaded.eval()
 
 
 def _from_gguf(path: Path) -> Any:

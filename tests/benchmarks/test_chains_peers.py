@@ -134,19 +134,21 @@ def test_a_peer_that_would_decode_other_weights_is_refused(model, choice, target
         choice.check(open_checkpoint(model), target_dtype)
 
 
-def test_transformers_reads_the_file_and_decodes_it_with_and_without_lookup(model):
+def test_transformers_reads_the_file_and_decodes_it_plainly_with_lookup_and_with_a_smaller_model(model):
     for needed in ("torch", "transformers", "gguf"):
         pytest.importorskip(needed)
     prompt = [5, 6, 7, 8] * 4
     with LLM(model, "none", "numpy") as llm:
         wanted = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids
     with ExitStack() as stack:
-        peers = open_peers(Choice(transformers=Path(sys.executable), num_lookup_tokens=4), model, 1, 100, [], stack)
+        choice = Choice(transformers=Path(sys.executable), num_lookup_tokens=4, assistant=model)
+        peers = open_peers(choice, model, 1, 100, [], stack)
         assert peers.failed == {}
-        plain, drafted = (peers.answer(name, prompt, 8) for name in peers.arms)
-    assert list(peers.arms) == ["transformers: none", "transformers: lookup 4"]
+        plain, looked_up, assisted = (peers.answer(name, prompt, 8) for name in peers.arms)
+    assert list(peers.arms) == ["transformers: none", "transformers: lookup 4", f"transformers: assistant {model.stem}"]
     assert plain.token_ids[0] == wanted[0]  # in bf16 later ones may part
     assert (len(plain.token_ids), plain.num_timed) == (8, 7)
-    assert len(drafted.token_ids) == 8
-    assert drafted.num_timed <= 7
+    assert len(looked_up.token_ids) == len(assisted.token_ids) == 8
+    assert looked_up.num_timed <= 7
+    assert assisted.num_timed < 7  # the model agrees with itself, so its first draft comes with the first token
     assert plain.seconds > 0
