@@ -309,19 +309,19 @@ class Latent:
 
     Only that vector is cached, and beside it a key with rotary positions, which all heads share. A query without positions is
     multiplied by its head's matrix `k_b` instead, and what attention makes of the cached vectors by `v_b`. So a cached head has
-    rank + turned numbers, and its values are among them.
+    rank + rope_dims numbers, and its values are among them.
     """
 
     rank: int  # numbers of the cached vector
-    turned: int  # numbers of the key with rotary positions
+    rope_dims: int  # numbers of the key with rotary positions
     plain: int  # numbers of a query without positions
     value_dims: int  # numbers of a head's values
     q_rank: int = 0  # of a vector that queries are made of; 0 where they are made of the row itself
 
     def __post_init__(self) -> None:
-        limits = dict.fromkeys(("rank", "turned", "plain", "value_dims"), (1, 1 << 12))
+        limits = dict.fromkeys(("rank", "rope_dims", "plain", "value_dims"), (1, 1 << 12))
         _check_integers("latent attention", self, {**limits, "q_rank": (0, 1 << 16)})
-        for name, unit in (("rank", 32), ("plain", 32), ("turned", 16), ("value_dims", 16)):
+        for name, unit in (("rank", 32), ("plain", 32), ("rope_dims", 16), ("value_dims", 16)):
             if getattr(self, name) % unit:
                 raise ConfigError(f"latent attention: {name} is {getattr(self, name)}, wanted a multiple of {unit}")
 
@@ -330,18 +330,18 @@ class Latent:
         """Numbers of a cached key: half of the rotated ones, half of the vector, and the other halves, so that what turns together
         is half a key apart, as in every head.
         """
-        return self.rank + self.turned
+        return self.rank + self.rope_dims
 
     @property
     def value_places(self) -> list[int]:
         """The places of the vector's numbers in a key."""
-        first, half = self.turned // 2, self.rank // 2
+        first, half = self.rope_dims // 2, self.rank // 2
         return [*range(first, first + half), *range(2 * first + half, self.dims)]
 
     @property
     def projections(self) -> tuple[str, ...]:
         """Parts that the layer's normed rows are multiplied with."""
-        return *(("q_a",) if self.q_rank else ("q_plain", "q_turned")), "latent", "k_turned"
+        return *(("q_a",) if self.q_rank else ("q_plain", "q_rope")), "latent", "k_rope"
 
     def tensors(self, heads: int, hidden: int) -> dict[str, tuple[int, ...]]:
         """The shape of each of its tensors, by part."""
@@ -350,8 +350,8 @@ class Latent:
             found |= {"q_a": (self.q_rank, hidden), "q_a_norm": (self.q_rank,)}
         inputs = self.q_rank or hidden
         return found | {
-            "q_plain": (heads * self.plain, inputs), "q_turned": (heads * self.turned, inputs), "latent": (self.rank, hidden),
-            "latent_norm": (self.rank,), "k_turned": (self.turned, hidden), "k_b": (heads, self.rank, self.plain),
+            "q_plain": (heads * self.plain, inputs), "q_rope": (heads * self.rope_dims, inputs), "latent": (self.rank, hidden),
+            "latent_norm": (self.rank,), "k_rope": (self.rope_dims, hidden), "k_b": (heads, self.rank, self.plain),
             "v_b": (heads, self.value_dims, self.rank), "o": (hidden, heads * self.value_dims),
         }  # fmt: skip
 
@@ -470,7 +470,7 @@ class ModelConfig:
     beside: bool = False  # every layer has that mixer beside attention; both read one norm and are added to its input
     # Of a model whose layers are one branch each: the layer is the feed-forward part, else a mixer; empty for layers of both.
     layer_feeds: tuple[bool, ...] = ()
-    # Of attention whose keys and values are made of one vector; head_dim is then `Latent.dims`, rope_dims `Latent.turned`, and
+    # Of attention whose keys and values are made of one vector; head_dim is then `Latent.dims`, rope_dims `Latent.rope_dims`, and
     # there is one key head. None for other models.
     latent: Latent | None = None
     layer_head_dims: tuple[int, ...] = ()  # `head_dim` of the layer
@@ -532,9 +532,9 @@ class ModelConfig:
                 raise ConfigError(f"{name} is {shown(value)}, wanted a number from {lowest} to 1e6")
         self._check_combinations()
         scaling = self.rope_scaling
-        turned = self.rope_dims or self.head_dim
-        if scaling is not None and scaling.kind in ("factors", "longrope") and len(scaling.factors) != turned // 2:
-            raise ConfigError(f"rope factors must be half of {turned} dimensions, got {len(scaling.factors)} numbers")
+        turned_dims = self.rope_dims or self.head_dim
+        if scaling is not None and scaling.kind in ("factors", "longrope") and len(scaling.factors) != turned_dims // 2:
+            raise ConfigError(f"rope factors must be half of {turned_dims} dimensions, got {len(scaling.factors)} numbers")
         for name in _PER_LAYER:
             per_layer = getattr(self, name)
             if len(per_layer) not in (0, self.num_layers):
@@ -575,9 +575,9 @@ class ModelConfig:
 
     def _check_mixers(self) -> None:
         if latent := self.latent:
-            if (self.num_kv_heads, self.head_dim, self.rope_dims) != (1, latent.dims, latent.turned):
+            if (self.num_kv_heads, self.head_dim, self.rope_dims) != (1, latent.dims, latent.rope_dims):
                 raise ConfigError(
-                    f"latent attention has one key head of {latent.dims} numbers, {latent.turned} of which turn; got "
+                    f"latent attention has one key head of {latent.dims} numbers, {latent.rope_dims} of which turn; got "
                     f"{self.num_kv_heads} of {self.head_dim}, and {self.rope_dims}"
                 )
             if self.qkv_bias or self.o_bias or self.qk_norm or self.gated_attention or self.parallel or self.sinks:

@@ -175,13 +175,13 @@ class Layer:
         return found
 
 
-def rotary_order(dims: int, turned: int, neighbours: bool) -> I32:
+def rotary_order(dims: int, rope_dims: int, neighbours: bool) -> I32:
     """Of a head of `dims` numbers in a file, the place of each number in ours, where pairs (i, i + dims / 2) turn together.
 
-    turned: how many of them turn, the first ones. neighbours: whether the file pairs neighbours, and not the halves of those.
+    rope_dims: how many of them turn, the first ones. neighbours: whether the file pairs neighbours, and not the halves of those.
     """
-    pairs = np.arange(turned).reshape(-1, 2) if neighbours else np.arange(turned).reshape(2, -1).T
-    pairs = np.concatenate([pairs, np.arange(turned, dims).reshape(2, -1).T])
+    pairs = np.arange(rope_dims).reshape(-1, 2) if neighbours else np.arange(rope_dims).reshape(2, -1).T
+    pairs = np.concatenate([pairs, np.arange(rope_dims, dims).reshape(2, -1).T])
     return pairs.T.reshape(-1).astype(np.int32)
 
 

@@ -297,7 +297,7 @@ def _completed(architecture: str, s: TinyShape) -> TinyShape:
         s = replace(s, rope_dims=s.rope_dims or s.head_dim // 4)
     if family.latent:
         latent = s.latent or Latent(64, 32, 64, 48, q_rank=96)
-        s = replace(s, latent=latent, rope_dims=latent.turned, num_kv_heads=1, head_dim=latent.dims)
+        s = replace(s, latent=latent, rope_dims=latent.rope_dims, num_kv_heads=1, head_dim=latent.dims)
     return s
 
 
@@ -316,7 +316,7 @@ def _factors(architecture: str, s: TinyShape) -> dict[str, Any]:
         found["logit_scale"] = 0.25
     if family.latent and s.latent:
         grows = 0.1 * math.log(s.rope_scaling.factor) if s.rope_scaling else 0.0
-        found["query_scale"] = (1 + s.mscale * grows) ** 2 / math.sqrt(s.latent.plain + s.latent.turned)
+        found["query_scale"] = (1 + s.mscale * grows) ** 2 / math.sqrt(s.latent.plain + s.latent.rope_dims)
     return found
 
 
@@ -778,7 +778,7 @@ def _joined_by_head(config: ModelConfig, parts: Mapping[str, F32], in_gguf: bool
     """Parts of one tensor by name: head by head where files of the family have them so, else one after another."""
     rows, delta = list(parts.values()), config.recurrent
     match list(parts):
-        case ["q", "q_gate"] | ["q_plain", "q_turned"]:
+        case ["q", "q_gate"] | ["q_plain", "q_rope"]:
             heads = config.num_heads
         case ["k_b", "v_b"]:
             return np.concatenate([rows[0].swapaxes(1, 2), rows[1]], axis=1).reshape(-1, rows[1].shape[2])
@@ -833,21 +833,21 @@ def _file_rows(name: str, values: F32, config: ModelConfig, pairs_neighbours: bo
     that turn come first.
     """
     part, dims = name.rpartition(".")[2], config.head_dim
-    if part in ("q_turned", "k_turned"):
+    if part in ("q_rope", "k_rope"):
         assert config.latent, "the layer has it"
-        return values.reshape(-1, 2, config.latent.turned // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-    turned = config.rope_dims or dims
-    if part not in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm") or (turned == dims and not pairs_neighbours):
+        return values.reshape(-1, 2, config.latent.rope_dims // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+    rope_dims = config.rope_dims or dims
+    if part not in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm") or (rope_dims == dims and not pairs_neighbours):
         return values
     heads = config.num_heads if part.startswith("q") else config.num_kv_heads
     if part.endswith("norm") and config.norm_spans == "head":
         heads = 1
     columns = values.size // (heads * dims)
     halves = values.reshape(heads, 2, dims // 2, columns)
-    first, rest = halves[:, :, : turned // 2], halves[:, :, turned // 2 :]
+    first, rest = halves[:, :, : rope_dims // 2], halves[:, :, rope_dims // 2 :]
     if pairs_neighbours:
         first = first.swapaxes(1, 2)
-    parts = first.reshape(heads, turned, columns), rest.reshape(heads, dims - turned, columns)
+    parts = first.reshape(heads, rope_dims, columns), rest.reshape(heads, dims - rope_dims, columns)
     return np.concatenate(parts, axis=1).reshape(values.shape)
 
 
@@ -1039,11 +1039,11 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         del fields["head_dim"], fields["partial_rotary_factor"]
         fields["num_key_value_heads"] = config.num_heads  # which classes read and do not use
         fields |= {"kv_lora_rank": latent.rank, "q_lora_rank": latent.q_rank or None, "v_head_dim": latent.value_dims}
-        fields |= {"qk_rope_head_dim": latent.turned, "qk_nope_head_dim": latent.plain, "rope_interleave": True}
+        fields |= {"qk_rope_head_dim": latent.rope_dims, "qk_nope_head_dim": latent.plain, "rope_interleave": True}
         if isinstance(rope := fields.get("rope_scaling", fields.get("rope_parameters")), dict):
             del rope["attention_factor"]
             grows = 0.1 * math.log(rope["factor"])
-            slope = (math.sqrt((config.query_scale or 0) * math.sqrt(latent.plain + latent.turned)) - 1) / grows
+            slope = (math.sqrt((config.query_scale or 0) * math.sqrt(latent.plain + latent.rope_dims)) - 1) / grows
             rope |= {"mscale": slope, "mscale_all_dim": slope}
     if config.architecture.startswith("gemma"):
         fields["hidden_activation"] = "gelu_pytorch_tanh"

@@ -80,16 +80,16 @@ class Formulas(Protocol):
         return self.norm(heads, layer.weight(norm)) if mixer.rotates_first else heads
 
     def absorb(
-        self, layer: Layer, plain: Array, turned: Array, latent: Array, k_turned: Array, on_inputs: Callable[..., None] = _ignore
+        self, layer: Layer, plain: Array, q_rope: Array, latent: Array, k_rope: Array, on_inputs: Callable[..., None] = _ignore
     ) -> tuple[Array, Array]:
         of_heads = self._by_head(layer, "k_b", plain, on_inputs)
-        queries = self._latent_row(of_heads, turned.reshape(*of_heads.shape[:2], -1))
-        return queries.reshape(len(plain), -1), self._latent_row(self.norm(latent, layer.weight("latent_norm")), k_turned)
+        queries = self._latent_row(of_heads, q_rope.reshape(*of_heads.shape[:2], -1))
+        return queries.reshape(len(plain), -1), self._latent_row(self.norm(latent, layer.weight("latent_norm")), k_rope)
 
-    def _latent_row(self, vector: Array, turned: Array) -> Array:
+    def _latent_row(self, vector: Array, rope: Array) -> Array:
         """Both in the order of `Latent.dims`, over the last axis."""
-        (low, high), (turned_low, turned_high) = _halves(vector), _halves(turned)
-        return self.xp.concatenate([turned_low, low, turned_high, high], -1)
+        (low, high), (rope_low, rope_high) = _halves(vector), _halves(rope)
+        return self.xp.concatenate([rope_low, low, rope_high, high], -1)
 
     def expand(self, layer: Layer, mixed: Array, on_inputs: Callable[..., None] = _ignore) -> Array:
         return self._by_head(layer, "v_b", mixed, on_inputs).reshape(len(mixed), -1)

@@ -270,19 +270,19 @@ class ProgramWriter:
             self.ropes.append((rope, dims))
         return self.ropes.index((rope, dims))
 
-    def absorb(self, layer: Layer, plain: _Rows, turned: _Rows, latent: _Rows, k_turned: _Rows) -> tuple[_Rows, _Rows]:
+    def absorb(self, layer: Layer, plain: _Rows, q_rope: _Rows, latent: _Rows, k_rope: _Rows) -> tuple[_Rows, _Rows]:
         mixer, facts = layer.attention, layer.attention.latent
         assert facts, "the layer has it"
         vectors = self._by_head(layer, "k_b", plain, 4 * facts.plain)
         queries, keys = self._rows("latent queries", mixer.heads * mixer.dims), self._rows("latent keys", mixer.dims)
         rows = {
-            "vectors": vectors, "turned": turned.numbers, "latent": latent.numbers, "k_turned": k_turned.numbers,
+            "vectors": vectors, "q_rope": q_rope.numbers, "latent": latent.numbers, "k_rope": k_rope.numbers,
             "queries": queries, "keys": keys,
         }  # fmt: skip
         strides = {"queries": "q_stride", "keys": "k_stride"}
         operands: dict[str, float] = {name: at(buffer) for name, buffer in rows.items()}
         operands |= {strides.get(name, f"{name}_stride"): buffer.strides[0] for name, buffer in rows.items()}
-        operands |= {"heads": mixer.heads, "rank": facts.rank, "turns": facts.turned, "eps": self._config.norm_eps}
+        operands |= {"heads": mixer.heads, "rank": facts.rank, "rope_dims": facts.rope_dims, "eps": self._config.norm_eps}
         self.operations.append(("latent", operands | {"weight": at(self._vectors[layer.weight("latent_norm")])}))
         return _Rows(queries), _Rows(keys)
 
@@ -315,10 +315,10 @@ class ProgramWriter:
         self._rotate(layer, q, k, v)
         value_dims = mixer.mixed_dims
         out, kv_format = self._rows("attention", mixer.heads * value_dims), self._kv_format.name
-        facts, turned = (kv_format, mixer.window is not None, mixer.softcap > 0), mixer.latent and mixer.latent.turned
+        facts, rope_dims = (kv_format, mixer.window is not None, mixer.softcap > 0), mixer.latent and mixer.latent.rope_dims
         ways = [lambda: (attention.attend_kernel(*facts), attention.QUERIES)]
-        if turned is not None:
-            ways = [lambda: (latent.attend_kernel(kv_format, turned), attention.QUERIES)]
+        if rope_dims is not None:
+            ways = [lambda: (latent.attend_kernel(kv_format, rope_dims), attention.QUERIES)]
         elif self.of_prompts and isa.has_bf16_dots() and mixer.dims % 2 == 0:
             ways.insert(0, lambda: (attention_bf16.attend_kernel(*facts), MAX_QUERIES))
         address, together = first_sound(ways)

@@ -185,7 +185,7 @@ class _Writer:
         if mixer.norm == "head" and not mixer.rotates_first:
             q, k = (self._norm(x, norm) for x, norm in zip((q, k), norms, strict=True))
         if mixer.rope is not None:
-            q, k = self._turned(layer, q, k)
+            q, k = self._rotated(layer, q, k)
         if mixer.query_rope is not None and mixer.query_rope.growth:
             q = self._node("Mul", q, self._growth(mixer.query_rope))
         if mixer.rotates_first:
@@ -199,7 +199,7 @@ class _Writer:
         logs = self._node("Log", self._node("Add", spans, self._number(1)))
         return self._node("Add", self._scaled(logs, rope.growth), self._number(1))
 
-    def _turned(self, layer: Layer, q: str, k: str) -> tuple[str, str]:
+    def _rotated(self, layer: Layer, q: str, k: str) -> tuple[str, str]:
         mixer = layer.attention
         assert mixer.rope is not None, "the layer rotates"
         cos, sin = self._rotations(mixer.rope)
@@ -210,7 +210,7 @@ class _Writer:
             self._node("Add", self._node("Mul", x, cos), turned), self._integers(mixer.heads, mixer.kv_heads), axis=1
         )
 
-    def absorb(self, layer: Layer, plain: str, turned: str, latent: str, k_turned: str) -> tuple[str, str]:
+    def absorb(self, layer: Layer, plain: str, q_rope: str, latent: str, k_rope: str) -> tuple[str, str]:
         raise _refused(layer, "has latent attention")
 
     def expand(self, layer: Layer, mixed: str) -> str:

@@ -97,7 +97,7 @@ class _HeadChanges:
     hadamards: Mapping[int, Tensor]
     centres: Mapping[int, Tensor]
 
-    def turned(self, heads: Tensor) -> Tensor:
+    def transformed(self, heads: Tensor) -> Tensor:
         """Heads [..., D] times the matrix of their dimensions, if there is one."""
         hadamard = self.hadamards.get(heads.shape[-1])
         return heads if hadamard is None else heads @ hadamard
@@ -105,8 +105,8 @@ class _HeadChanges:
     def kept(self, layer: Layer, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Keys F32 [t, G, D] and values [t, G * D], if there are any, as they go to the cache, [t, G, D]."""
         centre = self.centres.get(layer.index)
-        v = None if v is None else self.turned(v.unflatten(1, (-1, layer.attention.value_dims)))
-        return self.turned(k if centre is None else k - centre), v
+        v = None if v is None else self.transformed(v.unflatten(1, (-1, layer.attention.value_dims)))
+        return self.transformed(k if centre is None else k - centre), v
 
 
 class TorchBackend:
@@ -350,7 +350,7 @@ class _Forward(Formulas):
 
     def attention(self, layer: Layer, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         latent = layer.attention.latent
-        q = self._heads.turned(q * layer.attention.scale)
+        q = self._heads.transformed(q * layer.attention.scale)
         if k is not None:
             k, v = self._heads.kept(layer, k, self._normed_values(layer, v))
             for b, p in enumerate(self._step.parts):
@@ -437,7 +437,7 @@ class _Forward(Formulas):
                 scores = torch.cat([scores, sinks], -1)
             weights = scores.softmax(-1)[..., : part.span]
             out[rows] = (weights.flatten(1, 2) @ values).view(*some.shape[:3], -1).permute(2, 0, 1, 3)
-        return self._heads.turned(out.flatten(1, 2))
+        return self._heads.transformed(out.flatten(1, 2))
 
 
 def find_device(name: str) -> torch.device:

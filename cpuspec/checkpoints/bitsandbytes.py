@@ -10,7 +10,7 @@ Source: bitsandbytes, functional.py (QuantState) and nn/modules.py.
 import numpy as np
 
 from cpuspec.checkpoints.fields import Fields, parse_json_object
-from cpuspec.checkpoints.grids import LayerTensors, Method, assembled, int8_matrix, part_of, unpacked
+from cpuspec.checkpoints.grouped_codes import LayerTensors, Method, assembled, int8_matrix, part_of, unpacked
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.format import F32, U8

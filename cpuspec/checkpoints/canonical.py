@@ -110,8 +110,8 @@ def joined_shape(shapes: Sequence[Shape]) -> Shape:
 def _by_group(config: ModelConfig, family: Family, kind: int, parts: str) -> I32 | None:
     """For joined parts that files store head by head: the file's row of each of our rows, part after part. None for others."""
     c, delta = config, config.recurrent
-    if parts == "q_plain+q_turned" and c.latent:
-        heads, sizes = c.num_heads, [c.latent.plain, c.latent.turned]
+    if parts == "q_plain+q_rope" and c.latent:
+        heads, sizes = c.num_heads, [c.latent.plain, c.latent.rope_dims]
     elif parts == "q+q_gate":
         heads, sizes = c.num_heads, [c.head_dim, c.head_dim]
     elif parts in ("q+k+v", "q_bias+k_bias+v_bias") and family.hf_groups_heads and kind == HF:
@@ -340,19 +340,19 @@ def _order(config: ModelConfig, family: Family, kind: int, name: str) -> I32 | N
         size = delta.value_dims if part in ("delta_qkv", "delta_conv", "delta_gate") else 1
         rows = keys + np.arange(delta.value_heads * size, dtype=np.int32).reshape(delta.key_heads, -1, size)
         return np.concatenate([np.arange(keys, dtype=np.int32), rows.swapaxes(0, 1).reshape(-1)])
-    if part in ("q_turned", "k_turned"):
+    if part in ("q_rope", "k_rope"):
         assert config.latent, "the layer has it"
-        of_head = rotary_order(config.latent.turned, config.latent.turned, neighbours=True)
-        heads = config.num_heads if part == "q_turned" else 1
+        of_head = rotary_order(config.latent.rope_dims, config.latent.rope_dims, neighbours=True)
+        heads = config.num_heads if part == "q_rope" else 1
         return (np.arange(heads, dtype=np.int32)[:, None] * len(of_head) + of_head).reshape(-1)
     if part not in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm"):
         return None
-    turned = config.rope_dims or config.head_dim
+    rope_dims = config.rope_dims or config.head_dim
     neighbours = family.pairs_neighbours if kind == GGUF else family.hf_pairs_neighbours
-    if not neighbours and turned == config.head_dim:
+    if not neighbours and rope_dims == config.head_dim:
         return None
     heads = config.num_heads if part.startswith("q") else config.num_kv_heads
     if part.endswith("norm") and config.norm_spans == "head":
         heads = 1
-    of_head = rotary_order(config.head_dim, turned, neighbours)
+    of_head = rotary_order(config.head_dim, rope_dims, neighbours)
     return (np.arange(heads, dtype=np.int32)[:, None] * config.head_dim + of_head).reshape(-1)

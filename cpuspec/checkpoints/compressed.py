@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.grids import (
+from cpuspec.checkpoints.grouped_codes import (
     GroupedCodes,
     LayerTensors,
     Method,
@@ -34,7 +34,7 @@ from cpuspec.checkpoints.grids import (
     part_of,
     unpacked,
 )
-from cpuspec.checkpoints.grids import packed as packed_bits
+from cpuspec.checkpoints.grouped_codes import packed as packed_bits
 from cpuspec.checkpoints.safetensors import StoredTensor
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor, get_format

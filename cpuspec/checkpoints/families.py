@@ -67,8 +67,8 @@ _LATENT_NAMES = {
     **{part: theirs for part, theirs in _SHARED_NAMES.items() if part[:2] not in ("q", "k", "v", "q_", "k_", "v_")},
     "q_a": ("attn_q_a.weight", "self_attn.q_a_proj.weight"),
     "q_a_norm": ("attn_q_a_norm.weight", "self_attn.q_a_layernorm.weight"),
-    "q_plain+q_turned": ("attn_q_b.weight", "self_attn.q_b_proj.weight"),
-    "latent+k_turned": ("attn_kv_a_mqa.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    "q_plain+q_rope": ("attn_q_b.weight", "self_attn.q_b_proj.weight"),
+    "latent+k_rope": ("attn_kv_a_mqa.weight", "self_attn.kv_a_proj_with_mqa.weight"),
     "latent_norm": ("attn_kv_a_norm.weight", "self_attn.kv_a_layernorm.weight"),
     "k_b|v_b": ("", "self_attn.kv_b_proj.weight"),
     "k_b": ("attn_k_b.weight", ""),
@@ -82,7 +82,7 @@ _MISTRAL4_NAMES = {
 WITHOUT_Q_RANK: Mapping[str, str] = MappingProxyType(
     {"attn_q_b.weight": "attn_q.weight", "self_attn.q_b_proj.weight": "self_attn.q_proj.weight"}
 )
-_LATENT_OTHERS = {**dict.fromkeys(WITHOUT_Q_RANK.values(), "q_plain+q_turned"), "attn_kv_b.weight": "k_b|v_b"}
+_LATENT_OTHERS = {**dict.fromkeys(WITHOUT_Q_RANK.values(), "q_plain+q_rope"), "attn_kv_b.weight": "k_b|v_b"}
 # Tensors that hold several parts, one after another along the rows, of any family that has these parts.
 FUSED: Mapping[str, str] = MappingProxyType(
     {

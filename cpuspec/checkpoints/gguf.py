@@ -260,14 +260,14 @@ def _heads(fields: Fields, family: Family, hidden_size: int, attends: bool, num_
         follows = family.by_window or (family.latent and key == "value_length")  # another rule, which is checked there
         if not follows and fields.integer(f"attention.{key}", head_dim) != head_dim:
             fields.fail(f"attention.{key}", f"the length of keys, {head_dim}")
-    turned = fields.integer("rope.dimension_count", head_dim)
+    rope_dims = fields.integer("rope.dimension_count", head_dim)
     if family.unrotated_every == 1 or not attends:
-        turned = head_dim
-    if turned != head_dim and ("partial_rotary_factor" not in family.hf_defaults or turned < 1):
+        rope_dims = head_dim
+    if rope_dims != head_dim and ("partial_rotary_factor" not in family.hf_defaults or rope_dims < 1):
         fields.fail("rope.dimension_count", f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
-    if not family.by_window and fields.integer("rope.dimension_count_swa", turned) != turned:
-        fields.fail("rope.dimension_count_swa", f"that of other layers, {turned}")
-    return num_heads, head_dim, turned
+    if not family.by_window and fields.integer("rope.dimension_count_swa", rope_dims) != rope_dims:
+        fields.fail("rope.dimension_count_swa", f"that of other layers, {rope_dims}")
+    return num_heads, head_dim, rope_dims
 
 
 def _read_config(
@@ -282,7 +282,7 @@ def _read_config(
     nothing = (False,) * max(1, min(num_layers, MOST_LAYERS))
     recurs, feeds = (mixers.get(key) or nothing for key in ("layer_recurrent", "layer_feeds"))
     attends = [i for i, (other, feed) in enumerate(zip(recurs, feeds, strict=True)) if not other and not feed]
-    num_heads, head_dim, turned = _heads(fields, family, hidden_size, bool(attends), num_blocks)
+    num_heads, head_dim, rope_dims = _heads(fields, family, hidden_size, bool(attends), num_blocks)
     growth = fields.number("attention.temperature_scale", 0.0) if family.grows or family.latent else 0.0
     growth_length = fields.integer("rope.scaling.original_context_length", context_length) if growth else 0
     if growth and family.latent:
@@ -303,7 +303,7 @@ def _read_config(
     embed = tensors.get("embed")
     if embed is None or len(embed.shape) != 2:
         raise CheckpointError(f"{fields.what}: token_embd.weight is {'missing' if embed is None else 'a vector'}, wanted a matrix")
-    scaling = rope_scaling(fields, context_length, turned, factors, family.latent)
+    scaling = rope_scaling(fields, context_length, rope_dims, factors, family.latent)
     config = ModelConfig(
         architecture=family.architecture,
         vocab_size=embed.shape[0],
@@ -323,7 +323,7 @@ def _read_config(
         norm_eps=fields.number(eps),
         rope_base=fields.number("rope.freq_base", 10000.0),
         rope_scaling=scaling,
-        rope_dims=0 if turned == head_dim else turned,
+        rope_dims=0 if rope_dims == head_dim else rope_dims,
         query_growth=growth,
         query_growth_length=growth_length,
         mlp_bias="layers.0.up_bias" in tensors,
@@ -439,12 +439,13 @@ ROPE_TENSORS = (_ROPE_FACTORS, _LONG, _SHORT)
 
 
 def rope_scaling(
-    fields: Fields, context_length: int, turned: int, factors: Mapping[str, QuantTensor], latent: bool = False
+    fields: Fields, context_length: int, rope_dims: int, factors: Mapping[str, QuantTensor], latent: bool = False
 ) -> RopeScaling | None:
     """The file's stretching of rotary frequencies, or None. Raises CheckpointError on a kind that is not supported.
 
-    turned: dimensions of a head that turn. factors: those of ROPE_TENSORS that the file has. latent: whether the model has latent
-    attention. There `latent.read_gguf` gives the slope of YaRN's factor to the scores, so that cosines and sines do without it.
+    rope_dims: dimensions of a head that turn. factors: those of ROPE_TENSORS that the file has. latent: whether the model has
+    latent attention. There `latent.read_gguf` gives the slope of YaRN's factor to the scores, so that cosines and sines do
+    without it.
     """
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))
     # Files older than the type key mean linear scaling.
@@ -454,10 +455,10 @@ def rope_scaling(
     attention_factor = fields.number("rope.scaling.attn_factor", 1.0)
     numbers: dict[str, tuple[float, ...]] = {}
     for name, tensor in factors.items():
-        if tensor.shape != (turned // 2,) or tensor.format.block_size != 1:
+        if tensor.shape != (rope_dims // 2,) or tensor.format.block_size != 1:
             raise CheckpointError(
                 f"{fields.what}: {name} is {tensor.format.name} {list(tensor.shape)}, "
-                f"wanted a float for each of the {turned // 2} frequencies of a head"
+                f"wanted a float for each of the {rope_dims // 2} frequencies of a head"
             )
         numbers[name] = tuple(tensor.dequantize().tolist())
     if numbers and kind not in ("none", "longrope"):

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.grids import GroupedCodes, LayerTensors, Method, make_groups, part_of, unpacked
+from cpuspec.checkpoints.grouped_codes import GroupedCodes, LayerTensors, Method, make_groups, part_of, unpacked
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.format import I32, U8

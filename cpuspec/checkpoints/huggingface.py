@@ -301,11 +301,11 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         fields.fail("is_causal", "true; attention that is not causal is not supported")
     has_local_rope = family.has_local_rope
     rope, local = _rope_settings(fields, has_local_rope)
-    turned = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if (turned != 1.0 and "partial_rotary_factor" not in family.hf_defaults) or not 0 < turned <= 1:
+    rotary_factor = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if (rotary_factor != 1.0 and "partial_rotary_factor" not in family.hf_defaults) or not 0 < rotary_factor <= 1:
         where = rope if "partial_rotary_factor" in rope else fields
         where.fail("partial_rotary_factor", "1; partial rotary positions of this family are not supported")
-    rope_dims = int(head_dim * turned)
+    rope_dims = int(head_dim * rotary_factor)
     if fields.integer("rotary_dim", rope_dims) != rope_dims:
         fields.fail("rotary_dim", f"{rope_dims}, as partial_rotary_factor says")
     # Phi-3's place for it, which transformers prefers in every model.
@@ -362,9 +362,9 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
     )
     if family.by_window:
         own = gemma.read_hf(fields, slides)
-        turned_pairs = int(own["head_dim"] * turned) // 2
-        factors = (1.0,) * turned_pairs + (gemma.STILL,) * (own["head_dim"] // 2 - turned_pairs)
-        return replace(config, **own, rope_scaling=RopeScaling("factors", factors=factors) if turned < 1 else None)
+        rope_pairs = int(own["head_dim"] * rotary_factor) // 2
+        factors = (1.0,) * rope_pairs + (gemma.STILL,) * (own["head_dim"] // 2 - rope_pairs)
+        return replace(config, **own, rope_scaling=RopeScaling("factors", factors=factors) if rotary_factor < 1 else None)
     return replace(config, **read_latent(fields, rope, scaling)) if family.latent else config
 
 
@@ -495,7 +495,7 @@ def _slides(fields: Fields, family: Family, window: int, rotated: tuple[bool, ..
             fields.fail("sliding_window_pattern", "at least 1")
         return each_layer(num_layers, lambda i: (i + 1) % period != 0)
     if family.unrotated_every:
-        return tuple(not turned for turned in rotated)
+        return tuple(not one for one in rotated)
     first = fields.integer("max_window_layers")
     return each_layer(num_layers, lambda i: i >= first)
 

@@ -11,8 +11,8 @@ from cpuspec.formats import QuantTensor
 
 def _arguments(latent: Latent, scale: float) -> dict[str, Any]:
     """Arguments of `ModelConfig`. scale: the factor of scores beside 1 / sqrt(numbers of a query)."""
-    sizes = {"num_kv_heads": 1, "head_dim": latent.dims, "rope_dims": latent.turned}
-    return {"latent": latent, **sizes, "query_scale": scale / math.sqrt(latent.plain + latent.turned)}
+    sizes = {"num_kv_heads": 1, "head_dim": latent.dims, "rope_dims": latent.rope_dims}
+    return {"latent": latent, **sizes, "query_scale": scale / math.sqrt(latent.plain + latent.rope_dims)}
 
 
 def _growth(scaling: RopeScaling | None) -> float:
@@ -29,21 +29,21 @@ def read_hf(fields: Fields, rope: Fields, scaling: RopeScaling | None) -> dict[s
     for key in ("head_dim", "qk_head_dim", "num_key_value_heads"):  # which follow from others
         fields.value(key)
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    rank, turned, plain, value_dims = (fields.integer(name) for name in names)
-    latent = Latent(rank, turned, plain, value_dims, fields.integer("q_lora_rank", 0))
+    rank, rope_dims, plain, value_dims = (fields.integer(name) for name in names)
+    latent = Latent(rank, rope_dims, plain, value_dims, fields.integer("q_lora_rank", 0))
     return _arguments(latent, (1 + rope.number("mscale_all_dim", 0.0) * _growth(scaling)) ** 2)
 
 
 def read_gguf(fields: Fields, scaling: RopeScaling | None, tensors: Mapping[str, QuantTensor]) -> dict[str, Any]:
     """The settings in a GGUF file as arguments of `ModelConfig`. Files that cache no common vector have no lengths of `mla`."""
-    rank, turned = fields.integer("attention.kv_lora_rank"), fields.integer("rope.dimension_count")
+    rank, rope_dims = fields.integer("attention.kv_lora_rank"), fields.integer("rope.dimension_count")
     whole, values = fields.integer("attention.key_length"), fields.integer("attention.value_length")
     if "attention.key_length_mla" in fields:
-        for key, length in (("key_length", rank + turned), ("value_length", rank), ("head_count_kv", 1)):
+        for key, length in (("key_length", rank + rope_dims), ("value_length", rank), ("head_count_kv", 1)):
             if fields.integer(f"attention.{key}") != length:
                 fields.fail(f"attention.{key}", f"{length}, as kv_lora_rank and rope.dimension_count say")
         whole, values = fields.integer("attention.key_length_mla"), fields.integer("attention.value_length_mla")
-    if not 0 < turned < whole:
+    if not 0 < rope_dims < whole:
         fields.fail("rope.dimension_count", f"less than the {whole} numbers of a query")
     q_rank = fields.integer("attention.q_lora_rank", 0) if any(name.endswith(".q_a") for name in tensors) else 0
     # llama.cpp's loader multiplies the slope by 10, and a model of these gets the square of both factors (`deepseek2.cpp`).
@@ -51,7 +51,7 @@ def read_gguf(fields: Fields, scaling: RopeScaling | None, tensors: Mapping[str,
     grows = _growth(scaling)
     own = scaling.attention_factor if scaling else 1.0
     scale = ((1 + grows if own is None else own) * (1 + slope * grows)) ** 2
-    return _arguments(Latent(rank, turned, whole - turned, values, q_rank), scale)
+    return _arguments(Latent(rank, rope_dims, whole - rope_dims, values, q_rank), scale)
 
 
 def gguf_entries(config: ModelConfig) -> dict[str, Any]:
@@ -61,13 +61,13 @@ def gguf_entries(config: ModelConfig) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {
         "attention.key_length": latent.dims, "attention.value_length": latent.rank, "attention.kv_lora_rank": latent.rank,
-        "attention.key_length_mla": latent.plain + latent.turned, "attention.value_length_mla": latent.value_dims,
-        "rope.dimension_count": latent.turned, "attention.q_lora_rank": latent.q_rank or None,
+        "attention.key_length_mla": latent.plain + latent.rope_dims, "attention.value_length_mla": latent.value_dims,
+        "rope.dimension_count": latent.rope_dims, "attention.q_lora_rank": latent.q_rank or None,
         "expert_shared_feed_forward_length": None,
     }  # fmt: skip
     if grows := _growth(c.rope_scaling):
         assert c.query_scale, "`_arguments` has made it"
-        slope = (math.sqrt(c.query_scale * math.sqrt(latent.plain + latent.turned)) - 1) / grows
+        slope = (math.sqrt(c.query_scale * math.sqrt(latent.plain + latent.rope_dims)) - 1) / grows
         found |= {"rope.scaling.yarn_log_multiplier": 0.1 * slope, "rope.scaling.attn_factor": None}
     if c.query_growth:
         found |= {"attention.temperature_scale": c.query_growth, "attention.temperature_length": c.query_growth_length}

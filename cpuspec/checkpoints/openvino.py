@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.checkpoints.grids import GroupedCodes, mxfp4_matrix, unpacked
+from cpuspec.checkpoints.grouped_codes import GroupedCodes, mxfp4_matrix, unpacked
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
 from cpuspec.files import read_file

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from cpuspec.checkpoints import bitsandbytes, compressed, gptq, torchao
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.grids import Method
+from cpuspec.checkpoints.grouped_codes import Method
 from cpuspec.checkpoints.safetensors import StoredTensor
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor

@@ -14,7 +14,7 @@ import numpy as np
 
 from cpuspec.checkpoints.compressed import fp8_matrix
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.grids import (
+from cpuspec.checkpoints.grouped_codes import (
     GroupedCodes,
     LayerTensors,
     Method,

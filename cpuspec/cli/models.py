@@ -306,8 +306,8 @@ def totals(tensors: Iterable[QuantTensor]) -> Report:
 
 def _heads(config: Report) -> str:
     if latent := config["latent"]:
-        made = f"keys and values made of {latent['rank']} and {latent['turned']} numbers"
-        return f"{config['num_heads']} of {latent['plain'] + latent['turned']}, {made}"
+        made = f"keys and values made of {latent['rank']} and {latent['rope_dims']} numbers"
+        return f"{config['num_heads']} of {latent['plain'] + latent['rope_dims']}, {made}"
     return f"{config['num_heads']} of {config['head_dim']}, {config['num_kv_heads']} for keys and values"
 
 

@@ -316,7 +316,7 @@ class Format:
             if self.block_size > 1 and not finite.all():
                 raise FormatError(f"{self.name} cannot hold {chunk[~finite][0]}: every value must be finite")
             with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-                encoded = self.join(self.encoded(self.turned(chunk), find))
+                encoded = self.join(self.encoded(self.rotate(chunk), find))
                 lost = finite & ~np.isfinite(self._decode_blocks(encoded))
             if lost.any():
                 raise FormatError(f"{self.name} cannot hold {chunk[lost][0]}: f16 is exceeded; use bf16 or f32")
@@ -329,7 +329,7 @@ class Format:
         values = self.affine.decode(parts) if self.affine else self.decode_numbers(parts)  # type: ignore[misc]
         return hadamard(values, self.block_size) if self.rotated else values
 
-    def turned(self, blocks: F32) -> F32:
+    def rotate(self, blocks: F32) -> F32:
         """Values [n, block_size] as blocks hold them: rotated, or as they are. What exceeds f32 becomes its largest number."""
         return np.nan_to_num(hadamard(blocks, self.block_size), nan=_MOST) if self.rotated else blocks
 

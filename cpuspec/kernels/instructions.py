@@ -28,7 +28,7 @@ _HALVES = (0, 1)  # of a tile's 16 outputs: eight lanes each
 
 
 @dataclass(frozen=True)
-class Products:
+class MultiplyPlan:
     """How a group of weights is multiplied with a row of activations in one of ENCODINGS."""
 
     encoding: str
@@ -39,7 +39,7 @@ class Products:
     vnni: bool  # whether the processor has dot products of bytes (AVX-VNNI)
 
     @classmethod
-    def of(cls, encoding: str, group: Group) -> "Products":
+    def of(cls, encoding: str, group: Group) -> "MultiplyPlan":
         """How this processor multiplies a group."""
         return cls(
             encoding,
@@ -71,18 +71,18 @@ class Products:
 
         Vectors are numbered as in `ymm.laid`. signed: codes of eight bits are multiplied whole.
         """
-        share = 8 // self.num_scales
-        own = range(part * share, (part + 1) * share)
+        vectors_per_scale = 8 // self.num_scales
+        vectors = range(part * vectors_per_scale, (part + 1) * vectors_per_scale)
         if self.in_words:
-            yield [(n, 4 * (n % 8) + LOW_BYTES * (n // 8)) for v in own for n in (2 * v, 2 * v + 1)], 1
+            yield [(n, 4 * (n % 8) + LOW_BYTES * (n // 8)) for v in vectors for n in (2 * v, 2 * v + 1)], 1
         elif self.vnni:
-            yield [(v, 4 * v) for v in own], 256 if self.encoding == "int16" else 1
+            yield [(v, 4 * v) for v in vectors], 256 if self.encoding == "int16" else 1
             if self.encoding == "int16":
-                yield [(v, LOW_BYTES + 4 * v) for v in own], 1
+                yield [(v, LOW_BYTES + 4 * v) for v in vectors], 1
         else:  # 16 bits hold eight sums of two products of codes of four bits, four of five bits, two of six, one of seven
-            fit = 1 if signed else min(share, {5: 4, 6: 2, 7: 1}.get(self.bits, 8))
+            fit = 1 if signed else min(vectors_per_scale, {5: 4, 6: 2, 7: 1}.get(self.bits, 8))
             for first_vector, factor in ((0, 1), (8, 16)) if self.in_nibbles and not signed else ((0, 1),):
-                for first in own[::fit]:
+                for first in vectors[::fit]:
                     yield [(first_vector + v, 4 * v) for v in range(first, first + fit)], factor
 
     def instructions(self, rows: int) -> Iterator[str]:
@@ -102,11 +102,11 @@ class Products:
                 return
             if self.zero:
                 field, shift = start_of(self.zero, self.num_scales, part)
-                for row, own in enumerate(sums):
+                for row, row_sums in enumerate(sums):
                     yield f"vpbroadcastd {place.record(row, field)}, {inputs}"
                     if shift:
                         yield f"vpslld $${shift}, {inputs}, {inputs}"
-                    yield from (f"vpaddd {inputs}, {total}, {total}" for total in own)
+                    yield from (f"vpaddd {inputs}, {total}, {total}" for total in row_sums)
             yield from (f"vcvtdq2ps {total}, {total}" for *_, total in place.each)
             yield from place.load_factor(part)
             for row, half, total in place.each:
@@ -117,9 +117,9 @@ class Products:
         if self.num_minima == 2:
             for number, field in enumerate(MINIMUM_FIELDS):
                 yield from place.add_product(self.num_scales + number, field, integer=True)
-        for row, own in enumerate(sums):
+        for row, row_sums in enumerate(sums):
             yield f"vbroadcastss {place.record(row, SCALE)}, {inputs}"
-            yield from (f"vfmadd213ps {place.at(TOTALS, row, half)}, {inputs}, {own[half]}" for half in _HALVES)
+            yield from (f"vfmadd213ps {place.at(TOTALS, row, half)}, {inputs}, {row_sums[half]}" for half in _HALVES)
         if self.shifted:
             yield from place.add_product(self.num_scales + self.num_minima, SHIFT)
         if self.num_minima == 1:
@@ -159,9 +159,9 @@ class Products:
         for vectors, factor in self.sums_that_fit(part):
             for vector, at in vectors:
                 yield from place.load_codes(vector)
-                for row, own in enumerate(place.sums):
+                for row, row_sums in enumerate(place.sums):
                     yield f"vpbroadcastd {place.record(row, at)}, {place.inputs}"
-                    yield from (f"{{vex}} vpdpbusd {place.inputs}, {place.weights[half]}, {own[half]}" for half in _HALVES)
+                    yield from (f"{{vex}} vpdpbusd {place.inputs}, {place.weights[half]}, {row_sums[half]}" for half in _HALVES)
             if factor > 1:
                 yield from (f"vpslld $${factor.bit_length() - 1}, {total}, {total}" for *_, total in place.each)
 
@@ -195,8 +195,8 @@ class _Places:
     def add_product(self, number: int, field: int, integer: bool = False) -> Iterator[str]:
         """Add a factor times a field of each row's record to the sums."""
         yield from self.load_factor(number)
-        for row, own in enumerate(self.sums):
+        for row, row_sums in enumerate(self.sums):
             yield f"vbroadcastss {self.record(row, field)}, {self.inputs}"
             if integer:
                 yield f"vcvtdq2ps {self.inputs}, {self.inputs}"
-            yield from (f"vfmadd231ps {self.weights[half]}, {self.inputs}, {own[half]}" for half in _HALVES)
+            yield from (f"vfmadd231ps {self.weights[half]}, {self.inputs}, {row_sums[half]}" for half in _HALVES)

@@ -29,18 +29,18 @@ _PARTIALS_AT, _LENGTHS_AT = (WALK.fields[name][1] for name in ("partials", "leng
 def assemble(op, item):
     """A query, or behind all of them a row's key, in the order of `config.Latent.dims`. The key's vector is normed before."""
     row, head = item // (op.heads + 1), item % (op.heads + 1)
-    vector, turned = (
+    vector, rope = (
         op.vectors + row * op.vectors_stride + head * op.rank * 4,
-        op.turned + row * op.turned_stride + head * op.turns * 4,
+        op.q_rope + row * op.q_rope_stride + head * op.rope_dims * 4,
     )
-    to = op.queries + row * op.q_stride + head * (op.rank + op.turns) * 4
+    to = op.queries + row * op.q_stride + head * (op.rank + op.rope_dims) * 4
     if head == op.heads:
-        vector, turned, to = op.latent + row * op.latent_stride, op.k_turned + row * op.k_turned_stride, op.keys + row * op.k_stride
+        vector, rope, to = op.latent + row * op.latent_stride, op.k_rope + row * op.k_rope_stride, op.keys + row * op.k_stride
         norm_row(vector, op.weight, op.eps, op.rank)
     for half in range(2):
-        _copy(turned + half * op.turns * 2, op.turns * 2, to)
-        _copy(vector + half * op.rank * 2, op.rank * 2, to + op.turns * 2)
-        to += (op.rank + op.turns) * 2
+        _copy(rope + half * op.rope_dims * 2, op.rope_dims * 2, to)
+        _copy(vector + half * op.rank * 2, op.rank * 2, to + op.rope_dims * 2)
+        to += (op.rank + op.rope_dims) * 2
 
 
 @compiled
@@ -50,17 +50,17 @@ def _copy(source, size, to):
 
 
 @cache
-def attend_kernel(format_name: str, turned: int) -> int:
+def attend_kernel(format_name: str, rope_dims: int) -> int:
     """Address of what `attention.attend_kernel` has. Values are the keys: both have as many numbers.
 
-    turned: `Latent.turned`, numbers that are no values. Their results are 0 where the format has no groups of numbers.
+    rope_dims: `Latent.rope_dims`, numbers that are no values. Their results are 0 where the format has no groups of numbers.
     """
-    name = f"attend-latent-{format_name}-{turned}"
-    check = selfcheck.Attention(format_name, QUERIES, turned=turned).check
-    return machine_code.address(name, 8, lambda: _attend(format_name, turned, *row_shape(format_name)), check=check)
+    name = f"attend-latent-{format_name}-{rope_dims}"
+    check = selfcheck.Attention(format_name, QUERIES, rope_dims=rope_dims).check
+    return machine_code.address(name, 8, lambda: _attend(format_name, rope_dims, *row_shape(format_name)), check=check)
 
 
-def _attend(name: str, turned: int, size: int, header: int, unit: int, unit_bytes: int) -> Callable[..., None]:
+def _attend(name: str, rope_dims: int, size: int, header: int, unit: int, unit_bytes: int) -> Callable[..., None]:
     def attend(count, head, key_dims, value_dims, first, straight, path, scratch):
         walk = walk_at(scratch)
         stored, row_bytes = num_units(unit, value_dims) * unit, num_units(unit, key_dims) * unit_bytes
@@ -90,14 +90,14 @@ def _attend(name: str, turned: int, size: int, header: int, unit: int, unit_byte
         step, rest = (count + turns - 1) // turns, gathered if tree else chunk
         for number in range(0, count, step):
             some, own = min(step, count - number), scores + number * SCORES_STRIDE
-            _weigh(name, turned, some, scratch + 8 * number, own, chunk, rest, row_bytes, key_dims, together, first)
+            _weigh(name, rope_dims, some, scratch + 8 * number, own, chunk, rest, row_bytes, key_dims, together, first)
 
     return attend
 
 
 @emitted
 def _weigh(
-    o: Ops, name: str, turned: Value, count: Value, walk: Value, weights: Value, keys: Value, rest: Value, row_bytes: Value,
+    o: Ops, name: str, rope_dims: Value, count: Value, walk: Value, weights: Value, keys: Value, rest: Value, row_bytes: Value,
     dims: Value, blocks: Value, first: Value,
 ) -> None:  # fmt: skip
     """The sums of weight * key of `count` queries to their partials: over `blocks` blocks of 16 keys, and over further ones at
@@ -149,8 +149,8 @@ def _weigh(
                     add_dims(*part, at)
         else:
             with o.loop(o.number(2)) as half:  # rotated numbers, which are no values, and then half of the vector
-                first_dim = dims // 2 * half + turned // 2
-                add_dims(first_dim * (LANES * coding.size), first_dim, (dims - turned) // 2, 0, o.number(0))
+                first_dim = dims // 2 * half + rope_dims // 2
+                add_dims(first_dim * (LANES * coding.size), first_dim, (dims - rope_dims) // 2, 0, o.number(0))
 
     o.switch(count, {number: functools.partial(body, number) for number in range(1, _QUERIES + 1)})
 

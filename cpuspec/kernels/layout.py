@@ -267,10 +267,10 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             after=_F32,
             parts=_I64,  # pieces of `features` numbers that a row has, one after another
         ),
-        # `latent.assemble`. turns: of the numbers in `turned` and `k_turned`
+        # `latent.assemble`. rope_dims: of the numbers in `q_rope` and `k_rope`
         "latent": _record(
-            **dict.fromkeys(("heads", "rank", "turns", "vectors", "vectors_stride", "turned", "turned_stride", "latent"), _I64),
-            **dict.fromkeys(("latent_stride", "k_turned", "k_turned_stride", "weight", "queries", "q_stride", "keys"), _I64),
+            **dict.fromkeys(("heads", "rank", "rope_dims", "vectors", "vectors_stride", "q_rope", "q_rope_stride", "latent"), _I64),
+            **dict.fromkeys(("latent_stride", "k_rope", "k_rope_stride", "weight", "queries", "q_stride", "keys"), _I64),
             k_stride=_I64,
             eps=_F32,
         ),

@@ -118,7 +118,7 @@ def _quantized_sums(p: Pass, name: str, encoding: str, rows: int, acts: Value, b
     """The sums of `rows` rows and one tile of each stream, from activations in records."""
     o, record_bytes = p.o, bytes_between_rows(encoding)
     panel_size = panel_bytes(FORMATS[name])
-    share = panel_size // _GROUPS
+    group_bytes = panel_size // _GROUPS
     groups = p.operands.in_features >> 5
     stride = block_rows * record_bytes
     if rows > _STREAMED_ROWS:  # of one tile, in registers
@@ -139,7 +139,7 @@ def _quantized_sums(p: Pass, name: str, encoding: str, rows: int, acts: Value, b
         inside = (groups - first).smaller(_GROUPS)
         with o.loop(inside) as index, o.loop(streams) as stream:
             here = p.weights + stream * p.bytes_apart + panel * panel_size
-            (here + index * share).fetch(AHEAD, share, INTO_FIRST or rows > _STREAMED_ROWS)
+            (here + index * group_bytes).fetch(AHEAD, group_bytes, INTO_FIRST or rows > _STREAMED_ROWS)
             records = acts + (first + index) * stride
             if isa.has_sixteen_registers():
                 own_totals = [total(stream, row, 32) for row in range(rows)]
@@ -148,15 +148,15 @@ def _quantized_sums(p: Pass, name: str, encoding: str, rows: int, acts: Value, b
                 group = READERS[name](here, inside, index)
                 shifted = sum_of_weights(group) if encoding == "int8" else None
                 for row in range(rows):
-                    own = total(stream, row)
-                    own.set(add_group(group, shifted, records + row * record_bytes, own.get()))
+                    row_total = total(stream, row)
+                    row_total.set(add_group(group, shifted, records + row * record_bytes, row_total.get()))
     return lambda stream, row: total(stream, row).get()
 
 
 def _sums_of_panels(p: Pass, name: str, encoding: str, rows: int, acts: Value, block_rows: Value, streams: Value) -> _Sums:
     """`_quantized_sums` of weights that are whole numbers under one scale for a panel: sums of integers over each panel."""
     o, panel_size = p.o, panel_bytes(FORMATS[name])
-    share = panel_size // _GROUPS
+    group_bytes = panel_size // _GROUPS
     place, dots_at = o.stack(64 * rows * _STREAMS), o.stack(64 * rows)
 
     def total(stream: Value, row: int) -> Variable:
@@ -174,14 +174,16 @@ def _sums_of_panels(p: Pass, name: str, encoding: str, rows: int, acts: Value, b
         for dot, (_, minus_sum) in zip(dots, factors, strict=True):
             dot.set(o.number(0, I32X16) if in_memory and ymm.multiplies_signed(encoding) else minus_sum.every(I32))
         with o.loop(_GROUPS) as index:
-            (here + index * share).fetch(AHEAD, share, INTO_FIRST or rows > _STREAMED_ROWS)
-            own = inputs_of_group(inputs, block_rows, index)
+            (here + index * group_bytes).fetch(AHEAD, group_bytes, INTO_FIRST or rows > _STREAMED_ROWS)
+            group_inputs = inputs_of_group(inputs, block_rows, index)
             if in_memory:
-                ymm.add_rows(encoding, lambda at: READERS[name](at, o.number(_GROUPS), index), here.base(), own.base(), dots)
+                ymm.add_rows(
+                    encoding, lambda at: READERS[name](at, o.number(_GROUPS), index), here.base(), group_inputs.base(), dots
+                )
             else:
                 codes = READERS[name](here, o.number(_GROUPS), index).codes
                 for row, dot in enumerate(dots):
-                    dot.set(add_products(dot.get(), codes, own + row * PANEL_LINE))
+                    dot.set(add_products(dot.get(), codes, group_inputs + row * PANEL_LINE))
         scale = integer_scale(name, here)
         for row, (dot, (scale_of_row, _)) in enumerate(zip(dots, factors, strict=True)):
             sums = total(stream, row)
@@ -262,8 +264,8 @@ def _float_codes_sums(p: Pass, name: str, rows: int, acts: Value, stride: Value)
                 lambda pair: None,
             )  # fmt: skip
             scale = (scales + (index >> shift) * 64).f32()
-            for own, total in zip(sums, totals, strict=True):
-                total.set(fma(own * codes.factor, scale, total.get()))
+            for partial, total in zip(sums, totals, strict=True):
+                total.set(fma(partial * codes.factor, scale, total.get()))
     return [total.get() for total in totals]
 
 
@@ -284,8 +286,8 @@ def _paired_sums(p: Pass, rows: int, acts: Value, stride: Value) -> list[Value]:
         sums = _add_pairs(
             o, rows, acts + group * GROUP * stride, stride, numbers, lambda pair: (here + pair * 64).fetch(AHEAD, 64, INTO_FIRST)
         )
-        for own, total in zip(sums, totals, strict=True):
-            total.set(total.get() + own)
+        for partial, total in zip(sums, totals, strict=True):
+            total.set(total.get() + partial)
     restore()
     return [total.get() for total in totals]
 

@@ -1,4 +1,4 @@
-"""A group of weights times the same inputs of a row: the arithmetic that every way to make a linear layer shares.
+"""A group of weights times the same inputs of a row, in vectors of 512 bits; `ymm.py` and `instructions.py` have those of 256.
 
 Activations have one of these encodings, in blocks of up to BLOCK_ROWS rows:
   "int8"   [group][row] records of 64 bytes: x = scale * byte + shift for 32 inputs, shift the middle of their range. Against
@@ -67,8 +67,8 @@ MINIMUM_FIELDS = (MINUS_32_LOW, MINUS_32_HIGH)  # what the minima of two halves 
 
 def _halves(group: Group) -> list[tuple[Value, list[Value]]]:
     """Each scale with the vectors of codes that it is for."""
-    share = 8 // len(group.scales)
-    return [(scale, group.codes[n * share : (n + 1) * share]) for n, scale in enumerate(group.scales)]
+    vectors_per_scale = 8 // len(group.scales)
+    return [(scale, group.codes[n * vectors_per_scale : (n + 1) * vectors_per_scale]) for n, scale in enumerate(group.scales)]
 
 
 def sum_of_weights(group: Group) -> Value:
@@ -104,7 +104,7 @@ def weigh(totals: list[Value], group: Group) -> Value:
 
 def dequantized(group: Group) -> list[Value]:
     """scale * (code - zero) + minimum, rounded to f32 and then to bf16: sixteen vectors of pairs of inputs, as bf16 weights lie."""
-    share = 8 // len(group.scales)
+    vectors_per_scale = 8 // len(group.scales)
     offsets = list(group.minima)
     if group.zero and not group.minima:  # a power of two, so that this is exact, and no subtraction from each code
         offsets = [scale * float(-group.zero) for scale in group.scales]
@@ -115,8 +115,8 @@ def dequantized(group: Group) -> list[Value]:
             code = codes >> 24 if byte == 3 else codes.shifted(-8 * byte) & 0xFF
             if group.minima and group.zero:
                 code = code - group.zero
-            number, scale = code.sitofp(F32X16), group.scales[v // share]
-            weights.append(fma(number, scale, offsets[v // share % len(offsets)]) if offsets else number * scale)
+            number, scale = code.sitofp(F32X16), group.scales[v // vectors_per_scale]
+            weights.append(fma(number, scale, offsets[v // vectors_per_scale % len(offsets)]) if offsets else number * scale)
         pairs += [bf16_pairs(*weights[:2]), bf16_pairs(*weights[2:])]
     return pairs
 

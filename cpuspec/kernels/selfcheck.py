@@ -201,12 +201,12 @@ class Attention:
     windowed: bool = False
     capped: bool = False
     numbers: str = "f32"  # the KV format to which everything that is multiplied is rounded
-    turned: int | None = None  # of latent attention: numbers of a key that are no values
+    rope_dims: int | None = None  # of latent attention: numbers of a key that are no values
 
     def check(self, address: int) -> str:
         """How results of the kernel at an address differ from the twin's, or from each other; "" if they do not."""
         kv_format, to, rng = get_kv_format(self.format_name), get_kv_format(self.numbers), np.random.default_rng(3)
-        dims, value_dims = (_KEY_DIMS, _VALUE_DIMS) if self.turned is None else (_KEY_DIMS + self.turned, 0)
+        dims, value_dims = (_KEY_DIMS, _VALUE_DIMS) if self.rope_dims is None else (_KEY_DIMS + self.rope_dims, 0)
         k, v = (rng.standard_normal((_POSITIONS, size)).astype(np.float32) for size in (dims, value_dims))
         queries = rng.standard_normal((self.queries, dims)).astype(np.float32) / np.float32(np.sqrt(dims))
         cache = aligned_bytes((kv_rows.chunk_bytes(self.format_name, dims, value_dims),))
@@ -228,7 +228,7 @@ class Attention:
         tie = 0.0 if self.numbers == "f32" else _TIE
         ends = [rounded(to, (factor * weights).astype(np.float32)) for factor in (1 - tie, 1 + tie)]
         either = (ends[1] - ends[0]) @ np.abs(multiplied[2]) / weights.sum(1, keepdims=True)
-        valued = np.arange(values.shape[1]) % (dims // 2) >= (self.turned or 0) // 2
+        valued = np.arange(values.shape[1]) % (dims // 2) >= (self.rope_dims or 0) // 2
 
         size = 4 * stored_dims(kv_format, values.shape[1])
         scratch, partials = aligned_bytes((_SCRATCH_BYTES,)), aligned_bytes((self.queries, size + 128))

@@ -198,13 +198,13 @@ def panels_pass(name: str, p: Pass) -> None:
 def _add_panel(p: Pass, name: str, panel: Value, tiles: Sequence[tuple[Value, Value]]) -> None:
     """Add the products of a panel of some tiles with all rows of a pass. tiles: where the weights and the sums of each are."""
     o, rows, size = p.o, p.rows, panel_bytes(FORMATS[name])
-    share, block_bytes, code_bytes = size // _GROUPS, 64 * BLOCK_ROWS, PANEL * TILE
+    group_bytes, block_bytes, code_bytes = size // _GROUPS, 64 * BLOCK_ROWS, PANEL * TILE
     codes, dots = o.stack(code_bytes * len(tiles)), o.stack(64 * MANY * len(tiles))
     scales = []
     for n, (start, _) in enumerate(tiles):
         here = start + panel * size
         with o.loop(_GROUPS) as group:
-            (here + group * share).fetch(AHEAD, share, into_first=False)
+            (here + group * group_bytes).fetch(AHEAD, group_bytes, into_first=False)
             for v, numbers in enumerate(integer_codes(name, here, group)):
                 (codes + (code_bytes * n + 64 * v) + group * (GROUP * TILE)).store(numbers)
         scales.append(integer_scale(name, here))

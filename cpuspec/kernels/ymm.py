@@ -15,7 +15,7 @@ from llvmlite import ir
 from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import isa
-from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
+from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, MultiplyPlan
 from cpuspec.kernels.ops import F32X16, I8, I16, I32, I32X16, I64, LANES, VOID, Ops, Value, Variable, call, vector_of
 from cpuspec.kernels.passes import Pass
 from cpuspec.kernels.products import (
@@ -45,7 +45,7 @@ _BYTES, _WORDS, _INTEGERS = vector_of(I8, 32), vector_of(I16, 16), vector_of(I32
 _Halves = list[list[Any]]  # by row and half: a Value, or None before the first
 
 
-def laid(products: Products, group: Group) -> list[Value]:
+def laid(products: MultiplyPlan, group: Group) -> list[Value]:
     """Vectors of codes as they are multiplied."""
     if products.in_words:  # inputs 4v and 4v + 2 of each row, then 4v + 1 and 4v + 3
         return [part for codes in group.codes for part in (codes & 0x00FF00FF, codes >> 8 & 0x00FF00FF)]
@@ -62,11 +62,11 @@ def add_rows(encoding: str, read: Callable[[Value], Group], address: Value, reco
     without what the zero point of codes makes of them if `multiplies_signed`.
     """
     group = read(address)
-    products, record_bytes = Products.of(encoding, group), bytes_between_rows(encoding)
-    share = 8 // products.num_scales
+    products, record_bytes = MultiplyPlan.of(encoding, group), bytes_between_rows(encoding)
+    vectors_per_scale = 8 // products.num_scales
     signed = products.in_nibbles
     assert group.zero == 128 or not signed, "codes of eight bits are around 128"
-    in_bytes = share * (2**group.bits - 1) < 256  # whether the sums of codes fit
+    in_bytes = vectors_per_scale * (2**group.bits - 1) < 256  # whether the sums of codes fit
     dots: list[_Halves] = []
     weights: list[Value] = []
     for part in range(products.num_scales):
@@ -81,16 +81,16 @@ def add_rows(encoding: str, read: Callable[[Value], Group], address: Value, reco
                     if products.shifted and factor == 1:
                         for half, some in zip(halves, parts, strict=True):
                             of_codes[half] = _plus(of_codes[half], some.bits(_BYTES) if in_bytes else _pairs(some.bits(_BYTES)))
-                    for row, own in enumerate(sums):
+                    for row, row_sums in enumerate(sums):
                         inputs = (records + (record_bytes * row + at)).load(I32).splat(8)
-                        own[:] = [_times(products, *both, inputs) for both in zip(own, parts, strict=True)]
+                        row_sums[:] = [_times(products, *both, inputs) for both in zip(row_sums, parts, strict=True)]
                     records, address = _settled(sums, records, address)
-                for own, dot in zip(sums, dots[part], strict=True):
-                    for half, total in zip(halves, own, strict=True):
+                for row_sums, dot in zip(sums, dots[part], strict=True):
+                    for half, total in zip(halves, row_sums, strict=True):
                         dot[half] = _plus(dot[half], _scaled(products, total, factor))
         if products.shifted:
             pairs = [_pairs(half) for half in of_codes] if in_bytes else of_codes
-            weights.append(_whole([_widened(half) for half in pairs]) - group.zero * 4 * share)
+            weights.append(_whole([_widened(half) for half in pairs]) - group.zero * 4 * vectors_per_scale)
     shifted = weigh(weights, group) if products.shifted else None
     for row, total in enumerate(totals):
         record = records + record_bytes * row
@@ -108,7 +108,7 @@ def multiplies_signed(encoding: str) -> bool:
     return encoding != "int16" and isa.dot_isa() == "avx2"
 
 
-def _times(products: Products, total: Any, codes: Value, inputs: Value) -> Value:
+def _times(products: MultiplyPlan, total: Any, codes: Value, inputs: Value) -> Value:
     """The sums so far (None for none) plus the products of codes with inputs, in lanes as wide as they are added in."""
     if products.vnni:
         return call("llvm.x86.avx512.vpdpbusd.256", _INTEGERS, codes.like(0) if total is None else total, codes, inputs)
@@ -121,7 +121,7 @@ def _times(products: Products, total: Any, codes: Value, inputs: Value) -> Value
     return _plus(total, call("llvm.x86.avx2.pmadd.ub.sw", _WORDS, codes, inputs))
 
 
-def _scaled(products: Products, total: Value, factor: int) -> Value:
+def _scaled(products: MultiplyPlan, total: Value, factor: int) -> Value:
     """A sum of `_times` in 32 bits, times a factor."""
     if products.vnni:
         return total.shifted(factor.bit_length() - 1)
@@ -151,15 +151,15 @@ def _settled(sums: _Halves, *addresses: Value) -> list[Value]:
 
     LLVM would load as early as it can, and then keep most of it on the stack.
     """
-    values = [*(total for own in sums for total in own), *addresses]
+    values = [*(total for row_sums in sums for total in row_sums), *addresses]
     kinds = [value.type for value in values]
     outputs = ["=x"] * (len(values) - len(addresses)) + ["=r"] * len(addresses)
     constraints = ",".join([*outputs, *map(str, range(len(values)))])
     b = addresses[0].b
     settled = b.asm(ir.FunctionType(ir.LiteralStructType(kinds), kinds), "", constraints, [v.v for v in values], False)
     same = [Value(b, b.extract_value(settled, n)) for n in range(len(values))]
-    for row, own in enumerate(sums):
-        own[:] = same[len(own) * row : len(own) * (row + 1)]
+    for row, row_sums in enumerate(sums):
+        row_sums[:] = same[len(row_sums) * row : len(row_sums) * (row + 1)]
     return same[-len(addresses) :]
 
 
@@ -168,7 +168,7 @@ class _Unpacked:
 
     def __init__(self, o: Ops, encoding: str, sample: Group) -> None:
         """sample: any group of the weights, for what all have in common."""
-        self._products = Products.of(encoding, sample)
+        self._products = MultiplyPlan.of(encoding, sample)
         self._code_bytes = 64 * len(laid(self._products, sample))
         self._factor_bytes = 64 * (len(sample.scales) + len(sample.minima) + self._products.shifted)
         self._codes, self._factors = o.stack(self._code_bytes * _GROUPS), o.stack(self._factor_bytes * _GROUPS)
@@ -209,7 +209,7 @@ def rows_pass(name: str, encoding: str, p: Pass) -> None:
     """
     o, rows, streams = p.o, p.rows, p.num_tiles
     panel_size, record_bytes, rotated = panel_bytes(FORMATS[name]), bytes_between_rows(encoding), encoding == "rotated"
-    share = panel_size // _GROUPS
+    group_bytes = panel_size // _GROUPS
     groups = p.operands.in_features >> 5
     sums = o.stack(64 * MANY)  # or of BLOCK_ROWS for each stream
     of_panel = o.stack(64 * MANY) if rotated else sums  # integers of one panel, where those of all are apart
@@ -240,7 +240,7 @@ def rows_pass(name: str, encoding: str, p: Pass) -> None:
                     """The products of the panel with `number` rows."""
                     with o.loop(inside) as place:
                         with o.when((block + row).equals(0)):  # while memory would have nothing to do
-                            (here + place * share).fetch(AHEAD, share, INTO_FIRST)
+                            (here + place * group_bytes).fetch(AHEAD, group_bytes, INTO_FIRST)
                         inputs = inputs_of_group(records, block_rows, place) if rotated else records + place * stride
                         unpacked.add(place, inputs + row * record_bytes, totals + row * 64, number)
 
@@ -250,8 +250,8 @@ def rows_pass(name: str, encoding: str, p: Pass) -> None:
                 scale = integer_scale(name, here)
                 with o.loop(block_rows) as row:
                     scale_of_row, minus_sum = factors_of_panel(records, block_rows, row)
-                    own, total = totals + row * 64, sums + at + row * 64
-                    total.store(end_panel(own.i32() + minus_sum.every(I32), scale, scale_of_row, total.f32()))
-                    own.store(o.number(0, I32X16))
+                    partial, total = totals + row * 64, sums + at + row * 64
+                    total.store(end_panel(partial.i32() + minus_sum.every(I32), scale, scale_of_row, total.f32()))
+                    partial.store(o.number(0, I32X16))
     with o.loop(streams) as stream, o.loop(rows) as row:
         p.finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())

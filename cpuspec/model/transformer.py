@@ -46,9 +46,9 @@ class Operations(Protocol[V]):
         """
         ...
 
-    def absorb(self, layer: Layer, plain: V, turned: V, latent: V, k_turned: V) -> tuple[V, V]:
+    def absorb(self, layer: Layer, plain: V, q_rope: V, latent: V, k_rope: V) -> tuple[V, V]:
         """Queries [T, H * D] and keys [T, D] of latent attention, before rotary positions, in the order of `Latent.dims`: the
-        product of each head's `plain` with its `k_b` beside `turned`, and the RMS norm of `latent` beside `k_turned`.
+        product of each head's `plain` with its `k_b` beside `q_rope`, and the RMS norm of `latent` beside `k_rope`.
         """
         ...
 
@@ -174,10 +174,10 @@ def _mix(ops: Operations[V], layer: Layer, mixer: Mixer, rows: tuple[V, ...]) ->
     """A mixer of a layer, up to its output matrix. rows: of its projections. A kind of mixer is a case here."""
     match mixer:
         case Attention(latent=Latent() as latent):
-            *queries, vector, k_turned = rows
+            *queries, vector, k_rope = rows
             if latent.q_rank:
-                queries = list(ops.linears(queries[0], tuple(map(layer.weight, ("q_plain", "q_turned"))), layer.weight("q_a_norm")))
-            q, k = ops.rotate(layer, *ops.absorb(layer, queries[0], queries[1], vector, k_turned))
+                queries = list(ops.linears(queries[0], tuple(map(layer.weight, ("q_plain", "q_rope"))), layer.weight("q_a_norm")))
+            q, k = ops.rotate(layer, *ops.absorb(layer, queries[0], queries[1], vector, k_rope))
             return ops.expand(layer, ops.attention(layer, q, k, None))
         case Attention():
             named = dict(zip(mixer.projections, rows, strict=True))

@@ -138,8 +138,8 @@ class _Watched:
         self._on_inputs(normed, names)
         return tuple(self._forward.linear(normed, name) for name in names)
 
-    def absorb(self, layer: Layer, plain: Array, turned: Array, latent: Array, k_turned: Array) -> tuple[Array, Array]:
-        return self._forward.absorb(layer, plain, turned, latent, k_turned, self._on_inputs)
+    def absorb(self, layer: Layer, plain: Array, q_rope: Array, latent: Array, k_rope: Array) -> tuple[Array, Array]:
+        return self._forward.absorb(layer, plain, q_rope, latent, k_rope, self._on_inputs)
 
     def expand(self, layer: Layer, mixed: Array) -> Array:
         return self._forward.expand(layer, mixed, self._on_inputs)

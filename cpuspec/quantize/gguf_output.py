@@ -193,8 +193,8 @@ def rope_factors(config: ModelConfig) -> dict[str, QuantTensor]:
         return {_ROPE_FACTORS: QuantTensor.encode(f32, np.array(scaling.factors))}
     if scaling is None or scaling.kind != "llama3":
         return {}
-    turned = config.rope_dims or config.head_dim
-    plain, scaled = (inverse_frequencies(Rope(config.rope_base, one), turned) for one in (None, scaling))
+    rope_dims = config.rope_dims or config.head_dim
+    plain, scaled = (inverse_frequencies(Rope(config.rope_base, one), rope_dims) for one in (None, scaling))
     return {_ROPE_FACTORS: QuantTensor.encode(f32, plain / scaled)}
 
 
@@ -224,8 +224,8 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
         found["attention.temperature_scale"] = c.query_growth
     if FAMILIES[c.architecture].has_sections:
         # Sections of time, height and width, which are one for texts: those of published models, or pairs dealt out in turn.
-        turned = (c.rope_dims or c.head_dim) // 2
-        sections = [24, 20, 20] if turned == 64 else [(turned + 2 - i) // 3 for i in range(3)]
+        rope_dims = (c.rope_dims or c.head_dim) // 2
+        sections = [24, 20, 20] if rope_dims == 64 else [(rope_dims + 2 - i) // 3 for i in range(3)]
         found["rope.dimension_sections"] = np.array([*sections, 0], np.int32)
     if FAMILIES[c.architecture].has_logit_scale:
         found["logit_scale"] = c.logit_scale

@@ -33,7 +33,7 @@ def encode(format: Format, values: F32, importance: F32 | None = None) -> U8:
             out[start : start + step] = encode_compiled(format, x)  # refuses what the format cannot hold
             continue
         if format.rotated:
-            x = format.turned(x.reshape(-1, format.block_size)).reshape(x.shape)
+            x = format.rotate(x.reshape(-1, format.block_size)).reshape(x.shape)
         blocks, weights = x.reshape(-1, format.block_size), None
         if importance is not None and not format.rotated:
             of_rows = importance if importance.ndim == 1 else importance[start : start + step]

@@ -86,7 +86,7 @@ def _older(path: Path, heads: int, latent: Latent, weight_format: str) -> Path:
     """A file as converters wrote it before the vector was cached: one matrix of keys and values, and their lengths."""
     file, before = read_gguf(path), "deepseek2.attention."
     entries = {key: data.tobytes() for key, data in file.entries.items() if not key.endswith("_mla")}
-    lengths = {"key_length": latent.plain + latent.turned, "value_length": latent.value_dims, "head_count_kv": heads}
+    lengths = {"key_length": latent.plain + latent.rope_dims, "value_length": latent.value_dims, "head_count_kv": heads}
     entries |= {before + key: entry(before + key, value) for key, value in lengths.items()}
     tensors = dict(file.tensors)
     for name in [name for name in tensors if name.endswith("attn_k_b.weight")]:

@@ -99,7 +99,7 @@ def test_a_round_trip_stays_within_the_error_budget_of_the_format(format):
 @every_format()
 def test_no_value_moves_further_than_the_range_of_its_block_allows(format):
     values = weights(5)
-    blocks, found = (format.turned(some.reshape(-1, format.block_size)) for some in (values, format.decode(format.encode(values))))
+    blocks, found = (format.rotate(some.reshape(-1, format.block_size)) for some in (values, format.decode(format.encode(values))))
     error = np.abs(found - blocks)
     span = np.maximum(blocks.max(axis=1), 0) - np.minimum(blocks.min(axis=1), 0)
     code_bits = 7 if format.block_size == 1 else format.code_bits

@@ -42,7 +42,7 @@ def test_values_are_the_affine_form_of_the_parts(name: str) -> None:
     assert row.affine is not None
     level = parts["codes"] if row.affine.levels is None else np.array(row.affine.levels)[parts["codes"]]
     wanted = wide(d) * wide(s) * level - wide(base) * wide(z) * row.affine.zero
-    got = row.turned(row.decode(data).reshape(-1, row.block_size)).reshape(4, 512)
+    got = row.rotate(row.decode(data).reshape(-1, row.block_size)).reshape(4, 512)
     assert np.allclose(got, wanted, rtol=1e-6, atol=1e-6 * np.abs(wanted).max())
     assert not np.allclose(got, wide(d) * wide(s) * (level + 1) - wide(base) * wide(z) * row.affine.zero, rtol=1e-3)
 

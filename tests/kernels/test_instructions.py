@@ -14,7 +14,7 @@ from llvmlite import ir
 from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, TILE
 from cpuspec.kernels import isa
-from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
+from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, MultiplyPlan
 from cpuspec.kernels.ops import I64, VOID, Value
 from cpuspec.kernels.products import PANEL_LINE
 from cpuspec.kernels.readers import READERS
@@ -22,11 +22,11 @@ from cpuspec.kernels.selfcheck import Inputs, records
 from tests.kernels import reference
 
 
-def _products(name: str, order: str, vnni: bool) -> Products:
+def _products(name: str, order: str, vnni: bool) -> MultiplyPlan:
     function = ir.Function(ir.Module(), ir.FunctionType(VOID, [I64] * 3), name="read")
     builder = ir.IRBuilder(function.append_basic_block())
     with patch.object(isa, "dot_isa", lambda: "avx_vnni" if vnni else "avx2"):
-        return Products.of(order, READERS[name](*(Value(builder, argument) for argument in function.args)))
+        return MultiplyPlan.of(order, READERS[name](*(Value(builder, argument) for argument in function.args)))
 
 
 @dataclass
@@ -131,7 +131,7 @@ def _fma(x: bytes, y: bytes, z: bytes) -> bytes:
     return reference.fma(*(_as(value, "f4") for value in (x, y, z))).tobytes()
 
 
-def _memory(products: Products, rows: int) -> tuple[list[bytearray], np.ndarray]:
+def _memory(products: MultiplyPlan, rows: int) -> tuple[list[bytearray], np.ndarray]:
     """The operands of a random group, and what the totals must become."""
     rng = np.random.default_rng(rows)
     codes = rng.integers(0, 1 << products.bits, (TILE, GROUP))

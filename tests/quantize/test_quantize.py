@@ -241,7 +241,7 @@ def test_no_field_of_a_configuration_is_lost_silently(
         if name == "rope_scaling" and value.kind == "longrope" and source.config.rope_dims:
             continue  # whose factors are as many as half of the dimensions that turn
         if name in ("rope_dims", "rope_scaling", "query_scale") and source.config.latent:
-            continue  # the first is `Latent.turned`, and of a scaling and the factor of scores files tell both at once
+            continue  # the first is `Latent.rope_dims`, and of a scaling and the factor of scores files tell both at once
         if name in ("rope_scaling", "rope_dims") and FAMILIES[architecture].by_window:
             continue  # which pairs turn is said by factors, of which each family has its own number
         if name.startswith("rope_") and architecture == "mamba2":
