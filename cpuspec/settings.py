@@ -500,6 +500,13 @@ class EngineConfig:
         "What keys and values are kept in: f32, f16, bf16, int8 or int4. Fewer bits are faster in a long context.",
         "F",
     )
+    quantization: str = _of_backend(
+        "file",
+        _TEXT,
+        "Cast the model's matrices at load to a type of `cpuspec quantize`, as nl4_i, which is made for many sequences at once: "
+        "another model then, whose answers differ; file leaves them. `quantize` loses less, above all with a text.",
+        "TYPE",
+    )
     device: str = _of_backend("auto", _TEXT, "Where torch computes: cpu, cuda, cuda:N, or auto, a GPU where there is one.", "D")
     dtype: str = _of_backend(
         "auto", _choice(DTYPES), "In what torch multiplies with weights: f32, bf16, f16, or auto, f32 on a CPU, bf16 on a GPU.", "T"

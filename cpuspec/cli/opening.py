@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpuspec.backends import Backend, make_backend, prepare
+from cpuspec.backends import Backend, prepare
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import find_fetched, find_model, resolve_model
 from cpuspec.checkpoints.recipes import ChainRecipe, Recipe, find_named, load_all
@@ -63,10 +63,11 @@ def load_llm(model: str, draft: str | None, running: options.Running, max_sequen
 @contextmanager
 def load_backend(model: str, checkpoint: Checkpoint, running: options.Running) -> Iterator[Backend]:
     """The backend that the options name, with the model and its adapters, closed in the end. model: what the user called it."""
+    from cpuspec.engine.llm import load_target
     from cpuspec.engine.lora import with_adapters
 
     with busy(f"loading {model}"):
-        backend = make_backend(running.backend, checkpoint, running.settings)
+        backend = load_target(running.backend, checkpoint, running.settings)
     try:
         yield with_adapters(backend, checkpoint, running.settings)
     finally:

@@ -28,7 +28,7 @@ _LONGEST_NAME = 1000  # of a file, in characters
 EVAL_TOKENS = 512  # default of --max-tokens where answers are judged: a program or a number, and what stands before it
 
 # Settings of commands: those of adapters; those of a backend; and with them those of an engine that answers many requests.
-HOW = ("threads", "memory", "kv_format", "device", "dtype", "weights", "activations", "prompt_arithmetic")
+HOW = ("threads", "memory", "quantization", "kv_format", "device", "dtype", "weights", "activations", "prompt_arithmetic")
 ADAPTED = ("lora",)
 ANSWERING = (
     *(*ADAPTED, "lora_modules"),

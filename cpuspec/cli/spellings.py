@@ -169,7 +169,7 @@ SPELLINGS = (
     ),
     _left_out(VLLM, "--gpu-memory-utilization", "--swap-space", "--block-size", why="memory is divided by itself; see --memory"),
     _left_out(VLLM, "--tool-call-parser", "--reasoning-parser", why=_BY_ITSELF),
-    _left_out(VLLM, "--quantization", "-q", "--load-format", "--tokenizer-mode", why=_BY_FILES),
+    _left_out(VLLM, "-q", "--load-format", "--tokenizer-mode", why=_BY_FILES),
     _flag(VLLM, "--enable-auto-tool-choice", "--enable-reasoning", why=_BY_ITSELF),
     _flag(VLLM, "--enable-prefix-caching", "--enable-chunked-prefill", "--enforce-eager", why=_HERE),
     _flag(VLLM, "--trust-remote-code", why="no code of a model is ever run"),

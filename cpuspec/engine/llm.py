@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, cast, overload
 
 import numpy as np
 
-from cpuspec.backends import BACKENDS, Backend, check_backend, device_of, disk_reads, make_backend, memory_limit
+from cpuspec.backends import BACKENDS, Backend, HeadBackend, check_backend, device_of, disk_reads, make_backend, memory_limit
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.checkpoints.download import resolve_model
@@ -30,6 +30,7 @@ from cpuspec.engine.scoring import ScoringJob
 from cpuspec.engine.shared import Receiver, SharedEngine
 from cpuspec.environment import default_prefix_cache_bytes
 from cpuspec.errors import CacheError, ConfigError, CpuspecError
+from cpuspec.formats import Format
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.metrics import LevelCounters, LevelMemory, LevelReads, PrefixStats, RequestStats, RoundPart
 from cpuspec.model.batch import F32
@@ -159,7 +160,7 @@ class LLM:
         opened = open_spec(spec, Target(checkpoint, tokenizer, backend, checkpoint.config.vocab_size, context_length, settings))
         self.name = checkpoint.name
         adapters = LoadedAdapters(checkpoint.config, self.name, settings.lora, settings.lora_modules, checkpoint.adapters)
-        target = make_backend(backend, checkpoint, within_memory(opened, checkpoint, settings))
+        target = load_target(backend, checkpoint, within_memory(opened, checkpoint, settings))
         try:
             self._start(target, tokenizer, spec, settings, opened, checkpoint, adapters)
         except BaseException:
@@ -216,7 +217,8 @@ class LLM:
         self.ranker = checkpoint.ranker if checkpoint else None  # as `Checkpoint.ranker`
         self._ranking_weight = cache(partial(ranking_weight, checkpoint, tokenizer))
         self.remarks = checkpoint.remarks if checkpoint else ()  # as `Checkpoint.remarks`
-        self.quantization = (checkpoint.quantization or checkpoint.main_format.upper()) if checkpoint else ""  # for people
+        named = (checkpoint.quantization or checkpoint.main_format.upper()) if checkpoint else ""
+        self.quantization = named if settings.quantization == "file" else settings.quantization.upper()  # for people
         self.num_parameters = sum(prod(one.shape) for one in checkpoint.tensors.values()) if checkpoint else 0
         self._final_norm = final_norm(checkpoint) if checkpoint else None
         self.backend = backend
@@ -729,6 +731,19 @@ class LLM:
         if self.tokenizer.bos_id is None:
             raise ConfigError("the prompt is empty and this model has no beginning-of-text token to start from; give some text")
         return [self.tokenizer.bos_id]
+
+
+def load_target(backend: str, checkpoint: Checkpoint, settings: EngineConfig) -> HeadBackend:
+    """A backend with a target's weights, quantized at load where `EngineConfig.quantization` names a type.
+
+    Raises BackendError for an unknown backend, ConfigError for an unknown type, FormatError where a value does not fit a format.
+    """
+    casts: Mapping[str, Format] = {}
+    if settings.quantization != "file":
+        from cpuspec.quantize.cast import quantized  # imports numba
+
+        casts = quantized(checkpoint, settings.quantization)
+    return make_backend(backend, checkpoint, settings, casts=casts)
 
 
 def _listed(prompts: Prompt | Seq[Prompt]) -> list[Any]:

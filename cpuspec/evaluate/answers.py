@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from cpuspec.backends import Backend, make_backend
+from cpuspec.backends import Backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.engine.engine import Output, RequestedAnswer
-from cpuspec.engine.llm import LLM
+from cpuspec.engine.llm import LLM, load_target
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import Prompt, prompt_ids
 from cpuspec.loadtest.figures import RequestResult
@@ -70,7 +70,7 @@ class Cost:
 @contextmanager
 def opened(backend: str, checkpoint: Checkpoint, spec: SpecConfig | None, settings: EngineConfig) -> Iterator[tuple[LLM, Backend]]:
     """Load a model on a backend, and close both in the end."""
-    loaded = make_backend(backend, checkpoint, settings)
+    loaded = load_target(backend, checkpoint, settings)
     try:
         llm = LLM.from_backend(loaded, make_tokenizer(checkpoint), spec, settings, checkpoint)
     except BaseException:

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from cpuspec.backends import Backend, make_backend
+from cpuspec.backends import Backend
 from cpuspec.backends.packed import verify_again
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.engine.llm import LLM
+from cpuspec.engine.llm import LLM, load_target
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.prompts import Prompt, prompt_ids
@@ -186,7 +186,7 @@ def certify(
     prompt = prompt_ids(tokenizer, _SAMPLED_PROMPT)
     room = _room(checkpoint, len(prompt) + _LENGTH + _TOKENS_AFTER)
     settings = replace(settings, max_sequences=_AT_ONCE, context_length=room)
-    plain = make_backend(backend, checkpoint, settings)
+    plain = load_target(backend, checkpoint, settings)
     try:
         rows = plain_rows(plain, prompt)
         control = check_sampled(partial(believed, rows), rows, num_samples)

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_linear
 from cpuspec.errors import FormatError
 from cpuspec.formats import FORMATS, Cast, Format, QuantTensor
 from cpuspec.kernels.encode import recode
+from cpuspec.quantize.mixes import choose
 
 # A draft shares an output matrix of at most this many bits: one of 16 bits would be 40 % of the bytes that a 4-bit draft reads.
 _OUTPUT_BITS = 8.5
@@ -45,6 +47,23 @@ def casts(checkpoint: Checkpoint, format: Format) -> dict[str, Format]:
     if output.format.bits > max(_OUTPUT_BITS, wanted.bits):  # it fits: other matrices have as many inputs
         found["output"] = wanted
     return found
+
+
+def quantized(checkpoint: Checkpoint, type_name: str) -> dict[str, Format]:
+    """The formats of the matrices that a type of `cpuspec quantize` changes, by name; embeddings stay as they are.
+
+    Raises ConfigError for a type that is not known, FormatError where it does not fit.
+    """
+    matrices = {
+        name: (prod(tensor.shape[:-1]), tensor.shape[-1])
+        for name, tensor in checkpoint.tensors.items()
+        if is_linear(name, tensor.shape)
+    }
+    source = dict(checkpoint.tensors)
+    if checkpoint.config.tied_embeddings:
+        source["output"], matrices["output"] = source["embed"], matrices["embed"]
+    chosen, kept = choose(checkpoint.config, matrices, type_name), ("embed", "layer_embed")
+    return {name: format for name, format in chosen.items() if name not in kept and source[name].format is not format}
 
 
 @contextmanager

@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
 from cpuspec.checkpoints.fields import read_json_object
 from cpuspec.checkpoints.gguf_parts import file_identity
 from cpuspec.checkpoints.heads import find_reader
-from cpuspec.engine.llm import LLM
+from cpuspec.engine.llm import LLM, load_target
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.files import write_file
 from cpuspec.formats import get_format
@@ -206,7 +205,7 @@ class _Run:
     def extract(self, progress: _Progress) -> None:
         """The target's hidden states over its answers."""
         about, length = self._about(), min(_LENGTH, self._target.config.context_length)
-        backend = make_backend(self._backend, self._target, self._settings)
+        backend = load_target(self._backend, self._target, self._settings)
         before = progress.seconds.get("states", 0.0)
         try:
             extractor = Extractor(backend, self._target, about.layers, about.top, length)

@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 
-from cpuspec.checkpoints import Checkpoint
-from cpuspec.errors import FormatError
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.engine.llm import load_target
+from cpuspec.errors import ConfigError, FormatError
 from cpuspec.formats import FORMATS, QuantTensor, get_format
 from cpuspec.kernels.encode import encode
-from cpuspec.quantize.cast import cast, casts
-from tests.backends.models import cast_checkpoint, tiny
+from cpuspec.quantize.cast import cast, casts, quantized
+from cpuspec.quantize.job import Job, quantize
+from cpuspec.settings import EngineConfig
+from tests.backends.models import TOKENS, cast_checkpoint, computed, in_chunks, tiny
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +82,30 @@ def test_a_format_that_does_not_fit_is_refused_by_the_tensors_name(tmp_path_fact
     narrow = tiny(tmp_path_factory, hidden_size=96, num_heads=2, num_kv_heads=2, head_dim=32)
     with pytest.raises(FormatError, match=r"layers\.0\.q: q4_k needs in_features divisible by 256, got 96"):
         casts(narrow, get_format("q4_k"))
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("type_name", ["q8_0", "nl4_i"])
+def test_a_model_quantized_at_load_computes_what_the_file_of_that_type_does(  # type: ignore[no-untyped-def]
+    tmp_path_factory, tmp_path, type_name: str, backend: str
+) -> None:
+    model = tiny(tmp_path_factory, weight_format="q4_k", embed_format="f16", output_format="q6_k", tied=False)
+    quantize(model, tmp_path / "out.gguf", Job(type_name, embed="f16"), threads=1)
+    wanted = computed(backend, open_checkpoint(tmp_path / "out.gguf"))
+    loaded = load_target(backend, model, EngineConfig(threads=1, kv_format="f32", quantization=type_name))
+    got, other = in_chunks(loaded, TOKENS), computed(backend, model)
+    assert np.array_equal(got, wanted)
+    assert not np.array_equal(other, wanted)
+
+
+def test_a_tied_output_matrix_is_quantized_at_load_and_the_embedding_is_not(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    tied = tiny(tmp_path_factory, weight_format="f16", embed_format="f16", tied=True)
+    chosen = quantized(tied, "nl4_i")
+    assert chosen["output"].name == "q6_i"
+    assert "embed" not in chosen
+    assert quantized(tied, "f16") == {}
+
+
+def test_a_type_that_is_not_known_is_refused_before_weights_are_loaded(model: Checkpoint) -> None:
+    with pytest.raises(ConfigError, match="the type 'q9' is not known; wanted one of"):
+        load_target("numpy", model, EngineConfig(quantization="q9"))
