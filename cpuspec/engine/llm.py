@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections import abc
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
@@ -42,7 +42,7 @@ from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.guarded import GuardedProposer
 from cpuspec.speculation.planner.planner import PlannedDrafter, Planner
-from cpuspec.speculation.prefix_files import PrefixDirectory, PrefixPart
+from cpuspec.speculation.prefix_files import PrefixDirectory
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.proposer import LevelContext
 from cpuspec.text import Tokenizer, make_tokenizer
@@ -402,9 +402,7 @@ class LLM:
 
     def _run(self, job: Job) -> None:
         while not job.is_done:
-            self._shared.check_open()
-            with self._shared.exclusive():
-                self.job_step(job)
+            self.job_step(job)
             if self.engine.has_work:  # of other threads, which would wait until all is read
                 self._shared.step()
 
@@ -415,11 +413,10 @@ class LLM:
         dimensions: int | None = None,
         adapters: AdapterSet | None = None,
     ) -> EmbeddingJob:
-        """The work of `embed`, for a program whose own thread runs its steps between those of `step`.
+        """The work of `embed`, for a program that has other work between its steps. `job_step` runs one.
 
-        `job_step` runs a step. pooling: "last", "mean" or "cls"; None for that of the model's files. dimensions: how many leading
-        numbers of an embedding are kept. Raises ConfigError for prompts that cannot run, and if neither the model nor the caller
-        names a pooling.
+        pooling: "last", "mean" or "cls"; None for that of the model's files. dimensions: how many leading numbers of an embedding
+        are kept. Raises ConfigError for prompts that cannot run, and if neither the model nor the caller names a pooling.
         """
         if self._final_norm is None:
             raise ConfigError("this LLM was made of a backend alone, and embeddings need its checkpoint; give it to from_backend")
@@ -469,8 +466,10 @@ class LLM:
         return ids
 
     def job_step(self, job: Job) -> None:
-        """Run one forward of the job, a short one where answers wait. The thread that calls `step` calls this, between steps."""
-        job.step(self.context.prompt_rows if self.engine.has_work else None)
+        """Run one forward of the job between two steps, a short one where answers wait. Raises ConfigError for a closed LLM."""
+        with self._shared.exclusive():
+            self._shared.check_open()
+            job.step(self.context.prompt_rows if self.engine.has_work else None)
 
     def prepare(self, wanted: RequestedAnswer) -> Request:
         """Check an answer's prompt and params, and make all that it needs to run. Any thread may call this at any time.
@@ -557,22 +556,14 @@ class LLM:
         cache_salt: of the requests that computed it. Raises CacheError if no part is cached, the file cannot be written, or the
         backend's cache cannot be saved.
         """
-        return self.saving_prefix(prompt, path, cache_salt)()
-
-    def saving_prefix(self, prompt: Prompt | Seq[Message], path: str | Path, cache_salt: str = "") -> Callable[[], int]:
-        """A call that does what `save_prefix` does, and may run beside steps. Making it waits for the running step."""
         tokens = self._prompt_ids(prompt)
         self._check_unadapted()
         with self._shared.exclusive():
             write = self.context.slots.prefix_writer(tokens, Path(path), cache_salt)
-
-        def written() -> int:
-            try:
-                return write()
-            except OSError as error:
-                raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
-
-        return written
+        try:
+            return write()  # beside steps
+        except OSError as error:
+            raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def restore_prefix(self, path: str | Path, cache_salt: str = "") -> int:
         """Put a file of `save_prefix` into the prefix cache, for prompts that begin with its tokens; returns how many these are.
@@ -580,15 +571,8 @@ class LLM:
         cache_salt: of the requests that may use it. Raises CacheError for a file that is damaged, or of another model, KV format,
         processor or version.
         """
-        return self.hold_prefix(self.read_prefix(path), cache_salt)
-
-    def read_prefix(self, path: str | Path) -> PrefixPart:
-        """The first part of `restore_prefix`, which reads the file and may run beside steps. `hold_prefix` is the second part."""
         self._shared.check_open()
-        return self.context.slots.read_prefix(Path(path))
-
-    def hold_prefix(self, part: PrefixPart, cache_salt: str = "") -> int:
-        """See `read_prefix`."""
+        part = self.context.slots.read_prefix(Path(path))  # beside steps
         self._check_unadapted()
         with self._shared.exclusive():
             return self.context.slots.insert_prefix(part, cache_salt)

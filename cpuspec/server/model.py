@@ -32,7 +32,7 @@ from cpuspec.server.errors import (
 from cpuspec.server.fill import fill_tokens
 from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import ToolFormat, shown_tokens
-from cpuspec.server.runner import Runner
+from cpuspec.server.runner import Runner, in_own_thread
 from cpuspec.server.turns import ToolUse, model_format, tool_use
 from cpuspec.settings import SamplingParams, ServerConfig
 
@@ -163,7 +163,7 @@ class ServedModel:
             async with asyncio.timeout(self.config.max_request_s):
                 await admitted.wait()
                 while not job.is_done:
-                    await self.runner.between_steps(partial(self.llm.job_step, job))
+                    await in_own_thread(partial(self.llm.job_step, job))
         except TimeoutError:
             raise TimeUpError(f"the request took longer than {self.config.max_request_s:g} s") from None
         finally:
@@ -206,7 +206,7 @@ class ServedModel:
         """Bring the prefix cache's metrics up to date, unless a step takes long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_STEP_S):
-                self.metrics.prefixes = await self.runner.between_steps(self.llm.prefix_stats)
+                self.metrics.prefixes = await in_own_thread(self.llm.prefix_stats)
 
     def retry_after_s(self) -> int:
         """Seconds until a place may be free, estimated from recent requests."""

@@ -323,7 +323,7 @@ async def change_slot(number: int, action: str, request: Request, body: SlotBody
         if found.has_keys:
             raise ForbiddenError("erase empties the prefix cache of all clients, which have keys of their own")
         num_erased, slot.tokens = len(slot.tokens), []
-        await found.runner.between_steps(partial(found.llm.forget_prefixes, waits=False))
+        await in_own_thread(partial(found.llm.forget_prefixes, waits=False))
         return json_response({"id_slot": number, "n_erased": num_erased})
     if action not in ("save", "restore"):
         raise RequestError(f"action is save, restore or erase, got {action[:40]!r}", "action")
@@ -334,13 +334,12 @@ async def change_slot(number: int, action: str, request: Request, body: SlotBody
     path, begin_s = Path(directory) / (f"{client}-{name}" if found.has_keys else name), now_s()
     if action == "save" and not (slot.tokens and (slot.client == client or not found.has_keys)):
         raise RequestError(f"slot {number} has computed nothing yet, or its last request was another key's", "id_slot")
-    llm, between_steps = found.llm, found.runner.between_steps
+    llm = found.llm
     try:
         if action == "save":
-            done = await in_own_thread(await between_steps(partial(llm.saving_prefix, slot.tokens.copy(), path, slot.salt)))
+            done = await in_own_thread(partial(llm.save_prefix, slot.tokens.copy(), path, slot.salt))
         else:
-            part = await in_own_thread(partial(llm.read_prefix, path))
-            done = await between_steps(partial(llm.hold_prefix, part, found.salt(client)))
+            done = await in_own_thread(partial(llm.restore_prefix, path, found.salt(client)))
     except CacheError as error:  # a client must not learn where the directory is
         raise RequestError(str(error).replace(str(path), name), "filename") from None
     counts = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")

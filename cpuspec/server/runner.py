@@ -4,16 +4,16 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import abc, deque
+from collections import abc
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cpuspec.engine.engine import Output, Request
 from cpuspec.engine.llm import LLM
 from cpuspec.environment import start_thread
-from cpuspec.server.errors import EngineFailedError, UnavailableError, contained
+from cpuspec.server.errors import EngineFailedError, contained
 
 _LOG = logging.getLogger("cpuspec.server")
 
@@ -37,7 +37,6 @@ class Runner:
         self._wake = threading.Event()
         self._closed = False
         self._outputs: list[tuple[OnOutput, Output]] = []  # of the running step
-        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()  # to be called at the end of the step
         self._begin()
 
     def _begin(self) -> None:
@@ -65,22 +64,11 @@ class Runner:
         self._llm.abort(request_id)
         self._wake.set()
 
-    async def between_steps(self, function: Callable[[], _T]) -> _T:
-        """Call the function in the engine's thread between two steps, and return what it returns."""
-        self._check_alive()
-        if self._closed:
-            raise UnavailableError("the model is being unloaded; try again later")
-        future: Future[_T] = Future()
-        self._calls.append((future, function))
-        self._wake.set()
-        return await asyncio.wrap_future(future)
-
     def close(self) -> None:
         """End the thread when its step is done."""
         self._closed = True
         self._wake.set()
         self._thread.join()
-        self._fail_calls()
 
     def _receive(self, on_output: OnOutput, output: Output) -> None:
         self._outputs.append((on_output, output))
@@ -99,23 +87,13 @@ class Runner:
     def _died(self) -> None:
         """End everything that waits for the dead thread, and start another one. Runs in the event loop."""
         self._thread.join()
-        self._fail_calls()
         if self._has_answered and not self._closed:
             self._begin()
         self._on_failure()
 
-    def _fail_calls(self) -> None:
-        """End those that wait for the end of a step which never comes."""
-        while self._calls:
-            future, _ = self._calls.popleft()
-            if future.set_running_or_notify_cancel():
-                future.set_exception(EngineFailedError("the engine's thread has ended; try again"))
-
     def _run(self) -> None:
         failed = False
         while not self._closed:
-            while self._calls:
-                _run_into(*self._calls.popleft())
             try:
                 more, failed = self._llm.step(), False
             except BaseException:  # a panic of a Rust library is no Exception
@@ -140,17 +118,16 @@ class Runner:
 async def in_own_thread(function: Callable[[], _T]) -> _T:
     """Call the function in a daemon thread, and return what it returns."""
     future: Future[_T] = Future()
-    start_thread(threading.Thread(target=_run_into, args=(future, function), name="cpuspec-load", daemon=True))
+
+    def run() -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(contained(function))
+            except Exception as error:
+                future.set_exception(error)
+
+    start_thread(threading.Thread(target=run, name="cpuspec-call", daemon=True))
     return await asyncio.wrap_future(future)
-
-
-def _run_into(future: Future[Any], function: Callable[[], Any]) -> None:
-    """Call the function, and give its result or its error to the future."""
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(contained(function))
-        except Exception as error:
-            future.set_exception(error)
 
 
 def _deliver(outputs: list[tuple[OnOutput, Output]]) -> None:

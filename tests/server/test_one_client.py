@@ -16,10 +16,9 @@ from cpuspec.engine.engine import Engine
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.sequence import Sequence
 from cpuspec.server import completions
-from cpuspec.server.errors import BusyError, UnavailableError
+from cpuspec.server.errors import BusyError
 from cpuspec.server.figures import completion_logprobs
 from cpuspec.server.response_store import ResponseStore
-from cpuspec.server.runner import Runner
 from cpuspec.settings import SamplingParams, SpecConfig
 from cpuspec.text.tokenizer import Tokenizer
 from tests.server.running import LONGEST_CALLBACK_S, Running, load, serving, with_free_loop
@@ -177,17 +176,6 @@ def test_a_client_is_known_by_its_own_address(path: Path, monkeypatch: pytest.Mo
         running.eventually(lambda: any('"/v1/models"' in one.getMessage() for one in caplog.records))
     line = next(json.loads(one.getMessage()) for one in caplog.records if '"/v1/models"' in one.getMessage())
     assert line["client"] == "127.0.0.1"
-
-
-def test_a_closed_runner_lets_nobody_wait(path: Path) -> None:
-    async def ask() -> None:
-        with load(path) as llm:
-            runner = Runner(llm, asyncio.get_running_loop())
-            runner.close()
-            with pytest.raises(UnavailableError):
-                await runner.between_steps(lambda: None)
-
-    asyncio.run(ask())
 
 
 def test_the_option_of_a_wrong_directory_is_named(tmp_path: Path) -> None:
