@@ -477,10 +477,10 @@ class LLM:
         A long prompt, and a grammar that was not used lately, may take seconds. Raises as `check` does.
         """
         self.check(wanted.prompt, wanted.params)
-        return self.engine.prepare(self._adapted(wanted))
+        return self._request(wanted)
 
-    def _adapted(self, wanted: RequestedAnswer) -> RequestedAnswer:
-        return replace(wanted, adapters=self.adapters.default) if wanted.adapters is None else wanted
+    def _request(self, wanted: RequestedAnswer) -> Request:
+        return self.engine.prepare(replace(wanted, adapters=self.adapters.default) if wanted.adapters is None else wanted)
 
     def submit(self, wanted: RequestedAnswer | Request, receiver: Receiver) -> int:
         """Queue an answer for a program with an event loop, whose own thread calls `step`; returns the request's id.
@@ -488,7 +488,7 @@ class LLM:
         `check` or `prepare` must have passed the prompt and the params. receiver: called with each output by the thread that runs
         the step. It must neither wait nor raise. Raises ConfigError for a closed LLM.
         """
-        return self._shared.submit(wanted if isinstance(wanted, Request) else self._adapted(wanted), receiver)
+        return self._shared.submit(wanted if isinstance(wanted, Request) else self._request(wanted), receiver)
 
     def abort(self, request_id: int) -> None:
         """Abort a request of `submit`, before the next step. Its receiver is not called any more."""
@@ -510,10 +510,6 @@ class LLM:
         if params.draft is not None:
             self._choose(params.draft)
         self.engine.check(prompt, params)
-
-    def has_compiled(self, params: SamplingParams) -> bool:
-        """Whether the grammar of params is compiled already. Any thread may call this at any time."""
-        return self.engine.has_compiled(params)
 
     @property
     def levels(self) -> dict[str, LevelCounters]:
@@ -655,10 +651,9 @@ class LLM:
             for prompt, one, adapters in zip(prompts, params, sets, strict=True):
                 template = self.tokenizer.chat_template_for(variables) if variables is not None and one.stop else None
                 apart, within = stop_scope(self.tokenizer, template, prompt) if template else ([], "")
-                each = [
-                    RequestedAnswer(prompt, answer, adapters=adapters, apart=apart, within=within) for answer in answer_params(one)
-                ]
-                request_ids += map(self._shared.submit, each)
+                for answer in answer_params(one):
+                    wanted = RequestedAnswer(prompt, answer, adapters=adapters, apart=apart, within=within)
+                    request_ids.append(self._shared.submit(self._request(wanted)))
             outputs = [list(self._shared.outputs(request_id)) for request_id in request_ids]
         finally:
             for request_id in request_ids:
@@ -688,7 +683,7 @@ class LLM:
         return found
 
     def _stream(self, wanted: RequestedAnswer) -> Generator[Output]:
-        request_id = self._shared.submit(wanted)
+        request_id = self._shared.submit(self._request(wanted))
         try:
             for output in self._shared.outputs(request_id):
                 yield output

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 
-from cpuspec.engine.engine import Engine, Output, Request, RequestedAnswer
+from cpuspec.engine.engine import Engine, Output, Request
 from cpuspec.errors import BackendError, ConfigError, CpuspecError
 from cpuspec.metrics import RequestStats
 
@@ -45,13 +45,12 @@ class SharedEngine:
         self._waiting: dict[object, _Inbox] = {}  # the inboxes of the threads that wait
         self._exclusive: dict[_Inbox, None] = {}  # of these, those of `exclusive`, which come before those that want an output
 
-    def submit(self, wanted: RequestedAnswer | Request, receiver: Receiver | None = None) -> int:
-        """Queue an answer, which `Engine.prepare` may have prepared; returns the request's id. Raises ConfigError if it is closed.
+    def submit(self, request: Request, receiver: Receiver | None = None) -> int:
+        """Queue a request that `Engine.prepare` has made; returns its id. Raises ConfigError if it is closed.
 
         receiver: what the thread that runs a step calls with each output; None for an inbox that `outputs` reads.
         """
         self.check_open()
-        request = wanted if isinstance(wanted, Request) else self._engine.prepare(wanted)
         request.meter.arrive()
         if receiver is None:
             inbox: _Inbox = SimpleQueue()
@@ -167,7 +166,8 @@ class SharedEngine:
             self.check_open()
             self._run_commands()
             for output in self._engine.step():
-                if receiver := self._receivers.get(output.request_id):
+                is_last = output.finish_reason is not None
+                if receiver := (self._receivers.pop if is_last else self._receivers.get)(output.request_id, None):
                     receiver(output)
         except BaseException:
             self._engine.abort_all()  # an interrupt between step and inboxes may have lost a part of an answer

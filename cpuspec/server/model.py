@@ -137,7 +137,7 @@ class ServedModel:
         self.admission.check(client, len(requested))
         params, workers = requested[0].params, self._workers
         # A grammar that is compiled already does not wait behind others.
-        if params.has_grammar and not await workers.run(client, partial(self.llm.has_compiled, params)):
+        if params.has_grammar and not await workers.run(client, partial(self.llm.engine.has_compiled, params)):
             workers = self._compiler
         prepared = await workers.run(client, partial(self._prepared, client, requested, rng))
         return Answers(self, client, request_id, prepared, rng)
@@ -377,14 +377,15 @@ class Answers:
         metrics.output(self.meters[number], len(output.token_ids))
         if output.finish_reason is not None:
             metrics.ended(self.meters[number], output.finish_reason, output.stats.num_cached_tokens if output.stats else 0)
-            self._release(number)
+            self._release(number, has_ended=True)
             self.model.admission.leave(self._tickets[number])
 
-    def _release(self, number: int) -> None:
-        """Abort an answer that still runs, and free its slot."""
+    def _release(self, number: int, has_ended: bool = False) -> None:
+        """Free an answer's slot, and abort it unless it has ended."""
         engine_id = self._engine_ids.pop(number, None)
         if engine_id is not None:
-            self.model.runner.abort(engine_id)
+            if not has_ended:
+                self.model.runner.abort(engine_id)
             slot = self._slots.pop(number)
             slot.meter, slot.request_id = None, ""
 

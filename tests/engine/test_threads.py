@@ -69,6 +69,7 @@ def test_receivers_get_the_answers_that_generate_gives() -> None:
     for number, prompt in enumerate(PROMPTS):
         llm.submit(RequestedAnswer(prompt, PARAMS), received.setdefault(number, []).append)
     run_steps(llm, received)
+    assert not llm._shared._receivers
     tokens = [[token for output in received[number] for token in output.token_ids] for number in range(len(PROMPTS))]
     assert tokens == [expected(prompt) for prompt in PROMPTS]
     assert sum(level.num_draft_tokens for level in llm.levels.values()) > 0

@@ -549,7 +549,7 @@ def test_clients_take_turns_at_the_compiler_and_a_compiled_grammar_waits_for_non
         check = served.llm.check
 
         def slow(prompt: Sequence[int], params: SamplingParams) -> None:
-            if not served.llm.has_compiled(params):
+            if not served.llm.engine.has_compiled(params):
                 compiled.append(str(params.regex))
                 assert go_on.wait(PATIENCE_S)
             check(prompt, params)
