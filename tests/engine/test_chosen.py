@@ -69,7 +69,7 @@ def test_requests_with_one_choice_share_a_proposer_that_goes_with_the_last(llm: 
         ("ngram@0", "drafts 1 to"),
         ("ngram:bush", "ngram"),
         ("@", "wanted none, or levels"),
-        ("ngram," * 1000, ""),
+        ("ngram," * 1000, "a request drafts with"),
     ],
 )
 def test_what_is_not_loaded_is_refused_with_what_is(llm: LLM, choice: str, message: str) -> None:
