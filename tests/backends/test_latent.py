@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpuspec.backends import Backend, make_backend
+from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import read_gguf
 from cpuspec.checkpoints.gguf_writer import TensorInfo, entry, write_gguf
@@ -13,7 +13,7 @@ from cpuspec.config import Latent
 from cpuspec.errors import BackendError, CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.settings import EngineConfig
-from tests.backends.models import DEPTHS, LATENT, PARENTS, PATHS, TREE, computed, every_backend, forward, reference, tiny
+from tests.backends.models import LATENT, check_rows, computed, every_backend, forward, reference, tiny
 from tools.make_tiny_model import make_tiny_gguf
 
 TOKENS = np.random.default_rng(1).integers(0, 384, 300).tolist()
@@ -46,40 +46,18 @@ def test_a_format_of_the_cache_rounds_as_in_the_reference(checkpoints, name: str
     assert away < 0.1 * np.abs(wanted - exact).mean()
 
 
-def _backend(checkpoint: Checkpoint, kv_format: str, threads: int) -> Backend:
-    return make_backend("numba", checkpoint, EngineConfig(kv_format=kv_format, threads=threads, max_rows=512, keep_packed=False))
-
-
 @pytest.mark.parametrize(("weight_format", "kv_format"), [("q4_0", "f16"), ("q8_0", "int8"), ("f32", "int4")])
-def test_a_row_does_not_depend_on_its_batch_its_chunk_threads_or_its_tree(
-    tmp_path_factory, weight_format: str, kv_format: str
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_row_depends_on_its_past_alone(tmp_path_factory, weight_format: str, kv_format: str) -> None:  # type: ignore[no-untyped-def]
     checkpoint = tiny(tmp_path_factory, weight_format=weight_format, **LATENT["glm4_moe_lite"])
-    one, two = (_backend(checkpoint, kv_format, threads) for threads in (1, 2))
-    cache = one.new_cache(1, 320)
-    alone = np.concatenate([forward(one, cache, {0: [token]}).logits.copy() for token in TOKENS])
-    cache = two.new_cache(3, 320)
-    for start in range(0, 300, 60):
-        rows = {slot: TOKENS[cache.lengths[slot] : start + 60 - 7 * slot] for slot in range(3)}
-        starts = [cache.lengths[slot] for slot in rows]
-        got = forward(two, cache, rows).logits
-        assert np.array_equal(
-            got, np.concatenate([alone[a : a + len(some)] for a, some in zip(starts, rows.values(), strict=True)])
-        )
-    length = cache.truncate(0, 270)
-    branches = forward(two, cache, {0: TREE}, parents=PARENTS, positions=length + DEPTHS).logits.copy()
-    for path in PATHS:
-        cache.copy(1, 2, length)
-        assert np.array_equal(branches[path], forward(two, cache, {2: [TREE[node] for node in path]}).logits)
-    cache.keep_path(0, length, np.array(PATHS[1], np.int32))
-    cache.copy(1, 2, length)
-    forward(two, cache, {2: [TREE[node] for node in PATHS[1]]})
-    assert np.array_equal(*(forward(two, cache, {slot: [7, 8]}).logits.copy() for slot in (0, 2)))
-    cache.truncate(2, 0)
-    cache.append_block(2, cache.read_block(1, 0, 256), 256)
-    assert np.array_equal(forward(two, cache, {2: TOKENS[256:]}).logits, alone[256:])
-    for backend in (one, two):
-        backend.close()
+    alone = check_rows(checkpoint, TOKENS, kv_format=kv_format, threads=(1, 2), prefixes=(0, 21, 256, 270))
+    backend = make_backend("numba", checkpoint, EngineConfig(kv_format=kv_format, threads=2, max_rows=512, keep_packed=False))
+    cache = backend.new_cache(3, 320)
+    forward(backend, cache, {0: TOKENS})
+    cache.append_block(1, cache.read_block(0, 0, 256), 256)
+    assert np.array_equal(forward(backend, cache, {1: TOKENS[256:]}).logits, alone[256:])
+    cache.copy(1, 2, 280)
+    assert np.array_equal(forward(backend, cache, {2: TOKENS[280:]}).logits, alone[280:])
+    backend.close()
 
 
 def _older(path: Path, heads: int, latent: Latent, weight_format: str) -> Path:
