@@ -289,8 +289,6 @@ def test_a_directory_is_of_the_language_model_that_was_read(tmp_path: Path) -> N
         (Job("q4_0"), "out", ".gguf"),
         (Job("w8a8", ("awq",)), "out", "calibration"),
         (Job("nl4_g32"), "out", ".gguf"),
-        (Job("nl4_xs"), "out", ".gguf"),
-        (Job("nl4_i"), "out", ".gguf"),
         (Job("w4a16"), "hf", "itself"),
     ],
 )

@@ -122,8 +122,7 @@ def test_a_hugging_face_model_becomes_a_gguf_file_of_the_same_model(tmp_path: Pa
     source = open_checkpoint(make_tiny_hf(tmp_path / "hf", dtype="f32", **options))
     quantize(source, tmp_path / "out.gguf", Job("f32"), threads=1)
     again = open_checkpoint(tmp_path / "out.gguf")
-    for field, value in vars(source.config).items():
-        assert getattr(again.config, field) == pytest.approx(value) if isinstance(value, float) else True, field
+    assert set(differing(source.config, again.config)) <= ({"architecture"} if name.endswith("without states") else set())
     ids = np.random.default_rng(0).integers(0, 300, 40).tolist()
     assert compared(source, again, ids).max_abs_logit_difference < 1e-3
     assert again.vocabulary.model == "gpt2"  # type: ignore[union-attr]
@@ -279,8 +278,9 @@ def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
     found = [] if np.allclose(*tables, atol=1e-4) else ["rope_scaling"]
     for name, value in vars(one).items():
         got = getattr(other, name)
-        if name == "experts" and value and got:  # GGUF files have a least sum of their own (`families.LEAST_SUM`)
-            got = replace(got, least_sum=value.least_sum)
+        if name == "experts" and value and got:  # GGUF files have 32 bits, and a least sum of their own (`families.LEAST_SUM`)
+            scale = value.scale if np.isclose(got.scale, value.scale, rtol=1e-6) else got.scale
+            got = replace(got, least_sum=value.least_sum, scale=scale)
         if name == "architecture":  # several families may have one name in files
             got = value if FAMILIES[got].gguf_name == FAMILIES[value].gguf_name else got
         used = name != "rope_scaling" and (name != "local_rope_base" or "local" in one.layer_ropes)
