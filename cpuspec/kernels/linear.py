@@ -264,8 +264,8 @@ def _float_codes_sums(p: Pass, name: str, rows: int, acts: Value, stride: Value)
                 lambda pair: None,
             )  # fmt: skip
             scale = (scales + (index >> shift) * 64).f32()
-            for partial, total in zip(sums, totals, strict=True):
-                total.set(fma(partial * codes.factor, scale, total.get()))
+            for group_sum, total in zip(sums, totals, strict=True):
+                total.set(fma(group_sum * codes.factor, scale, total.get()))
     return [total.get() for total in totals]
 
 
@@ -286,8 +286,8 @@ def _paired_sums(p: Pass, rows: int, acts: Value, stride: Value) -> list[Value]:
         sums = _add_pairs(
             o, rows, acts + group * GROUP * stride, stride, numbers, lambda pair: (here + pair * 64).fetch(AHEAD, 64, INTO_FIRST)
         )
-        for partial, total in zip(sums, totals, strict=True):
-            total.set(total.get() + partial)
+        for group_sum, total in zip(sums, totals, strict=True):
+            total.set(total.get() + group_sum)
     restore()
     return [total.get() for total in totals]
 

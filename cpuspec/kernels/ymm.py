@@ -250,8 +250,8 @@ def rows_pass(name: str, encoding: str, p: Pass) -> None:
                 scale = integer_scale(name, here)
                 with o.loop(block_rows) as row:
                     scale_of_row, minus_sum = factors_of_panel(records, block_rows, row)
-                    partial, total = totals + row * 64, sums + at + row * 64
-                    total.store(end_panel(partial.i32() + minus_sum.every(I32), scale, scale_of_row, total.f32()))
-                    partial.store(o.number(0, I32X16))
+                    row_total, total = totals + row * 64, sums + at + row * 64
+                    total.store(end_panel(row_total.i32() + minus_sum.every(I32), scale, scale_of_row, total.f32()))
+                    row_total.store(o.number(0, I32X16))
     with o.loop(streams) as stream, o.loop(rows) as row:
         p.finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())
