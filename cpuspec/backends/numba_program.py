@@ -152,9 +152,9 @@ class ProgramWriter:
         self._inputs_of_heads: dict[str, U8] = {}  # activations of latent attention's heads, by encoding
         self._value_places: I32 | None = None  # of its cached keys
         self._inputs = _new_inputs(max_rows, max(m.shape[-1] for m in matrices.values()))
-        if routing:  # of experts, whose segments may begin at any row
-            widest = max(m.shape[-1] for name, m in matrices.items() if ".expert_" in name)
-            self._inputs_of_pairs = _new_inputs(routing.pairs + products.BLOCK_ROWS, widest)
+        widths = [m.shape[-1] for name, m in matrices.items() if ".expert_" in name]  # none where a draft skips these layers
+        if routing and widths:  # segments of experts may begin at any row
+            self._inputs_of_pairs = _new_inputs(routing.pairs + products.BLOCK_ROWS, max(widths))
 
     def embed(self) -> _Rows:
         out = self._rows("embed", self._config.hidden_size)

@@ -15,7 +15,7 @@ from cpuspec.config import ModelConfig, RopeScaling
 from cpuspec.environment import cache_dir
 from cpuspec.errors import BackendError
 from cpuspec.settings import EngineConfig
-from tests.backends.models import every_backend
+from tests.backends.models import every_backend, in_gguf
 from tests.block_heads import make_block_head
 from tests.heads import RandomHead, make_eagle1, make_eagle3
 from tests.stage_heads import make_medusa
@@ -50,6 +50,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def plain_answers(model: str, params: SamplingParams) -> list[list[int]]:
     with LLM(model, "none", threads=1) as llm:
         return [llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS]
+
+
+def test_a_draft_that_skips_all_layers_with_experts_changes_no_answer(tmp_path: Path) -> None:
+    model = str(make_tiny_gguf(tmp_path / "tiny.gguf", **{"num_layers": 2, **in_gguf("bailingmoe2")}))
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with LLM(model, "skip:1@3", threads=1) as llm:
+        assert [one.token_ids for one in llm.generate(list(PROMPTS), params)] == plain_answers(model, params)
 
 
 @pytest.mark.parametrize("model", ["a mixture"], indirect=True)
