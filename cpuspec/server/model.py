@@ -232,7 +232,9 @@ class ServedModel:
 
     def _state(self) -> tuple[int, int, float]:
         held = sum(slot.meter.num_prompt_tokens + slot.meter.num_new_tokens for slot in self.slots if slot.meter)
-        return self.admission.num_running, self.admission.num_waiting, held / (len(self.slots) * self.llm.context_length)
+        waiting = self.llm.engine.num_waiting
+        running = max(self.admission.num_running - waiting, 0)
+        return running, self.admission.num_waiting + waiting, held / (len(self.slots) * self.llm.context_length)
 
 
 async def served(name: str, llm: LLM, config: ServerConfig) -> ServedModel:

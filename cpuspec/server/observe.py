@@ -155,7 +155,7 @@ class Metrics:
         """The metrics that are computed when they are asked for, as a registry wants them of a collector."""
         running, waiting, share = self._state()
         yield self._family(Gauge, "num_requests_running", "Answers that run.", [(running,)])
-        yield self._family(Gauge, "num_requests_waiting", "Answers that wait for a place.", [(waiting,)])
+        yield self._family(Gauge, "num_requests_waiting", "Answers that wait for a place, or for memory or a prefix.", [(waiting,)])
         help = "Share of the cache's tokens that running answers hold; 1 is all."
         yield self._family(Gauge, "kv_cache_usage_perc", help, [(share,)])
         for name, values in self._recent.items():
