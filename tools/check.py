@@ -1,6 +1,7 @@
 """Every check of the project, one after the other, and a summary: `python tools/check.py` before each commit.
 
-Runs ruff (lint and format), mypy and pytest with the interpreter it was started with. Exits with 1 if any of them failed.
+Runs ruff (lint and format), mypy and pytest with the interpreter it was started with, and prints the lines of each package. Exits
+with 1 if any of them failed.
 `python tools/check.py --all` also runs the tests marked slow: every combination of families, formats, ways and drafters.
 `python tools/check.py --changed` prints the tests of the files that have changed since the last commit, and runs nothing.
 """
@@ -9,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,12 +41,35 @@ def tests_by_path() -> dict[str, str]:
 
 def print_tests_of_changes() -> None:
     """Print a line for each changed file that the table has: its name, and the command that tests it."""
-    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in (line[3:].rpartition(" -> ")[2] for line in changed.splitlines()):
+    for name in (line[3:].rpartition(" -> ")[2] for line in _git("status", "--porcelain")):
         inside = name.removeprefix("cpuspec/")
         tests = [given for path, given in tests_by_path().items() if inside.startswith(path) and inside != name]
         if tests or name.startswith("tests/test_"):
             print(f"{name}: python -m pytest -q {' '.join(tests) or name}")
+
+
+def _git(*words: str) -> list[str]:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def print_lines() -> None:
+    """Print the lines of Python of each package, of tests and of tools, and by how many they differ from the last commit."""
+    lines: Counter[str] = Counter()
+    changes: Counter[str] = Counter()
+
+    def part(name: str) -> str:
+        first, *rest = name.split("/")
+        return f"cpuspec/{rest[0]}" if first == "cpuspec" and len(rest) > 1 else first
+
+    for name in _git("ls-files", "*.py"):
+        if (path := ROOT / name).exists():
+            lines[part(name)] += path.read_text("utf-8").count("\n")
+    for line in _git("diff", "--numstat", "--no-renames", "HEAD", "--", "*.py"):
+        added, removed, name = line.split("\t")
+        changes[part(name)] += int(added) - int(removed)
+    whole = sum(number for name, number in lines.items() if name.startswith("cpuspec"))
+    print(", ".join(f"{name} {number:,} ({changes[name]:+})" for name, number in lines.most_common()))
+    print(f"lines of Python: cpuspec {whole:,}, tests {lines['tests']:,}, tools {lines['tools'] + lines['benchmarks']:,}")
 
 
 def _passes(name: str, *command: str) -> bool:
@@ -59,6 +84,8 @@ def main() -> int:
         return 0
     chosen = ALL if sys.argv[1:] == ["--all"] else ()
     failed = [name for name, command in CHECKS.items() if not _passes(name, *command, *(chosen if name == "tests" else ()))]
+    if (ROOT / ".git").exists():
+        print_lines()
     if "tests" in failed:
         _passes("tests that failed", *AGAIN, *chosen)
     for name in CHECKS:
