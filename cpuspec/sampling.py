@@ -103,12 +103,12 @@ class TokenHistory:
         other._places, other._ids, other._counts = self._places.copy(), self._ids.copy(), self._counts.copy()
         return other
 
-    def counts(self, ahead: Sequence[int]) -> tuple[I64, I64, I64]:
-        """Ids seen anywhere, some of them twice, ids generated, and how often each of those; `ahead` counts as generated."""
+    def counts(self, drafted: Sequence[int]) -> tuple[I64, I64, I64]:
+        """Ids seen anywhere, some of them twice, ids generated, and how often each of those; `drafted` counts as generated."""
         known = self
-        if ahead:
+        if drafted:
             known = self.copy()
-            known.extend(ahead)
+            known.extend(drafted)
         places = np.flatnonzero(known._counts)
         ids, counts = known._ids[places], known._counts[places]
         return np.concatenate([self._prompt_ids, ids]), ids, counts
@@ -116,20 +116,20 @@ class TokenHistory:
 
 @np.errstate(over="ignore", invalid="ignore")
 def processed(
-    logits: F32, params: SamplingParams, history: TokenHistory | None, ahead: Sequence[int] = (), legal: Legal | None = None
+    logits: F32, params: SamplingParams, history: TokenHistory | None, drafted: Sequence[int] = (), legal: Legal | None = None
 ) -> NDArray[Any]:
     """Logits [V] after bias and penalties: in float64, or as they are where nothing changes them.
 
-    history: the sequence's tokens; None where `params.keeps_order`. ahead: drafted tokens between them and this row. legal: the
+    history: the sequence's tokens; None where `params.keeps_order`. drafted: drafted tokens between them and this row. legal: the
     tokens to choose from, None for all; a draft model that knows none of them chooses from all. Repetition divides positive and
     multiplies negative logits of every token seen (arXiv 1909.05858, section 4.1); frequency and presence subtract for
     generated tokens only. Raises BackendError for NaN or infinite logits and ConfigError where bias and penalties leave no token.
     """
-    return _processed(logits, params, history, ahead, legal)[0]
+    return _processed(logits, params, history, drafted, legal)[0]
 
 
 def _processed(
-    logits: NDArray[Any], params: SamplingParams, history: TokenHistory | None, ahead: Sequence[int], legal: Legal | None
+    logits: NDArray[Any], params: SamplingParams, history: TokenHistory | None, drafted: Sequence[int], legal: Legal | None
 ) -> tuple[NDArray[Any], Any]:
     """The same, and its largest."""
     best = logits.max()
@@ -143,7 +143,7 @@ def _processed(
     if bias:
         x[np.fromiter(bias.keys(), np.int64, len(bias))] += np.fromiter(bias.values(), np.float64, len(bias))
     assert history, "penalties need the tokens that they are for"
-    seen, generated, counts = history.counts(ahead)
+    seen, generated, counts = history.counts(drafted)
     if penalty != 1:
         had = x[seen]
         x[seen] = np.where(had > 0, had / penalty, had * penalty)
@@ -157,14 +157,14 @@ def _processed(
 
 @np.errstate(over="ignore", invalid="ignore")
 def distribution(
-    logits: F32, params: SamplingParams, history: TokenHistory | None, ahead: Sequence[int] = (), legal: Legal | None = None
+    logits: F32, params: SamplingParams, history: TokenHistory | None, drafted: Sequence[int] = (), legal: Legal | None = None
 ) -> Row:
     """Probabilities [V] of the next token; greedy is a point mass on the argmax. Arguments and errors as in `processed`.
 
     Ties at the edge of top-k and top-p go to the lower id. Top-p looks at the renormalised distribution that top-k leaves
     and keeps the fewest tokens that reach it. Probabilities are float64, and computed for those tokens only that may be kept.
     """
-    x, best = _processed(logits, params, history, ahead, legal)
+    x, best = _processed(logits, params, history, drafted, legal)
     size = len(x)
     if params.greedy:
         return SparseRow(np.array([argmax(x)]), np.ones(1), size)

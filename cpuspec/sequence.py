@@ -50,7 +50,7 @@ class Sequence:
     adapters: AdapterSet = ()
     finish_reason: str | None = None  # "stop", "length", "error", "aborted"
     error: CpuspecError | None = None  # why it cannot go on
-    _num_committed: int | None = None  # of the tokens, where others follow them; see `ahead`
+    _num_committed: int | None = None  # of the tokens, where others follow them; see `with_drafted`
     _history: TokenHistory | None = None
     _num_counted: int = 0  # of the tokens, in the history
 
@@ -101,21 +101,21 @@ class Sequence:
         self._num_counted = len(self.tokens)
         return self._history
 
-    def draw(self, row: Row, num_ahead: int = 0) -> int:
-        """A token from the probabilities of the next one, or of the one after `num_ahead` drafted tokens.
+    def draw(self, row: Row, num_drafted: int = 0) -> int:
+        """A token from the probabilities of the next one, or of the one after `num_drafted` drafted tokens.
 
         Every draw for one place in the answer uses the same random numbers: the target draws the token that it draws without any
         draft, and a draft model's rows, the more they resemble the target's, the more often draw that one, too.
         """
-        return self.draws.draw(row, self.num_output_tokens + num_ahead)
+        return self.draws.draw(row, self.num_output_tokens + num_drafted)
 
-    def legal(self, ahead: Seq[int] = (), is_answer: bool = False) -> Legal | None:
-        """The tokens that may follow the output and the drafted tokens `ahead`, [V]. None: any may, or the answer has ended.
+    def legal(self, drafted: Seq[int] = (), is_answer: bool = False) -> Legal | None:
+        """The tokens that may follow the output and the drafted tokens `drafted`, [V]. None: any may, or the answer has ended.
 
         is_answer: whether they are the answer's next tokens for sure.
         """
         constraint = self.answer_constraint if is_answer else self.constraint
-        return constraint.legal([*self.output, *ahead]) if constraint else None
+        return constraint.legal([*self.output, *drafted]) if constraint else None
 
     @property
     def num_wanted(self) -> int:
@@ -131,7 +131,7 @@ class Sequence:
         """Add generated tokens."""
         self.tokens.extend(tokens)
 
-    def ahead(self, tokens: Iterable[int] = ()) -> "Sequence":
+    def with_drafted(self, tokens: Iterable[int] = ()) -> "Sequence":
         """A sequence of its own that has drafted tokens after this one's, and may be extended; this one stays as it is."""
         history = self.history.copy() if self.history else None
         return replace(self, tokens=[*self.tokens, *tokens], _num_committed=self.num_committed, _history=history)

@@ -10,9 +10,9 @@ TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 PENALISED = SamplingParams(frequency_penalty=0.5)
 
 
-def counted(seq: Sequence, ahead: list[int]) -> tuple[set[int], dict[int, int]]:
+def counted(seq: Sequence, extended: list[int]) -> tuple[set[int], dict[int, int]]:
     assert seq.history
-    seen, generated, counts = seq.history.counts(ahead)
+    seen, generated, counts = seq.history.counts(extended)
     return set(seen.tolist()), dict(zip(generated.tolist(), counts.tolist(), strict=True))
 
 
@@ -24,10 +24,10 @@ def test_a_sequence_with_tokens_ahead_is_like_one_that_committed_them_and_leaves
     seq.extend(committed)
     alone.extend(committed)
     whole.extend([*committed, *drafted, *more])
-    ahead = seq.ahead(drafted).ahead()
-    ahead.extend(more)
-    for one, other in ((ahead, whole), (seq, alone)):
+    extended = seq.with_drafted(drafted).with_drafted()
+    extended.extend(more)
+    for one, other in ((extended, whole), (seq, alone)):
         assert one.tokens == other.tokens
         assert counted(one, []) == counted(other, [])
         assert counted(one, [0, 1]) == counted(other, [0, 1])
-    assert (ahead.num_committed, seq.num_committed) == (len(seq.tokens), len(seq.tokens))
+    assert (extended.num_committed, seq.num_committed) == (len(seq.tokens), len(seq.tokens))

@@ -173,7 +173,7 @@ class NumbaBackend:
         decode(c, self._writer)
         self._first = dict(self._writer.first)  # buffers that are written before a forward
         # Whether a forward can follow another without Python in between.
-        self._can_run_ahead = not (self._first or self._recurrent or self._writer.stored)
+        self._can_run_extra_steps = not (self._first or self._recurrent or self._writer.stored)
         self._num_positions = 0  # whose cosines and sines are known
         self._rotations: list[F32] = []
         self._programs: list[program.Program] = []
@@ -259,8 +259,10 @@ class NumbaBackend:
         batch.check(c, cache, self.max_rows)
         lists = batch.lists
         num_rows, logit_rows = len(lists.tokens), lists.logit_rows
-        num_ahead = batch.num_ahead if self._can_run_ahead and not batch.hidden_layers and num_rows <= argmax.MOST_ROWS else 0
-        self._provide_rotations(max(lists.positions) + num_ahead)
+        extra_steps = (
+            batch.extra_steps if self._can_run_extra_steps and not batch.hidden_layers and num_rows <= argmax.MOST_ROWS else 0
+        )
+        self._provide_rotations(max(lists.positions) + extra_steps)
         if self._first:
             self._write_first_rows(batch)
         num_logits = num_rows if logit_rows is None else len(logit_rows)
@@ -270,7 +272,7 @@ class NumbaBackend:
         kept = None
         if batch.hidden_layers:
             kept, output.hidden = self._room_for_hidden(batch.hidden_layers, num_rows)
-        lengths, addresses, num_chunks = self._entered(lists.slots, lists.q_start, cache, num_ahead)
+        lengths, addresses, num_chunks = self._entered(lists.slots, lists.q_start, cache, extra_steps)
         entered, adapter_bytes = self._prompt_program if batch.of_prompts else self.program, 0
         if batch.adapters:
             entered, adapted = self._adapted_program(batch.of_prompts)
@@ -291,7 +293,7 @@ class NumbaBackend:
             batch.both_ways,
             batch.stops_early,
             batch.sees_rows,
-            num_ahead,
+            extra_steps,
             batch.ends,
         )
         if self._recurrent:
@@ -305,9 +307,9 @@ class NumbaBackend:
         if self._recurrent:
             self._recurrent.commit()
         times = 1
-        if num_ahead:
-            output.ahead = entered.ahead
-            times += len(output.ahead[0])
+        if extra_steps:
+            output.extra_tokens = entered.extra_tokens
+            times += len(output.extra_tokens[0])
         cache.advance(batch, times)
         for slot, length in zip(lists.slots, lengths, strict=True):
             storage: _Storage = cache.storage(slot)
@@ -416,10 +418,12 @@ class NumbaBackend:
         if cache.identity != self._identity:
             raise BackendError("this cache was made for another model or other settings; take one of this backend's `new_cache`")
 
-    def _entered(self, slots: list[int], starts: list[int], cache: KVCache, num_ahead: int = 0) -> tuple[list[int], list[int], int]:
+    def _entered(
+        self, slots: list[int], starts: list[int], cache: KVCache, extra_steps: int = 0
+    ) -> tuple[list[int], list[int], int]:
         """Make room in the slots for a forward's rows. Returns the tokens that each holds, its address, and the chunks of one.
 
-        num_ahead: rows of each that follow.
+        extra_steps: rows of each that follow.
         """
         storages: list[_Storage] = [cache.storage(slot) for slot in slots]
         lengths = [cache.lengths[slot] for slot in slots]
@@ -431,7 +435,7 @@ class NumbaBackend:
                         "truncate it to 0"
                     )
                 storage.clear()
-            chunks = kv_rows.num_chunks(lengths[number] + starts[number + 1] - starts[number] + num_ahead)
+            chunks = kv_rows.num_chunks(lengths[number] + starts[number + 1] - starts[number] + extra_steps)
             storage.grow(self._kv_places, chunks)
         return lengths, [storage.address for storage in storages], storages[0].num_chunks
 

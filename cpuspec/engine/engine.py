@@ -98,7 +98,7 @@ class Request:
     max_length: int  # the most tokens of prompt and answer
     max_draft_tokens: int
     shows_progress: bool  # whether a step that reads a part of the prompt returns an output
-    can_run_ahead: bool  # whether a forward may follow another at once: only the likeliest token counts
+    can_run_extra_steps: bool  # whether a forward may follow another at once: only the likeliest token counts
 
 
 class Engine:
@@ -135,12 +135,17 @@ class Engine:
         self._num_stoppable_rows = 0  # rows of the running forward, if it may be stopped
         self._finishes_prompts = False  # whether the last step's forward was stopped
         self._may_stop = True  # whether the next forward may be stopped
-        self._runs_ahead = False  # whether several forwards run at once
+        self._runs_extra_steps = False  # whether several forwards run at once
 
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to do."""
         return bool(self._requests or self._ready)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot, for memory or for a prefix, those that were preempted among them. Any thread may ask."""
+        return len(self._scheduler.waiting)
 
     def bytes_of(self, length: int, is_read: bool = False) -> int:
         """Bytes that a sequence of `length` tokens takes in all models.
@@ -172,8 +177,8 @@ class Engine:
         # The context's end limits drafts anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
         max_length = min(self.most_tokens, len(seq.tokens) + params.max_tokens)
-        can_run_ahead = seq.is_plain_greedy and params.logprobs is None and not params.stop
-        return Request(seq, text, meter, end_ids, max_length, max_drafted, wanted.shows_progress, can_run_ahead)
+        can_run_extra_steps = seq.is_plain_greedy and params.logprobs is None and not params.stop
+        return Request(seq, text, meter, end_ids, max_length, max_drafted, wanted.shows_progress, can_run_extra_steps)
 
     def check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
         """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that fills the context.
@@ -220,7 +225,7 @@ class Engine:
         request: one that waits to be added. The rows of an interrupted prompt are read again, and the next forward that only reads
         prompts is not interrupted. Any thread may call this.
         """
-        if self._runs_ahead or (request and len(request.seq.tokens) < self._num_stoppable_rows):
+        if self._runs_extra_steps or (request and len(request.seq.tokens) < self._num_stoppable_rows):
             stop_forward(self._context.backend)
 
     def abort(self, request_id: int) -> Output | None:
@@ -272,13 +277,13 @@ class Engine:
         requests, num_stopped = [self._requests[seq.id] for seq in seqs], context.num_stopped
         if not seqs and self._may_stop:
             self._num_stoppable_rows = sum(chunk.num_tokens for chunk in chunks)
-        num_ahead, ends = self._ahead(requests, bool(chunks))
-        self._runs_ahead = num_ahead > 0
+        extra_steps, ends = self._extra_steps(requests, bool(chunks))
+        self._runs_extra_steps = extra_steps > 0
         try:
             limits = list(map(self._limit, requests))
-            rounds = speculate(context, self._proposer, seqs, limits, chunks, True, num_ahead, ends)
+            rounds = speculate(context, self._proposer, seqs, limits, chunks, True, extra_steps, ends)
         finally:
-            self._num_stoppable_rows, self._runs_ahead = 0, False
+            self._num_stoppable_rows, self._runs_extra_steps = 0, False
         self._finishes_prompts = context.num_stopped > num_stopped
         self._may_stop = not self._finishes_prompts if not seqs else self._may_stop
         reads = self.reads()
@@ -301,7 +306,7 @@ class Engine:
         """
         context, taken = self._context, self._taken(_TO_BEGIN)
         for seq in list(itertools.islice(self._scheduler.waiting.values(), len(context.slots.free))):
-            taken += self._bytes_ahead(seq, _TO_BEGIN)
+            taken += self._bytes_with(seq, _TO_BEGIN)
             if self._max_bytes is not None and taken > self._max_bytes and self._scheduler.running:
                 break
             try:
@@ -326,17 +331,17 @@ class Engine:
             meter.num_cached_tokens = num_cached
             meter.begin(self.reads())
 
-    def _bytes_ahead(self, seq: Sequence, ahead: int) -> int:
-        """Bytes of a sequence with `ahead` further tokens, or with as many as it may have."""
+    def _bytes_with(self, seq: Sequence, num_more: int) -> int:
+        """Bytes of a sequence with `num_more` further tokens, or with as many as it may have."""
         if self._max_bytes is None:
             return 0
-        length = min(len(seq.tokens) + ahead, self._requests[seq.id].max_length)
+        length = min(len(seq.tokens) + num_more, self._requests[seq.id].max_length)
         return self.bytes_of(length, is_read=not self._hidden_bytes or not self._scheduler.is_reading(seq))
 
-    def _taken(self, ahead: int) -> int:
-        """Bytes of all running sequences with `ahead` further tokens each."""
-        waiting = sum(context.waiting_bytes for context in self._contexts) if self._hidden_bytes else 0
-        return waiting + sum(self._bytes_ahead(seq, ahead) for seq in self._scheduler.running)
+    def _taken(self, num_more: int) -> int:
+        """Bytes of all running sequences with `num_more` further tokens each."""
+        waiting = sum(context.hidden_bytes for context in self._contexts) if self._hidden_bytes else 0
+        return waiting + sum(self._bytes_with(seq, num_more) for seq in self._scheduler.running)
 
     def _preempt(self, max_bytes: int) -> None:
         """Let the sequences that began last wait until the running ones fit."""
@@ -356,19 +361,19 @@ class Engine:
             return 0  # the first token comes sooner if draft models read the prompt after it
         return min(request.max_length - len(request.seq.tokens) - 1, request.max_draft_tokens)
 
-    def _ahead(self, requests: list[Request], reads: bool) -> tuple[int, list[int]]:
+    def _extra_steps(self, requests: list[Request], reads: bool) -> tuple[int, list[int]]:
         """How many forwards may follow the next one in the same call, and the tokens after which none may.
 
         reads: whether the next one also reads prompts.
         """
-        num_ahead = 0 if reads or self._scheduler.waiting else self._context.most_ahead(len(requests))
+        extra_steps = 0 if reads or self._scheduler.waiting else self._context.most_extra_steps(len(requests))
         ends: set[int] = set()
-        for request in requests if num_ahead else ():
-            if not request.can_run_ahead:
+        for request in requests if extra_steps else ():
+            if not request.can_run_extra_steps:
                 return 0, []
-            num_ahead = min(num_ahead, request.max_length - len(request.seq.tokens) - 1)
+            extra_steps = min(extra_steps, request.max_length - len(request.seq.tokens) - 1)
             ends |= request.end_ids
-        return num_ahead, list(ends)
+        return extra_steps, list(ends)
 
     def reads(self) -> Reads:
         """For each model, the target first: its forwards so far, and the bytes of weights that they read."""

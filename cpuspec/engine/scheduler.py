@@ -56,16 +56,16 @@ class Scheduler:
         reading = [seq for seq in self.running if self.is_reading(seq)]
         if not reading:
             return self.running.copy(), []
-        wanted = [num_unfed(seq) + 1 for seq in reading]  # the last token's row gives the first logits
+        needed = [num_unfed(seq) + 1 for seq in reading]  # the last token's row gives the first logits
         most = self._prompt_rows if len(reading) < len(self.running) else self._max_rows
-        ending = [number for number in accumulate(sorted(wanted)) if number <= most]
+        ending = [number for number in accumulate(sorted(needed)) if number <= most]
         if finishes_prompts and ending:
-            longest = sorted(wanted)[len(ending) - 1]
-            granted = shortest_first([number if number <= longest else 0 for number in wanted], ending[-1])
+            longest = sorted(needed)[len(ending) - 1]
+            granted = shortest_first([number if number <= longest else 0 for number in needed], ending[-1])
         else:
             # If prompts end in this step, many rows of others would delay their first tokens.
-            granted = shortest_first(wanted, min(ending[-1] + self._prompt_rows // 4, most) if ending else most)
-        unread = [PromptChunk(seq, rows) for seq, number, rows in zip(reading, wanted, granted, strict=True) if rows < number]
+            granted = shortest_first(needed, min(ending[-1] + self._prompt_rows // 4, most) if ending else most)
+        unread = [PromptChunk(seq, rows) for seq, number, rows in zip(reading, needed, granted, strict=True) if rows < number]
         later = {chunk.seq.id for chunk in unread}
         self._preempted -= {seq.id for seq in reading} - later
         return [seq for seq in self.running if seq.id not in later], [chunk for chunk in unread if chunk.num_tokens]

@@ -145,7 +145,7 @@ STATE = _record(
 MOST_PROCESSORS = 8192  # of Linux on x86-64
 
 # The notes of `Program.enter` on a forward begin with this record. `logits` and `kept` are addresses of numpy objects, not of their
-# numbers. num_done: of the num_ahead forwards that may follow, those that did.
+# numbers. num_done: of the extra_steps forwards that may follow, those that did.
 CALL = _words(
     "num_rows",
     "num_logit_rows",
@@ -157,7 +157,7 @@ CALL = _words(
     "num_chunks",
     "logits",
     "kept",
-    "num_ahead",
+    "extra_steps",
     "num_ends",
     "num_done",
 )

@@ -63,13 +63,13 @@ def enter(state, numbers):
 @compiled
 def go_on(state, numbers):
     """Make the tokens that a forward has chosen, one for each sequence, the rows of the next forward, and note them for
-    `Program.ahead`. Returns whether there is a next forward.
+    `Program.extra_tokens`. Returns whether there is a next forward.
 
-    There is none after `num_ahead` of them, an end token, or a row without a finite logit, and if the backend was asked to stop.
+    There is none after `extra_steps` of them, an end token, or a row without a finite logit, and if the backend was asked to stop.
     """
     call = call_at(numbers)
     rows = call.num_rows
-    if call.num_done == call.num_ahead or simd.acquire(address(state.stop)) != 0:
+    if call.num_done == call.extra_steps or simd.acquire(address(state.stop)) != 0:
         return False
     lengths, ends = int64s_at(numbers + _CALL_BYTES + 24 * rows), int64s_at(numbers + _CALL_BYTES + 8 * (6 * rows + 1))
     for row in range(rows):
@@ -113,29 +113,29 @@ class Program:
     def enter(
         self, tokens: list[int], positions: list[int], parents: list[int], logit_rows: Sequence[int], q_start: list[int],
         lengths: list[int], storages: list[int], num_chunks: int, kept: _Array | None, logits: _Array, both_ways: bool = False,
-        stops_early: bool = False, sees_rows: bool = True, num_ahead: int = 0, ends: Sequence[int] = (),
+        stops_early: bool = False, sees_rows: bool = True, extra_steps: int = 0, ends: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Note the rows of the next run, where they go in the cache and what they attend to.
 
         As in `ForwardBatch`; parents is empty where every sequence is a chain. lengths: tokens that each sequence's slot holds;
         storages: addresses of the slots; num_chunks: that each has room for; kept: for each layer, int64 address of where its rows
-        are kept, None for no layer; logits f32 [logit rows, stride]. stops_early: as in `layout.STATE`. num_ahead, ends: as
+        are kept, None for no layer; logits f32 [logit rows, stride]. stops_early: as in `layout.STATE`. extra_steps, ends: as
         in `ForwardBatch`. The arrays must stay until the run is over.
         """
         numbers: list[int | c_int64] = [  # first layout.CALL; a slice of ctypes takes both types
             len(tokens), len(logit_rows), len(parents), len(lengths), both_ways, sees_rows, stops_early, num_chunks,
-            id(logits), 0 if kept is None else id(kept), num_ahead, len(ends), 0,
+            id(logits), 0 if kept is None else id(kept), extra_steps, len(ends), 0,
             *tokens, *positions, *logit_rows, *lengths, *storages, *q_start, *parents, *ends,
         ]  # fmt: skip
         self._num_noted, self._num_rows = len(numbers), len(tokens)
-        if (wanted := len(numbers) + num_ahead * len(tokens)) > len(self._numbers):
+        if (wanted := len(numbers) + extra_steps * len(tokens)) > len(self._numbers):
             room = (c_int64 * (2 * wanted))()
             # Both at once: an interrupt in between would leave the address of memory that is freed.
             self._numbers, self.numbers = room, addressof(room)
         self._numbers[: len(numbers)] = numbers
 
     @property
-    def ahead(self) -> list[list[int]]:
+    def extra_tokens(self) -> list[list[int]]:
         """The tokens that forwards of the last run chose and the next forwards took as input, one list a row."""
         rows, first = self._num_rows, self._num_noted
         end = first + rows * self._numbers[_DONE_AT]

@@ -67,7 +67,7 @@ class ForwardBatch:
         stops_early: bool = False,
         adapters: Sequence[AdapterSet] = (),
         sees_rows: bool = True,
-        num_ahead: int = 0,
+        extra_steps: int = 0,
         ends: Sequence[int] = (),
     ) -> None:
         """As the properties below. Raises BackendError for other arrays.
@@ -77,8 +77,9 @@ class ForwardBatch:
         of_prompts: whether the rows are tokens of prompts, which a backend may compute in an arithmetic of their own.
         stops_early: whether `backends.stop_forward` ends it. adapters: of each sequence; none at all where no sequence has some.
         sees_rows: whether a row sees itself and those before it, and not only what its slot held before.
-        num_ahead: where each sequence has one row: how many forwards may follow at once, each over the rows' likeliest tokens, if
-        the backend can (`ForwardOutput.ahead`); none behind one of the tokens `ends`, and none once `stop_forward` was called.
+        extra_steps: where each sequence has one row: how many forwards may follow at once, each over the rows' likeliest tokens, if
+        the backend can (`ForwardOutput.extra_tokens`); none behind one of the tokens `ends`, and none once `stop_forward` was
+        called.
         """
         fields: Any = (tokens, positions, slots, q_start, parents, logit_rows)
         if not _LISTED.issuperset(map(type, fields)):
@@ -91,7 +92,7 @@ class ForwardBatch:
         self.stops_early = stops_early
         self.adapters = adapters if any(adapters) else ()
         self.sees_rows = sees_rows
-        self.num_ahead = num_ahead
+        self.extra_steps = extra_steps
         self.ends = ends
 
     @cached_property
@@ -150,7 +151,7 @@ class ForwardBatch:
             held = cache.lengths[slot]
             if not held and not self.sees_rows:
                 raise BackendError(f"rows that see only what their slot held before need some there, and slot {slot} is empty")
-            if held + (more := end - start + self.num_ahead) > cache.capacity:
+            if held + (more := end - start + self.extra_steps) > cache.capacity:
                 raise CacheError(f"slot {slot} holds {held} of {cache.capacity} tokens; {more} more do not fit")
             if parents is not None and not _hangs_together(parents, start, end):
                 raise BackendError("a parent must be -1 or an earlier row of the same sequence")
@@ -169,7 +170,7 @@ class ForwardBatch:
             raise BackendError(
                 "a recurrent layer reads rows one after another; a tree, or rows that see each other, are not possible"
             )
-        if self.num_ahead and not (num_rows == num_seqs and parents is None and logit_rows in (None, list(range(num_rows)))):
+        if self.extra_steps and not (num_rows == num_seqs and parents is None and logit_rows in (None, list(range(num_rows)))):
             raise BackendError("forwards follow at once where every sequence has one row, and its logits")
         if self.of_prompts and parents is not None:
             raise BackendError("rows of a tree are drafts, and no tokens of prompts")
@@ -213,7 +214,7 @@ class ForwardOutput:
     hidden: tuple[F32, ...] = ()  # [T, C] for each requested layer
     best: list[int] | None = None  # [len(logit_rows)] `sampling.argmax`, -1 for what it refuses; None: the backend did not look
     weight_bytes: int = 0  # of weights that the forwards read, each once; the embedding counts where it is the output matrix
-    ahead: list[list[int]] | None = None  # [B] where forwards followed at once: the tokens that all but the last have chosen
+    extra_tokens: list[list[int]] | None = None  # [B] where forwards followed at once: the tokens that all but the last have chosen
 
 
 def visible(batch: ForwardBatch, sequence: int, prefix: int, window: int | None = None) -> NDArray[np.bool_]:

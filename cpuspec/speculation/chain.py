@@ -84,7 +84,7 @@ class _Path:
     """A sequence that runs ahead of the verifier's, and the rounds that it took."""
 
     def __init__(self, seq: Sequence, limit: int, min_confidence: float, floors: Floors | None) -> None:
-        self.seq = seq.ahead()
+        self.seq = seq.with_drafted()
         self._min_confidence, self._floors = min_confidence, floors
         self._confidence: list[float] = []
         self.cycles: list[Cycle] = []

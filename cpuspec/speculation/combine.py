@@ -66,9 +66,9 @@ def one_after_another(proposers: tuple[Proposer, ...], seqs: list[Sequence], lim
         unfinished = [i for i, draft in enumerate(drafts) if draft.is_chain and len(draft) < limits[i]]
         if not unfinished:
             break
-        ahead = [seqs[i].ahead(drafts[i].tokens.tolist()) for i in unfinished]
-        more = proposer.propose(ahead, [limits[i] - len(drafts[i]) for i in unfinished])
-        for i, draft in zip(unfinished, map(legal_part, ahead, more), strict=True):
+        extended = [seqs[i].with_drafted(drafts[i].tokens.tolist()) for i in unfinished]
+        more = proposer.propose(extended, [limits[i] - len(drafts[i]) for i in unfinished])
+        for i, draft in zip(unfinished, map(legal_part, extended, more), strict=True):
             drafts[i] = joined_drafts(drafts[i], draft)
     return drafts
 

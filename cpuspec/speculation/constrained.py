@@ -23,11 +23,11 @@ def legal_part(seq: Sequence, draft: Draft) -> Draft:
     return draft if len(kept) == len(draft) else draft.only(kept)
 
 
-def forced_tokens(seq: Sequence, limit: int, ahead: list[int] | None = None) -> list[int]:
-    """At most `limit` tokens that the grammar forces after the sequence and the drafted tokens `ahead`."""
+def forced_tokens(seq: Sequence, limit: int, drafted: list[int] | None = None) -> list[int]:
+    """At most `limit` tokens that the grammar forces after the sequence and the drafted tokens `drafted`."""
     if seq.constraint is None or limit <= 0:
         return []
-    return seq.constraint.forced([*seq.output, *(ahead or [])])[:limit]
+    return seq.constraint.forced([*seq.output, *(drafted or [])])[:limit]
 
 
 def own_verdict(verdict: Verdict, num_forced: int, num_own: int) -> Verdict:

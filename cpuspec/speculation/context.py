@@ -68,7 +68,7 @@ class Context:
     prompt_rows: rows of prompts that one score feeds beside sequences that generate (`EngineConfig.prompt_rows`).
     """
 
-    waiting_bytes = 0
+    hidden_bytes = 0
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Context:
         hidden_layers: tuple[int, ...] = (),
         chunks: list[PromptChunk] | None = None,
         most_hidden: int | None = None,
-        num_ahead: int = 0,
+        extra_steps: int = 0,
         ends: abc.Sequence[int] = (),
     ) -> list[ForwardOutput]:
         """For each sequence the rows after its last committed token and after each drafted one. `chunks` are fed beside them.
@@ -142,17 +142,17 @@ class Context:
         they take 4 C bytes a token and layer. If there are only chunks, `stop_forward` ends the call early, and the rows of
         complete forwards stay. Afterwards the slot holds committed and drafted tokens; of a tree only those that `keep_path` keeps.
         Raises CacheError for more tokens than the capacity, and ConfigError for a tree of more rows than a forward takes.
-        num_ahead: how many forwards may follow at once, if there are no drafts and each sequence lacks only its last token. `ends`:
-        as in `ForwardBatch`.
+        extra_steps: how many forwards may follow at once, if there are no drafts and each sequence lacks only its last token.
+        ends: as in `ForwardBatch`.
         """
         assert len(seqs) == len(drafts), "every sequence has a draft, empty or not"
         feeds, read = list(map(self._feed, seqs, drafts)), list(map(self._read, chunks or ()))
         waiting = feeds + read
         if not self._fits or len(waiting) > self.backend.max_rows or any(len(feed.tokens) > 1 for feed in waiting):
-            num_ahead = 0
+            extra_steps = 0
         try:
             while waiting:
-                waiting = self._forward(waiting, hidden_layers, not seqs, num_ahead, ends)
+                waiting = self._forward(waiting, hidden_layers, not seqs, extra_steps, ends)
         except ForwardStoppedError:
             self.num_stopped += 1
         if hidden_layers:
@@ -232,13 +232,13 @@ class Context:
             best = [int(row.argmax()) if np.isfinite(row.max()) else -1 for row in logits]
         return replace(output, logits=logits, best=[int(ids[number]) if number >= 0 else -1 for number in best])
 
-    def most_ahead(self, num_seqs: int) -> int:
+    def most_extra_steps(self, num_seqs: int) -> int:
         """How many forwards may follow one over a row of each sequence, so that all together take no time that is noticed."""
         rows, seconds = self._last_forward
         return min(int(_AT_ONCE_S / seconds) - 1, _MOST_AHEAD) if rows == num_seqs and seconds < _AT_ONCE_S else 0
 
     def _forward(
-        self, feeds: list[_Feed], hidden_layers: tuple[int, ...], stops_early: bool, num_ahead: int, ends: abc.Sequence[int]
+        self, feeds: list[_Feed], hidden_layers: tuple[int, ...], stops_early: bool, extra_steps: int, ends: abc.Sequence[int]
     ) -> list[_Feed]:
         """Run as many rows as one forward takes; returns the feeds with rows left. Tokens of prompts may go first, separately."""
         of_prompts = any(feed.num_prompt for feed in feeds)
@@ -269,11 +269,11 @@ class Context:
         parents = _tree_parents(feeds, q_start, positions) if not of_prompts and any(feed.tree for feed in feeds) else None
         batch = ForwardBatch(
             tokens, positions, slots, q_start, parents, logit_rows, hidden_layers, of_prompts=of_prompts, stops_early=stops_early,
-            adapters=[feed.adapters for feed in feeds[: len(slots)]], num_ahead=0 if of_prompts else num_ahead, ends=ends,
+            adapters=[feed.adapters for feed in feeds[: len(slots)]], extra_steps=0 if of_prompts else extra_steps, ends=ends,
         )  # fmt: skip
         begin_s = now_s()
         output = self.backend.forward(batch, self.cache)
-        seconds, times = now_s() - begin_s, 1 if output.ahead is None else 1 + len(output.ahead[0])
+        seconds, times = now_s() - begin_s, 1 if output.extra_tokens is None else 1 + len(output.extra_tokens[0])
         self._last_forward = len(tokens), seconds / times
         self.spent.add(len(tokens), seconds, times)
         self.num_forwards += times
@@ -284,8 +284,8 @@ class Context:
             start, end = q_start[i], q_start[i + 1]
             size, slot, num_before = end - start, feed.slot, len(feed.slot.tokens)
             slot.tokens += feed.tokens[: min(size, feed.num_straight)]
-            if output.ahead:
-                slot.tokens += output.ahead[i]
+            if output.extra_tokens:
+                slot.tokens += output.extra_tokens[i]
             if self.cache.states:
                 slot.latest = num_before, [layer[start:end] for layer in output.hidden]
                 self.slots.take_snapshots(slot)
@@ -344,8 +344,8 @@ def _tree_parents(feeds: list[_Feed], q_start: list[int], positions: list[int]) 
 
 def _part(output: ForwardOutput, number: int, rows: slice, scored: slice) -> ForwardOutput:
     """The part of an output that belongs to one sequence."""
-    best, ahead = None if output.best is None else output.best[scored], output.ahead and [output.ahead[number]]
-    return ForwardOutput(output.logits[scored], tuple(layer[rows] for layer in output.hidden), best, ahead=ahead)
+    best, extra = None if output.best is None else output.best[scored], output.extra_tokens and [output.extra_tokens[number]]
+    return ForwardOutput(output.logits[scored], tuple(layer[rows] for layer in output.hidden), best, extra_tokens=extra)
 
 
 def _join(parts: list[ForwardOutput]) -> ForwardOutput:

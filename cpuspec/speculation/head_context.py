@@ -124,7 +124,7 @@ class HeadContext:
         self.most_waiting: int | None = None  # hidden states of a sequence: up to twice as many are kept; None: all
 
     @property
-    def waiting_bytes(self) -> int:
+    def hidden_bytes(self) -> int:
         """Bytes of the verifier's hidden states that are in memory for drafts to come."""
         return sum(rows.nbytes for followed in self._followed.values() for rows in (followed.known, *followed.raw))
 

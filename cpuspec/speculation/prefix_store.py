@@ -34,7 +34,7 @@ class _Block:
     tokens: list[int]
     depth: int = 0  # how many blocks come before it
     data: U8 | None = None  # None while it is not in memory
-    waiting: U8 | None = None  # its data while they wait to be written
+    pending: U8 | None = None  # its data while they wait to be written
     is_filed: bool = False  # whether it is on the disk
     used: int = 0  # the time of the last use, never later than the parent's
     used_ns: int = 0  # the time of use that its file gets
@@ -150,7 +150,7 @@ class PrefixStore:
             return False
         for block, _ in found:
             if block.data is None:
-                block.data = block.waiting  # None if it was written
+                block.data = block.pending  # None if it was written
         reading.absent = [block for block, _ in found if block.data is None and block.key not in reading.found]
         if not reading.absent:
             return False
@@ -189,7 +189,7 @@ class PrefixStore:
             self._remove(block)
         while self._unwritten:
             lost = self._unwritten.popleft()
-            if lost.data is None and lost.waiting is None and not lost.is_filed:
+            if lost.data is None and lost.pending is None and not lost.is_filed:
                 self._remove(lost)
 
     def spill(self) -> None:
@@ -210,7 +210,7 @@ class PrefixStore:
         """
         directory = self.queue.directory if self.queue else None
         states = self._cache.states
-        held = [(one, number, one.waiting if one.data is None else one.data) for one, number in self._match(tokens, salt)]
+        held = [(one, number, one.pending if one.data is None else one.data) for one, number in self._match(tokens, salt)]
 
         def save() -> int:
             part = PrefixPart(ROOT, [], [])
@@ -324,7 +324,7 @@ class PrefixStore:
     def _remove(self, block: _Block) -> None:
         """Forget a block and all blocks that follow it."""
         assert block.parent, "the root stays"
-        if self.queue and (block.is_filed or block.waiting is not None):
+        if self.queue and (block.is_filed or block.pending is not None):
             self.queue.remove(self._files, block.key)
         siblings = block.parent.snapshots if block.is_snapshot else block.parent.children
         if siblings.get(block.key) is block:
@@ -337,7 +337,7 @@ class PrefixStore:
         found = self._readings[reader].found if reader in self._readings else {}
 
         def data(block: _Block) -> U8 | None:
-            return next((one for one in (block.data, block.waiting, found.get(block.key)) if one is not None), None)
+            return next((one for one in (block.data, block.pending, found.get(block.key)) if one is not None), None)
 
         matched = self._match(tokens, salt, lambda block: data(block) is not None)
         return [(block, number, there) for block, number in matched if (there := data(block)) is not None]
@@ -345,8 +345,8 @@ class PrefixStore:
     def _write(self, block: _Block, used_ns: int, is_bounded: bool = True) -> None:
         """Have a block in memory written. If its file exists already, the queue only notes the time of use."""
         block.used_ns = used_ns
-        if self.queue and block.data is not None and block.waiting is None and block.parent:
-            block.waiting = block.data
+        if self.queue and block.data is not None and block.pending is None and block.parent:
+            block.pending = block.data
             blocks, states = ([], block.data) if block.is_snapshot else ([block.data], None)
             part = PrefixPart(block.parent.key, block.tokens, blocks, states)
             report = partial(_written, block, self._unwritten)
@@ -376,9 +376,9 @@ class PrefixStore:
 
 
 def _written(block: _Block, unwritten: deque[_Block], is_there: bool) -> None:
-    """Note that a write has ended. Any thread may call it: readers look at `waiting` before `is_filed`."""
+    """Note that a write has ended. Any thread may call it: readers look at `pending` before `is_filed`."""
     block.is_filed = is_there
-    block.waiting = None
+    block.pending = None
     if not is_there:
         unwritten.append(block)
 

@@ -16,7 +16,7 @@ class LevelContext(Protocol):
     """A drafting model with its cache: a `Context`, a `HeadContext` or a `StageContext`.
 
     spent: the time of its forwards and, if it verifies drafts, of the parts of its rounds. weight_bytes: bytes of weights that its
-    forwards have read. waiting_bytes: bytes of hidden states that it keeps for later drafts.
+    forwards have read. hidden_bytes: bytes of hidden states that it keeps for later drafts.
     """
 
     cache: KVCache
@@ -26,7 +26,7 @@ class LevelContext(Protocol):
     spent: Spent
 
     @property
-    def waiting_bytes(self) -> int: ...
+    def hidden_bytes(self) -> int: ...
 
     @property
     def backend(self) -> Backend:

@@ -54,7 +54,7 @@ def speculate(
     limits: list[int],
     chunks: list[PromptChunk] | None = None,
     is_answer: bool = False,
-    num_ahead: int = 0,
+    extra_steps: int = 0,
     ends: abc.Sequence[int] = (),
 ) -> list[Round]:
     """Draft up to `limits[i]` tokens for each sequence, verify them in one score, and commit each verdict to its sequence.
@@ -63,27 +63,27 @@ def speculate(
     parts of other sequences' prompts that the same forward reads. Tokens that a sequence's grammar forces are drafted here, before
     and after the proposer's tokens. A sequence whose rows are not finite, or for which anything else fails, gains no token, and its
     round says why; the others go on. is_answer: whether the gained tokens are the request's answer, rather than a chain's draft.
-    num_ahead: how many rounds may follow at once if this one has no draft and all sequences are plainly greedy, up to a token of
+    extra_steps: how many rounds may follow at once if this one has no draft and all sequences are plainly greedy, up to a token of
     `ends`.
     """
     most = context.backend.max_rows - 1  # a draft that needs two forwards gains nothing
     limits = [min(limit, most) for limit in limits]
     nothing: list[int] = []
     forced = [_of_one(seq, nothing, forced_tokens, seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
-    ahead = [seq.ahead(tokens) if tokens else seq for seq, tokens in zip(seqs, forced, strict=True)]
+    extended = [seq.with_drafted(tokens) if tokens else seq for seq, tokens in zip(seqs, forced, strict=True)]
     left = [limit - len(tokens) for limit, tokens in zip(limits, forced, strict=True)]
     begin_s = now_s()
-    drafts = proposer.propose(ahead, left) if seqs else []
+    drafts = proposer.propose(extended, left) if seqs else []
     drafted_s = now_s()
     check_drafts(proposer, drafts, left, context)
-    each = list(zip(seqs, ahead, drafts, strict=True))
+    each = list(zip(seqs, extended, drafts, strict=True))
     parts = [_of_one(seq, _NO_DRAFT, legal_part, after, draft) for seq, after, draft in each]
-    asked = zip(seqs, ahead, forced, parts, left, strict=True)
+    asked = zip(seqs, extended, forced, parts, left, strict=True)
     drafts = [_of_one(seq, _NO_DRAFT, _with_forced, *arguments) for seq, *arguments in asked]
     rounds = []
-    if num_ahead:
-        num_ahead = 0 if any(map(len, drafts)) else min(num_ahead, proposer.num_idle(seqs))
-    outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks, proposer.most_hidden, num_ahead, ends)
+    if extra_steps:
+        extra_steps = 0 if any(map(len, drafts)) else min(extra_steps, proposer.num_idle(seqs))
+    outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks, proposer.most_hidden, extra_steps, ends)
     scored_s = now_s()
     for seq, draft, scored, before, part in zip(seqs, drafts, outputs, forced, parts, strict=True):
         failed = Round(draft, Verdict([], []), scored, ())
@@ -118,13 +118,13 @@ def _finish_round(
 
     before: the forced tokens at the draft's beginning. part: the proposer's own part of the draft.
     """
-    hidden, ahead_tokens = scored.hidden, scored.ahead[0] if scored.ahead else []
+    hidden, extra_tokens = scored.hidden, scored.extra_tokens[0] if scored.extra_tokens else []
     fault: CpuspecError | None = None
     try:
         verdict = verify(seq, draft, scored.logits, scored.best, is_answer)
-        verdict.tokens = ahead_tokens + verdict.tokens if ahead_tokens else verdict.tokens
+        verdict.tokens = extra_tokens + verdict.tokens if extra_tokens else verdict.tokens
     except CpuspecError as error:
-        verdict, fault = Verdict(ahead_tokens, []), None if ahead_tokens else error
+        verdict, fault = Verdict(extra_tokens, []), None if extra_tokens else error
     if not draft.is_chain:
         context.keep_path(seq, draft, verdict.path)
     if fault is not None:
@@ -138,7 +138,7 @@ def _finish_round(
     if num_forced:
         forced_cycle = Cycle(SOURCE, num_forced, len(verdict.path) - len(own.path), num_forced)
         cycles = (*cycles[:-1], forced_cycle, cycles[-1])
-    return Round(draft, verdict, scored, cycles, times=1 + len(ahead_tokens))
+    return Round(draft, verdict, scored, cycles, times=1 + len(extra_tokens))
 
 
 def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = None, is_answer: bool = False) -> Verdict:
@@ -153,11 +153,11 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
         if seq.is_plain_greedy:
             # One by one: rows off the accepted path may hold anything.
             return int(argmax(logits[row : row + 1], best and best[row : row + 1])[0])
-        ahead = draft.tokens_to(row - 1)
-        legal = seq.legal(ahead, is_answer)
+        drafted = draft.tokens_to(row - 1)
+        legal = seq.legal(drafted, is_answer)
         if params.greedy:
-            return int(argmax(processed(logits[row], params, history, ahead, legal)))
-        return seq.draw(distribution(logits[row], params, history, ahead, legal), len(ahead))
+            return int(argmax(processed(logits[row], params, history, drafted, legal)))
+        return seq.draw(distribution(logits[row], params, history, drafted, legal), len(drafted))
 
     def token_or_none(row: int) -> int:
         try:

@@ -28,9 +28,9 @@ from cpuspec.speculation.prefix_files import ROOT, PrefixPart
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.prefix_store import PrefixStore
 
-_MANY = 32  # from so many tokens on, copying or storing them, or waiting a step for them, is quicker than computing them
+_MIN_COPIED = 32  # from so many tokens on, copying or storing them, or waiting a step for them, is quicker than computing them
 
-# A prefix is copied if it supplies this share of the new sequence's tokens, or `Slots.many` of them.
+# A prefix is copied if it supplies this share of the new sequence's tokens, or `Slots.min_copied` of them.
 MIN_SHARED_PREFIX = 0.1
 
 # Beside running sequences so much is copied in a step, in some 20 ms: keys and values of a long prompt take up to 0.4 s.
@@ -74,7 +74,7 @@ class Slots:
     """The slots of one cache. Not thread-safe: one caller at a time.
 
     taken: the slots of sequences, by the sequence's id. free: the numbers of the others, the least recently used first.
-    shares: whether sequences may use what was computed for others. many: from so many tokens on a copy is worth it.
+    shares: whether sequences may use what was computed for others. min_copied: from so many tokens on a copy is worth it.
     store: for tokens outside of slots; None where they stay in slots. max_bytes: that finished sequences may leave in memory; None
     for no limit. num_prompt_tokens: that sequences came with; num_cached_tokens: those of them that a slot or the store supplied.
     num_running: sequences of the engine, with or without a slot here; the engine sets it. hidden_layers: whose outputs are kept
@@ -84,7 +84,7 @@ class Slots:
     def __init__(self, backend: Backend, cache: KVCache, offset: int = 0) -> None:
         """offset: a row is known by the token so many places after its own: 0 of a model, 1 of a head, which is made of two."""
         self.backend, self.cache = backend, cache
-        self.shares, self.many = True, _MANY
+        self.shares, self.min_copied = True, _MIN_COPIED
         self.store: PrefixStore | None = None
         self.max_bytes: int | None = None
         self.num_prompt_tokens = self.num_cached_tokens = self.num_running = 0
@@ -106,18 +106,18 @@ class Slots:
     def acquire(self, seq: Sequence) -> int:
         """Give the sequence a slot; returns how many of its rows the slot already supplies, at most all but the last.
 
-        The sequence takes over the free slot with the longest prefix, if fewer than 32 other tokens (`many`) are overwritten there.
-        Otherwise it gets an empty slot, or the least recently used one, whose tokens go to the store. The longest prefix in any
-        slot or in the store's memory is copied into it. Blocks on the disk count if `poll` has read them. Raises CacheError when no
-        slot is free.
+        The sequence takes over the free slot with the longest prefix, if fewer than 32 other tokens (`min_copied`) are overwritten
+        there. Otherwise it gets an empty slot, or the least recently used one, whose tokens go to the store. The longest prefix in
+        any slot or in the store's memory is copied into it. Blocks on the disk count if `poll` has read them. Raises CacheError
+        when no slot is free.
         """
         if not self.free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
         assert seq.id not in self.taken, "a sequence acquires one slot"
         self._moves.pop(seq.id, None)
         store, used, useful, shared = self.store, self.tick(), self._useful(seq), self._shared(seq)
-        wanted, salt = self._reusable(seq)
-        stored = store.loadable(wanted, salt, seq.id) if store else 0
+        reusable, salt = self._reusable(seq)
+        stored = store.loadable(reusable, salt, seq.id) if store else 0
         branch = self._num_known(seq) if self.cache.states else 0
         source = self._all[max(range(len(shared)), key=shared.__getitem__)]
         longest = max(shared[source.number], stored)
@@ -126,11 +126,11 @@ class Slots:
             self._clear(slot)
             if shared[source.number] == longest:
                 length = self.cache.copy(source.number, slot.number, longest)
-                self._fill(slot, wanted, length, source.positions)
+                self._fill(slot, reusable, length, source.positions)
             else:
                 assert store, "only a store supplies more than the slots"
                 self.cache.truncate(slot.number, 0)
-                self._fill(slot, wanted, store.load(slot.number, wanted, used, salt, seq.id))
+                self._fill(slot, reusable, store.load(slot.number, reusable, used, salt, seq.id))
         if store:
             store.forget(seq.id)
         self.align(seq)
@@ -144,13 +144,13 @@ class Slots:
         self.num_cached_tokens += num_cached
         return num_cached
 
-    def _assign(self, seq: Sequence, shared: list[int], wanted: float) -> Slot:
+    def _assign(self, seq: Sequence, shared: list[int], least: float) -> Slot:
         """Choose a free slot for the sequence, save the tokens that the slot loses, and return it.
 
-        shared: of `_shared`. The slot with the longest prefix is chosen if that has `wanted` tokens and little else is lost.
+        shared: of `_shared`. The slot with the longest prefix is chosen if that has `least` tokens and little else is lost.
         """
-        slot, salt = self._chosen(shared, wanted), self._reusable(seq)[1]
-        if self._num_lost(slot, shared) >= self.many:
+        slot, salt = self._chosen(shared, least), self._reusable(seq)[1]
+        if self._num_lost(slot, shared) >= self.min_copied:
             self._save(slot, slot.used)
         if slot.salt != salt:
             self._clear(slot, salt)
@@ -160,11 +160,11 @@ class Slots:
         self.free.remove(slot.number)
         return slot
 
-    def _chosen(self, shared: list[int], wanted: float) -> Slot:
+    def _chosen(self, shared: list[int], least: float) -> Slot:
         """The free slot that `_assign` takes."""
         free = [self._all[number] for number in self.free]
         slot = max(free, key=lambda slot: (shared[slot.number], -len(slot.tokens)))
-        if shared[slot.number] < wanted or self._num_lost(slot, shared) >= self.many:
+        if shared[slot.number] < least or self._num_lost(slot, shared) >= self.min_copied:
             return next((slot for slot in free if not slot.tokens), free[0])
         return slot
 
@@ -182,13 +182,13 @@ class Slots:
         if not blocks or self.cache.states or not self.free:
             return False
         most = max(_COPIED_BYTES // (blocks.size * self.cache.bytes_per_token), 1) * blocks.size
-        useful, shared, (wanted, salt) = self._useful(seq), self._shared(seq), self._reusable(seq)
+        useful, shared, (reusable, salt) = self._useful(seq), self._shared(seq), self._reusable(seq)
         source = max(range(len(shared)), key=shared.__getitem__)
-        longest = max(shared[source], store.loadable(wanted, salt, seq.id) if store else 0)
+        longest = max(shared[source], store.loadable(reusable, salt, seq.id) if store else 0)
         number, calls_left = self._moves.get(seq.id, (-1, -1))
         slot = self._all[number] if number in self.free else self._chosen(shared, max(longest, useful))
         saved = unsaved = 0
-        if store and self._num_lost(slot, shared) >= self.many:
+        if store and self._num_lost(slot, shared) >= self.min_copied:
             savable = slot.tokens[: self._num_savable(slot)]
             saved = store.length(savable, slot.salt)
             unsaved = len(savable) - saved
@@ -210,28 +210,28 @@ class Slots:
         slot.salt = salt
         self.cache.truncate(slot.number, begin)
         if store and shared[source] < longest:
-            length = store.load(slot.number, wanted, self.tick(), salt, seq.id, begin + most)
+            length = store.load(slot.number, reusable, self.tick(), salt, seq.id, begin + most)
         else:
             self.cache.append_from(source, slot.number, length := min(begin + most, longest))
-        self._fill(slot, wanted, length)
+        self._fill(slot, reusable, length)
         self.tidy()
         return length < longest
 
     def awaits(self, seq: Sequence) -> bool:
         """Whether a running sequence is about to compute a useful prefix of this one, which should then be acquired later."""
-        if len(seq.tokens) < self.many or not self.shares:
+        if len(seq.tokens) < self.min_copied or not self.shares:
             return False
-        (wanted, salt), coming = self._reusable(seq), 0
+        (reusable, salt), coming = self._reusable(seq), 0
         for slot in self.taken.values():
             if slot.salt == salt and slot.seq:
-                shared = shared_prefix(self._kept(slot.seq, slot.seq.tokens), wanted)
+                shared = shared_prefix(self._kept(slot.seq, slot.seq.tokens), reusable)
                 if self.cache.states:
                     shared = max((length for length in slot.snapshots if length <= shared), default=0)
                 coming = max(coming, shared)
-        if coming < self.many:
+        if coming < self.min_copied:
             return False
-        stored = self.store.length(wanted, salt) if self.store else 0
-        return coming - max(*self._shared(seq), stored) >= self.many
+        stored = self.store.length(reusable, salt) if self.store else 0
+        return coming - max(*self._shared(seq), stored) >= self.min_copied
 
     def poll(self, seq: Sequence) -> bool:
         """Begin or continue to read a useful prefix from the disk for a sequence without a slot; returns whether it comes."""
@@ -248,7 +248,7 @@ class Slots:
     def align(self, seq: Sequence, most: int | None = None) -> Slot:
         """Truncate a sequence's slot to the rows that both share; returns it.
 
-        most: how many tokens may stay; None for all but the last. That is always fed again before a score: its row is wanted even
+        most: how many tokens may stay; None for all but the last. That is always fed again before a score: its row is needed even
         if the slot holds it.
         """
         slot, offset = self.taken[seq.id], self._offset
@@ -294,7 +294,7 @@ class Slots:
         salt: of the sequences that computed it. The call may run beside steps. It raises OSError, and CacheError if there is no
         prefix. Raises CacheError if the backend's cache cannot be saved.
         """
-        store = self._wanted_store()
+        store = self._required_store()
         tokens = tokens[:-1] if self.cache.states else tokens  # the last token is always fed, so states after it are of no use
         shared = self._alike(tokens, salt)
         number = max(range(len(shared)), key=shared.__getitem__)
@@ -306,11 +306,11 @@ class Slots:
 
     def read_prefix(self, path: Path) -> PrefixPart:
         """The prefix in a file of `prefix_writer`. May run beside steps. Raises CacheError."""
-        return self._wanted_store().read_file(path)
+        return self._required_store().read_file(path)
 
     def insert_prefix(self, part: PrefixPart, salt: str = "") -> int:
         """Keep a prefix for later sequences of a salt; returns its length."""
-        length = self._wanted_store().insert(part, self.tick(), salt)
+        length = self._required_store().insert(part, self.tick(), salt)
         self.tidy()
         return length
 
@@ -358,10 +358,10 @@ class Slots:
         self._clock += 1
         return self._clock
 
-    def give_up(self, number: int) -> None:
+    def move_to_store(self, number: int) -> None:
         """Move what a free slot holds to the store, and give its memory back."""
         slot = self._all[number]
-        if slot.num_rows(len(slot.tokens)) >= self.many:
+        if slot.num_rows(len(slot.tokens)) >= self.min_copied:
             self._save(slot, slot.used)
         self._drop(slot)
 
@@ -371,7 +371,7 @@ class Slots:
             slot = next((slot for slot in self.free if self.cache.slot_bytes(slot)), None)
             oldest = self.store.oldest if self.store else None
             if slot is not None and (oldest is None or self._all[slot].used <= oldest):
-                self.give_up(slot)
+                self.move_to_store(slot)
             elif self.store and oldest is not None:
                 self.store.evict()
             elif snapshots := [(length, slot) for slot in range(self.cache.num_slots) for length in self.cache.snapshots(slot)]:
@@ -391,7 +391,7 @@ class Slots:
         """Have what finished sequences have left written, where there is a directory for it. For the end of the process."""
         if self.store and self.store.queue:
             for slot in self.free:
-                self.give_up(slot)
+                self.move_to_store(slot)
             self.store.spill()
 
     def stats(self, name: str) -> PrefixStats:
@@ -427,8 +427,8 @@ class Slots:
 
     def _num_known(self, seq: Sequence) -> int:
         """How many of the sequence's leading tokens are in a slot or the store, with or without states after them."""
-        wanted, store = self._reusable(seq), self.store
-        return max(*self._alike(*wanted), store.num_known(*wanted) if store else 0)
+        reusable, store = self._reusable(seq), self.store
+        return max(*self._alike(*reusable), store.num_known(*reusable) if store else 0)
 
     def _reusable(self, seq: Sequence) -> tuple[list[int], str]:
         """The tokens and the salt by which slots and store know the rows that another sequence may supply: all but the last."""
@@ -441,7 +441,7 @@ class Slots:
         """The part of `tokens` that other sequences may use: only the prompt's, if prompts have an arithmetic of their own."""
         return tokens[: seq.num_prompt_tokens] if self._separates else tokens
 
-    def _wanted_store(self) -> PrefixStore:
+    def _required_store(self) -> PrefixStore:
         if self.store is None:
             raise CacheError(
                 f"the {self.backend.name} backend keeps no keys and values outside of running requests here; "
@@ -451,7 +451,7 @@ class Slots:
 
     def _useful(self, seq: Sequence) -> float:
         """How many rows a prefix must supply to be worth a copy."""
-        return max(min(MIN_SHARED_PREFIX * len(seq.tokens), self.many) - self._offset, 1)
+        return max(min(MIN_SHARED_PREFIX * len(seq.tokens), self.min_copied) - self._offset, 1)
 
     def _num_savable(self, slot: Slot) -> int:
         """How many of a slot's tokens are worth a copy: those beyond the limit of memory only if they can go to the disk."""
@@ -467,12 +467,12 @@ class Slots:
         if store := self.store:
             number, tokens = slot.number, slot.tokens[: self._num_savable(slot) if length is None else length]
             with suppress(MemoryError):
-                for wanted in (*slot.snapshots, len(tokens)) if self.cache.states else ():
-                    hidden = slot.hidden_at(wanted)
+                for position in (*slot.snapshots, len(tokens)) if self.cache.states else ():
+                    hidden = slot.hidden_at(position)
                     # One with the hidden state that a head reads is worth more than a few tokens.
                     better = self.hidden_layers and not len(hidden) and self.cache.snapshots(number)
-                    if wanted <= len(tokens) and not any(0 <= wanted - taken < self.many for taken in better or ()):
-                        self.cache.take_snapshot(number, wanted, hidden)
+                    if position <= len(tokens) and not any(0 <= position - taken < self.min_copied for taken in better or ()):
+                        self.cache.take_snapshot(number, position, hidden)
                 store.copy_from_slot(number, tokens, used, slot.salt)
 
     def _fill(self, slot: Slot, tokens: list[int], length: int, positions: list[int] | None = None) -> None:
@@ -512,7 +512,7 @@ class Slots:
             return
         for length in (*reversed(seq.turns), last, branch, *range(states.apart, last, states.apart)):
             others = (*self.cache.snapshots(slot.number), *slot.snapshots)
-            if held < length <= last and all(abs(length - other) >= self.many for other in others):
+            if held < length <= last and all(abs(length - other) >= self.min_copied for other in others):
                 slot.snapshots.append(length)
         slot.snapshots.sort()
 

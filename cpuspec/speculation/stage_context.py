@@ -23,7 +23,7 @@ _GELU = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 class StageContext:
     """One head of stages. Not thread-safe: one caller at a time. capacity: the most tokens of a sequence."""
 
-    waiting_bytes = 0
+    hidden_bytes = 0
 
     def __init__(self, head: Head, backend: HeadBackend, capacity: int) -> None:
         self.head = head

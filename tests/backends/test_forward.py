@@ -382,16 +382,18 @@ def test_a_forward_that_was_stopped_leaves_the_cache_as_it_was(tmp_path_factory,
 def test_forwards_that_follow_at_once_choose_the_tokens_of_forwards_one_by_one(tmp_path_factory, threads: int) -> None:
     backend = _backend(tiny(tmp_path_factory, **SMALLEST), threads=threads)
 
-    def gained(num_ahead: int, ends: tuple[int, ...] = ()) -> tuple[list[list[int]], list[int], np.ndarray]:
+    def gained(extra_steps: int, ends: tuple[int, ...] = ()) -> tuple[list[list[int]], list[int], np.ndarray]:
         """Tokens of two sequences, up to 12 of each; how many each call gave; the last row of each."""
         cache, tokens, counts = backend.new_cache(2, 64), [TOKENS[:1], TOKENS[4:5]], list[int]()
         forward(backend, cache, {0: TOKENS[:7], 1: TOKENS[:3]})
         while (len(tokens[0]) <= 12 and not ends) or not counts:
-            most = min(num_ahead, 12 - len(tokens[0]))
+            most = min(extra_steps, 12 - len(tokens[0]))
             last = [one[-1] for one in tokens]
-            output = backend.forward(ForwardBatch(last, cache.lengths.copy(), [0, 1], [0, 1, 2], num_ahead=most, ends=ends), cache)
+            output = backend.forward(
+                ForwardBatch(last, cache.lengths.copy(), [0, 1], [0, 1, 2], extra_steps=most, ends=ends), cache
+            )
             for row, one in enumerate(tokens):
-                one += [*(output.ahead[row] if output.ahead else ()), output.best[row]]
+                one += [*(output.extra_tokens[row] if output.extra_tokens else ()), output.best[row]]
             counts.append(len(tokens[0]) - 1 - sum(counts))
             assert cache.lengths == [6 + len(tokens[0]), 2 + len(tokens[0])]
         return [one[1:] for one in tokens], counts, output.logits.copy()
@@ -399,8 +401,8 @@ def test_forwards_that_follow_at_once_choose_the_tokens_of_forwards_one_by_one(t
     wanted, alone, row = gained(0)
     assert alone == [1] * 12
     assert len({*wanted[0], *wanted[1]}) > 2
-    for num_ahead, counts in ((1, [2] * 6), (4, [5, 5, 2]), (31, [12])):
-        got, number, last = gained(num_ahead)
+    for extra_steps, counts in ((1, [2] * 6), (4, [5, 5, 2]), (31, [12])):
+        got, number, last = gained(extra_steps)
         assert (got, number) == (wanted, counts)
         assert np.array_equal(last, row)
     end = wanted[1][5]
@@ -413,9 +415,9 @@ def test_no_forward_follows_once_one_is_asked_to_stop(tmp_path_factory) -> None:
     backend = _backend(tiny(tmp_path_factory, **SMALLEST))
     cache = backend.new_cache(1, 1 << 14)
     with asked_to_stop(backend):
-        output = backend.forward(ForwardBatch([5], [0], [0], [0, 1], num_ahead=10_000), cache)
-    assert len(output.ahead[0]) < 10_000
-    assert cache.lengths == [1 + len(output.ahead[0])]
+        output = backend.forward(ForwardBatch([5], [0], [0], [0, 1], extra_steps=10_000), cache)
+    assert len(output.extra_tokens[0]) < 10_000
+    assert cache.lengths == [1 + len(output.extra_tokens[0])]
     backend.close()
 
 

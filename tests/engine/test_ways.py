@@ -121,7 +121,7 @@ def test_steps_that_run_at_once_change_no_answer_and_no_figure(tmp_path: Path, m
         return forward(self, batch, cache)
 
     def answers(llm: LLM, most: int) -> list[tuple[Any, ...]]:
-        monkeypatch.setattr(Context, "most_ahead", lambda *_: most)
+        monkeypatch.setattr(Context, "most_extra_steps", lambda *_: most)
         num_calls.append(0)
         found = [answer for one in (prompts[:1], prompts) for answer in llm.generate(one, params[: len(one)])]
         told = [answer.stats for answer in found]

@@ -125,7 +125,7 @@ PROPOSERS: dict[str, tuple[Callable[[], Proposer], int]] = {  # with the most to
 def exact_legal_rows(monkeypatch: pytest.MonkeyPatch, exact_rows: None) -> None:
     """Rows are distributions already, of which the legal part is renormalised."""
 
-    def distribution(row: Any, params: Any, history: Any, ahead: Any = (), legal: Legal | None = None) -> Any:
+    def distribution(row: Any, params: Any, history: Any, drafted: Any = (), legal: Legal | None = None) -> Any:
         return row if legal is None else legal_row(row, legal)
 
     monkeypatch.setattr(round_module, "distribution", distribution)
@@ -238,7 +238,9 @@ def wrong_legal(change: Callable[[Sequence, list[int]], Legal | None], monkeypat
     def verify(*arguments: Any) -> Verdict:
         with monkeypatch.context() as inside:
             inside.setattr(
-                Sequence, "legal", lambda seq, ahead=(), is_answer=False: change(seq, list(ahead)) if ahead else right_legal(seq)
+                Sequence,
+                "legal",
+                lambda seq, drafted=(), is_answer=False: change(seq, list(drafted)) if drafted else right_legal(seq),
             )
             return right_verify(*arguments)
 
@@ -249,7 +251,7 @@ def wrong_legal(change: Callable[[Sequence, list[int]], Legal | None], monkeypat
 @pytest.mark.parametrize("proposer", ["draws that may be illegal", "tree", "model"])
 def test_the_enumeration_catches_a_row_whose_mask_is_forgotten(proposer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, limit = PROPOSERS[proposer]
-    wrong_legal(lambda seq, ahead: None, monkeypatch)
+    wrong_legal(lambda seq, drafted: None, monkeypatch)
     assert distance(GRAMMARS["choices"], make(), limit) > Fraction(1, 100)
 
 
@@ -257,7 +259,7 @@ def test_the_enumeration_catches_a_row_whose_mask_is_forgotten(proposer: str, mo
 @pytest.mark.parametrize("proposer", ["tree", "model"])
 def test_the_enumeration_catches_a_row_with_the_mask_of_the_row_before(proposer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, limit = PROPOSERS[proposer]
-    wrong_legal(lambda seq, ahead: seq.constraint and seq.constraint.legal([*seq.output, *ahead[:-1]]), monkeypatch)
+    wrong_legal(lambda seq, drafted: seq.constraint and seq.constraint.legal([*seq.output, *drafted[:-1]]), monkeypatch)
     assert distance(GRAMMARS["forced in the middle"], make(), limit) > Fraction(1, 100)
 
 

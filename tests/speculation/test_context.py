@@ -56,14 +56,14 @@ def test_a_score_equals_a_run_from_scratch_after_any_history(data: st.DataObject
     context = Context(model, num_slots, capacity=64)
     alive: dict[int, Sequence] = {}
     for id in range(data.draw(st.integers(1, 15))):
-        action = data.draw(st.sampled_from(["arrive", "score", "score", "depart", "run ahead"]))
+        action = data.draw(st.sampled_from(["arrive", "score", "score", "depart", "run extended"]))
         if action == "arrive" and len(alive) < num_slots:
             alive[id] = sequence(id, [0, *data.draw(TOKENS)])
             context.slots.acquire(alive[id])
         elif action == "depart" and alive:
             context.slots.release(alive.pop(data.draw(st.sampled_from(sorted(alive)))))
-        elif action == "run ahead" and alive:  # as a chain does, whose tokens the target may reject
-            seq = alive[data.draw(st.sampled_from(sorted(alive)))].ahead()
+        elif action == "run extended" and alive:  # as a chain does, whose tokens the target may reject
+            seq = alive[data.draw(st.sampled_from(sorted(alive)))].with_drafted()
             seq.extend(data.draw(TOKENS))
             context.score([seq], [Draft.chain([], "test")])
         elif action == "score" and alive:

@@ -272,7 +272,7 @@ def test_a_head_drafts_after_the_hidden_states_that_may_wait(tmp_path: Path) -> 
 
         def noted(seq: Sequence, layers: tuple[np.ndarray, ...]) -> None:
             learn(seq, layers)
-            waiting.append(level.context.waiting_bytes // (4 * level.context.backend.config.hidden_size))
+            waiting.append(level.context.hidden_bytes // (4 * level.context.backend.config.hidden_size))
 
         level.context.learn = noted  # type: ignore[method-assign]
         llm.generate(PROMPTS[1], PARAMS)

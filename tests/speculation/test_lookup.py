@@ -44,24 +44,24 @@ def agreement(first: list[int], second: list[int]) -> int:
     return length
 
 
-def all_matches(text: list[int], latest: list[int], num_ahead: int) -> list[Match]:
+def all_matches(text: list[int], latest: list[int], num_following: int) -> list[Match]:
     """Every occurrence, the longest first, then the most recent; what follows reads on in itself or ends with END."""
     found = []
     for position in range(1, len(text)):
         path = list(text)
-        while len(path) < position + num_ahead:
+        while len(path) < position + num_following:
             path.append(path[position + len(path) - len(text)])
-        ahead = path[position : position + num_ahead]
-        ahead = ahead[: ahead.index(END)] if END in ahead else ahead
-        found.append((agreement(text[:position], latest), position, ahead))
-    return [Match(length, ahead) for length, _, ahead in sorted(found, reverse=True) if length]
+        following = path[position : position + num_following]
+        following = following[: following.index(END)] if END in following else following
+        found.append((agreement(text[:position], latest), position, following))
+    return [Match(length, following) for length, _, following in sorted(found, reverse=True) if length]
 
 
 def exact_probs(sources: list[Evidence], depth: int) -> dict[int, Fraction]:
     """`next_probs` by its definition, one order of context after the other, from the last source's shortest up."""
     probs: dict[int, Fraction] = {}
     for matches, strength in reversed(sources):
-        live = [(match.length + depth, match.ahead[depth]) for match in matches if depth < len(match.ahead)]
+        live = [(match.length + depth, match.following[depth]) for match in matches if depth < len(match.following)]
         for order in range(1, max((length for length, _ in live), default=0) + 1):
             followers = [token for length, token in live if length >= order]
             total = len(followers) + Fraction(strength)
@@ -72,7 +72,7 @@ def exact_probs(sources: list[Evidence], depth: int) -> dict[int, Fraction]:
 
 
 def narrowed(sources: list[Evidence], path: list[int]) -> list[Evidence]:
-    return [([match for match in matches if match.ahead[: len(path)] == path], strength) for matches, strength in sources]
+    return [([match for match in matches if match.following[: len(path)] == path], strength) for matches, strength in sources]
 
 
 def path_to(draft: Draft, node: int) -> list[int]:
@@ -197,7 +197,7 @@ def test_a_prediction_is_drafted_from_the_first_token_on_and_again_after_a_chang
         return draft.tokens.tolist()
 
     assert drafted() == prediction[:8]
-    seq = seq.ahead()
+    seq = seq.with_drafted()
     seq.extend([*prediction[:8], 55])
     before = drafted()
     assert before in ([], prediction[9:17])  # suffix decoding goes on behind a change at once
@@ -224,7 +224,7 @@ def test_a_long_text_is_indexed_in_parts_and_then_matches_as_a_short_one_does(gr
         assert text.num_unindexed >= len(tokens) - before - size
         before = len(tokens) - text.num_unindexed
         found.append(text.matches(text.latest, 1, 5))
-    assert [match.ahead for match in found[-1]] == [[15, 16, 17, 18, 19]]
+    assert [match.following for match in found[-1]] == [[15, 16, 17, 18, 19]]
     assert len(found) >= 3
     text.forget(size)
     assert text.num_unindexed >= size
@@ -247,7 +247,7 @@ def test_a_sequence_with_drafted_tokens_between_is_drafted_for_like_a_fresh_one(
     proposer, seq = LOOKUPS[kind](), Sequence.new(7, prompt, SamplingParams())
     proposer.begin(seq, 0)
     for drafted, new in rounds:
-        proposer.propose([seq.ahead(drafted)], [6])
+        proposer.propose([seq.with_drafted(drafted)], [6])
         seq.extend(new)
         fresh, alone = LOOKUPS[kind](), Sequence.new(7, seq.tokens, SamplingParams())
         fresh.begin(alone, 0)

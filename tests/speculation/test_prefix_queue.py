@@ -43,7 +43,7 @@ class Slow(PrefixDirectory):
 
 def keeping(queue: PrefixQueue, num_tokens: int = 0, num_slots: int = 2) -> Context:
     context = Context(ToyBackend(1, memory=2.0, max_rows=64, block_size=4), num_slots, 64)
-    context.slots.many = 2
+    context.slots.min_copied = 2
     context.slots.keep(num_tokens * context.cache.bytes_per_token, queue)
     return context
 

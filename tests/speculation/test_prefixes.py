@@ -41,7 +41,7 @@ every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def small(model: ToyBackend | RecurrentBackend, num_slots: int = 2) -> Context:
     """A context to which two tokens are worth a copy."""
     context = Context(model, num_slots, 64)
-    context.slots.many = 2
+    context.slots.min_copied = 2
     return context
 
 
@@ -163,7 +163,7 @@ def test_what_begins_alike_is_kept_once() -> None:
     requests = Requests(context)
     for last in range(6):
         requests.run(*A, last, last, last, last)
-    context.slots.give_up(0)
+    context.slots.move_to_store(0)
     assert context.slots.kept_bytes == (20 + 6 * 4) * 16
 
 
@@ -205,10 +205,10 @@ def test_a_backend_without_row_invariance_shares_only_where_that_was_asked_for(m
 
 def test_a_prefix_that_is_in_the_store_is_not_waited_for() -> None:
     context = keeping(toy(), 100, num_slots=3)
-    context.slots.many = 4
+    context.slots.min_copied = 4
     requests = Requests(context)
     requests.run(*A)
-    context.slots.give_up(0)
+    context.slots.move_to_store(0)
     requests.begin(A)
     assert not context.slots.awaits(Sequence.new(99, A, SamplingParams()))
     requests.begin(B)

@@ -40,7 +40,7 @@ def test_past_answers_are_drafted_from_and_end_where_they_ended() -> None:
 def test_only_an_answer_is_remembered_and_only_once_it_ended() -> None:
     proposer, seq = LookupProposer("suffix", min_prob=0.0), request(1, [4, 5, 6])
     proposer.begin(seq, 0)
-    proposer.propose([seq.ahead([7, 8])], [4])
+    proposer.propose([seq.with_drafted([7, 8])], [4])
     seq.extend([7, 3])
     assert drafted(proposer, [7]) == []
     proposer.begin(seq, 0)

@@ -153,12 +153,12 @@ def test_the_other_sequence_holds_the_same_text_whatever_was_drafted(steps: list
     text = lambda tokenizer, ids: b"".join(map(tokenizer.token_bytes, ids))  # noqa: E731
     for committed, drafted in steps:
         seq.extend(committed)
-        ahead = seq.ahead(drafted)
+        extended = seq.with_drafted(drafted)
         DRAFT.num_encoded_bytes = 0
-        other = proposer._follow(ahead)
+        other = proposer._follow(extended)
         num_new = len(committed) + len(drafted)
         assert DRAFT.num_encoded_bytes <= 2 * (3 + 40 + num_new), "only what is new and a bounded tail is encoded"
-        assert text(DRAFT, other.output) == text(TARGET, ahead.output)
+        assert text(DRAFT, other.output) == text(TARGET, extended.output)
         history = TokenHistory(other.tokens[: other.num_prompt_tokens])
         history.extend(other.output)
         assert _counted(history) == _counted(other.history)

@@ -33,7 +33,7 @@ class Match(NamedTuple):
     """An earlier occurrence of the latest tokens: how many tokens agree, and the tokens that followed."""
 
     length: int
-    ahead: list[int]
+    following: list[int]
 
 
 Evidence = tuple[list[Match], float]  # matches, the longest first, and the strength of the prior that smooths them
@@ -125,25 +125,27 @@ class IndexedText:
         """The last tokens, at most MAX_MATCH."""
         return self.tokens[-MAX_MATCH:]
 
-    def matches(self, latest: list[int], num_matches: int, num_ahead: int) -> list[Match]:
+    def matches(self, latest: list[int], num_matches: int, num_following: int) -> list[Match]:
         """The `num_matches` longest occurrences of the end of `latest`, the longest first, then the most recent.
 
-        Each has the `num_ahead` tokens that followed, or those before an END. A match at the end of the text continues with its own
-        prediction, so that a repetition goes on. Of each run only the most recent `MAX_OCCURRENCES` are looked at.
+        Each has the `num_following` tokens that followed, or those before an END. A match at the end of the text continues with
+        its own prediction, so that a repetition goes on. Of each run only the most recent `MAX_OCCURRENCES` are looked at.
         """
         self._index()
-        return self._matches(latest, num_matches, num_ahead, self._runs, 0)
+        return self._matches(latest, num_matches, num_following, self._runs, 0)
 
-    def matches_before_a_change(self, num_matches: int, num_ahead: int) -> list[Match]:
+    def matches_before_a_change(self, num_matches: int, num_following: int) -> list[Match]:
         """Matches of the tokens before the last one. The last one is taken for a change of the token that followed each match.
 
         So each match continues after that token, as a quote may go on after a changed word. Only the longest runs are looked up,
         and a match counts as no longer than they are: the next change may be near.
         """
-        found = self._matches(self.tokens[-MAX_MATCH:-1], num_matches, num_ahead, self._runs[:1], 1)
-        return [Match(RUNS[0], match.ahead) for match in found]
+        found = self._matches(self.tokens[-MAX_MATCH:-1], num_matches, num_following, self._runs[:1], 1)
+        return [Match(RUNS[0], match.following) for match in found]
 
-    def _matches(self, latest: list[int], num_matches: int, num_ahead: int, looked_up: list[_Runs], skipped: int) -> list[Match]:
+    def _matches(
+        self, latest: list[int], num_matches: int, num_following: int, looked_up: list[_Runs], skipped: int
+    ) -> list[Match]:
         """skipped: how many tokens after each match are left out."""
         tokens, first = self.tokens, self._num_forgotten
         last = len(tokens) - 1 - skipped  # where `latest` itself ends
@@ -166,15 +168,15 @@ class IndexedText:
                 break
             longest = runs.size - 1
         ranked = sorted([(length, end) for end, length in found.items()], reverse=True)[:num_matches]
-        return [Match(length, self._ahead(end + 1 + skipped, num_ahead)) for length, end in ranked]
+        return [Match(length, self._following(end + 1 + skipped, num_following)) for length, end in ranked]
 
-    def _ahead(self, position: int, num_tokens: int) -> list[int]:
-        ahead = self.tokens[position : position + num_tokens]
-        if END in ahead:
-            return ahead[: ahead.index(END)]
-        while len(ahead) < num_tokens:
-            ahead += ahead[: num_tokens - len(ahead)]
-        return ahead
+    def _following(self, position: int, num_tokens: int) -> list[int]:
+        following = self.tokens[position : position + num_tokens]
+        if END in following:
+            return following[: following.index(END)]
+        while len(following) < num_tokens:
+            following += following[: num_tokens - len(following)]
+        return following
 
 
 def text_of(seq: Sequence) -> IndexedText:
@@ -200,10 +202,10 @@ def next_probs(evidence: Iterable[Evidence], depth: int) -> dict[int, float]:
     probs: dict[int, float] = {}
     mass = 1.0
     for matches, strength in evidence:
-        live = [match for match in matches if len(match.ahead) > depth]
+        live = [match for match in matches if len(match.following) > depth]
         counts: dict[int, int] = {}
         for num, match in enumerate(live, 1):
-            token = match.ahead[depth]
+            token = match.following[depth]
             counts[token] = counts.get(token, 0) + 1
             # How many contexts occurred exactly `num` times: one for each length, drafted tokens included.
             num_contexts = match.length - (live[num].length if num < len(live) else -depth)
@@ -256,7 +258,7 @@ def _agreed(evidence: list[Evidence], depth: int, prob: float) -> list[tuple[int
     """
     left = math.prod(strength / (strength + len(matches)) for matches, strength in evidence)
     found = []
-    for token, *others in zip(*(match.ahead[depth:] for matches, _ in evidence for match in matches), strict=False):
+    for token, *others in zip(*(match.following[depth:] for matches, _ in evidence for match in matches), strict=False):
         if others.count(token) < len(others):
             break
         prob = 1 - (1 - prob) * left
@@ -308,7 +310,10 @@ def _likely_tree(evidence: list[Evidence], num_tokens: int, min_prob: float) -> 
 
 def _narrowed(evidence: list[Evidence], depth: int, token: int) -> list[Evidence]:
     """The matches that a token follows, `depth` tokens after them."""
-    return [([m for m in matches if len(m.ahead) > depth and m.ahead[depth] == token], strength) for matches, strength in evidence]
+    return [
+        ([m for m in matches if len(m.following) > depth and m.following[depth] == token], strength)
+        for matches, strength in evidence
+    ]
 
 
 @cache

@@ -135,7 +135,7 @@ class _Translation:
             end = self.end + _cut(seq.tokens[self.end : self.end + _MOST_UNCUT], shared)
             self.seq.extend(shared.text_for_draft(seq.tokens[self.end : end]))
             self.end = end
-        other = self.seq.ahead(shared.text_for_draft(seq.tokens[self.end :]))
+        other = self.seq.with_drafted(shared.text_for_draft(seq.tokens[self.end :]))
         other.draws = _VerifiersDraws(seq.draws, shared, seq.num_output_tokens - other.num_output_tokens)
         return other
 
