@@ -558,7 +558,7 @@ def test_what_cannot_be_done_is_said_in_an_error_before_a_model_is_loaded(
     model: str, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], stdin: str | bytes | None, code: int, message: str
 ) -> None:
     """Wrong usage exits with 2, all else with 1 and one line."""
-    monkeypatch.setattr("cpuspec.cli.opening.make_backend", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("cpuspec.engine.lora.with_adapters", lambda *_: pytest.fail("loaded"))
     given = [model if one == "MODEL" else one for one in arguments]
     refused(*given, code=code, message=message, stdin=stdin)
     errors = run(*given, stdin=stdin).stderr

@@ -92,7 +92,7 @@ def test_a_value_that_cannot_be_is_a_clear_error_that_names_its_field(field: str
 
 # Values of fields of EngineConfig that can be: names that are looked up where they are known, gigabytes, and a directory.
 _POSSIBLE = {"draft_vocab": [0], "kv_format": ["?" * 9], "device": ["?" * 9], "prefix_cache_dir": ["?" * 9]}
-_POSSIBLE |= {"lora": ["?" * 9], "lora_modules": ["?" * 9]}
+_POSSIBLE |= {"lora": ["?" * 9], "lora_modules": ["?" * 9], "quantization": ["?" * 9]}
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(EngineConfig)])
