@@ -110,7 +110,7 @@ class Sequence:
         return self.draws.draw(row, self.num_output_tokens + num_drafted)
 
     def legal(self, drafted: Seq[int] = (), is_answer: bool = False) -> Legal | None:
-        """The tokens that may follow the output and the drafted tokens `drafted`, [V]. None: any may, or the answer has ended.
+        """The tokens that may follow the output and the tokens `drafted`, [V]. None: any may, or the answer has ended.
 
         is_answer: whether they are the answer's next tokens for sure.
         """

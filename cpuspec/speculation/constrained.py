@@ -24,7 +24,7 @@ def legal_part(seq: Sequence, draft: Draft) -> Draft:
 
 
 def forced_tokens(seq: Sequence, limit: int, drafted: list[int] | None = None) -> list[int]:
-    """At most `limit` tokens that the grammar forces after the sequence and the drafted tokens `drafted`."""
+    """At most `limit` tokens that the grammar forces after the sequence and the tokens `drafted`."""
     if seq.constraint is None or limit <= 0:
         return []
     return seq.constraint.forced([*seq.output, *(drafted or [])])[:limit]
