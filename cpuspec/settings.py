@@ -504,7 +504,7 @@ class EngineConfig:
         "file",
         _TEXT,
         "Cast the model's matrices at load to a type of `cpuspec quantize`, as nl4_i, which is made for many sequences at once: "
-        "another model then, whose answers differ; file leaves them. `quantize` loses less, above all with a text.",
+        "another model then, whose answers differ. The first load takes minutes. file leaves them; `quantize` loses less.",
         "TYPE",
     )
     device: str = _of_backend("auto", _TEXT, "Where torch computes: cpu, cuda, cuda:N, or auto, a GPU where there is one.", "D")
