@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_linear
@@ -11,6 +10,7 @@ from cpuspec.errors import FormatError
 from cpuspec.formats import FORMATS, Cast, Format, QuantTensor
 from cpuspec.kernels.encode import recode
 from cpuspec.quantize.mixes import choose
+from cpuspec.quantize.weights import Weights
 
 # A draft shares an output matrix of at most this many bits: one of 16 bits would be 40 % of the bytes that a 4-bit draft reads.
 _OUTPUT_BITS = 8.5
@@ -54,12 +54,7 @@ def quantized(checkpoint: Checkpoint, type_name: str) -> dict[str, Format]:
 
     Raises ConfigError for a type that is not known, FormatError where it does not fit.
     """
-    matrices = {
-        name: (prod(tensor.shape[:-1]), tensor.shape[-1])
-        for name, tensor in checkpoint.tensors.items()
-        if is_linear(name, tensor.shape)
-    }
-    source = dict(checkpoint.tensors)
+    matrices, source = Weights(checkpoint).shapes, dict(checkpoint.tensors)
     if checkpoint.config.tied_embeddings:
         source["output"], matrices["output"] = source["embed"], matrices["embed"]
     chosen, kept = choose(checkpoint.config, matrices, type_name), ("embed", "layer_embed")

@@ -130,7 +130,7 @@ def quantize(
 
     name_of = partial(gguf_name, checkpoint.config)
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    matrices = {name: (weights.num_rows(name), shapes[name][-1]) for name in weights.matrices}
+    matrices = weights.shapes
     named = mixes.Named(job.output, job.embed, job.tensor_types)
     formats: Mapping[str, Format] = {}
     candidates: Mapping[str, tuple[Format, ...]] = {}

@@ -37,6 +37,11 @@ class Weights:
         """
         return [name for name, tensor in self.checkpoint.tensors.items() if is_linear(name, tensor.shape)]
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of all matrices."""
+        return {name: (self.num_rows(name), self.checkpoint.tensors[name].shape[-1]) for name in self.matrices}
+
     def num_rows(self, name: str) -> int:
         """Rows of a matrix."""
         return math.prod(self.checkpoint.tensors[name].shape[:-1])
