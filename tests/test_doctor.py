@@ -7,6 +7,7 @@ import pytest
 
 from cpuspec.cli import doctor, opening
 from cpuspec.cli.doctor import Finding, memory, processors
+from cpuspec.kernels import isa
 from cpuspec.platform import SYSTEM, Core, Memory, Node, System, Topology
 from tests.command import ok, report_of
 
@@ -82,6 +83,19 @@ def test_the_command_prints_findings_as_text_and_as_json(tmp_path: Path, monkeyp
     text = ok("doctor")
     assert "cannot be written" in text
     assert "to do: set CPUSPEC_CACHE" in text
+
+
+@pytest.mark.parametrize(
+    ("instructions", "tiles", "said"), [("avx512_vnni", True, "2.5"), ("avx512_vnni", False, "1.26"), ("avx2", False, "")]
+)
+def test_who_serves_many_is_told_of_the_type_made_for_many_rows(
+    instructions: str, tiles: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isa, "dot_isa", lambda: instructions)
+    monkeypatch.setattr(isa, "has_tiles", lambda: tiles)
+    told = [one.fact for one in doctor.kernels() if one.about == "many clients"]
+    assert bool(told) == bool(said)
+    assert all(f"{said} times" in fact and "--quantization nl4_i" in fact for fact in told)
 
 
 def test_who_runs_a_target_in_a_terminal_is_told_once_of_its_chain(own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
