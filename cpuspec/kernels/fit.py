@@ -3,6 +3,7 @@
 Each grid that is tried takes a pass over the values: in numpy 100 to 500 ns a weight in all, here some 10.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -22,12 +23,10 @@ _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 
 def scales(groups: F32, weights: F32 | None, levels: Sequence[float]) -> F32:
     """`Searches.scales`: from each start levels are chosen, and the scale of least squares for these is the next one."""
-    steps = np.diff(levels)
-    whole = bool((steps == 1).all())
-    table = np.array(_with_middles(levels), np.float32)
-    starts = scale_starts(levels)
+    whole = bool((np.diff(levels) == 1).all())
+    table = np.array([*_padded(levels[:: len(levels) - 1] if whole else levels), *scale_starts(levels)], np.float32)
     out = np.empty(_whole(len(groups)), np.float32)
-    _run("fit-scales", _scales, groups, weights, np.array([*table, *starts], np.float32), len(table), whole, out)
+    _run("fit-scales", _scales, groups, weights, table, 0, whole, out)
     return out[: len(groups)]
 
 
@@ -51,9 +50,9 @@ def whole_lines(
 
 def moved(groups: F32, weights: F32 | None, levels: Sequence[float], moves: Sequence[float], signs: bool) -> tuple[F32, F32]:
     """`Searches.moved`: all moves are tried, with several scales."""
-    table = np.array([*_with_middles(levels), *moves], np.float32)
+    table = np.array([*_padded(levels), *moves], np.float32)
     out = np.empty((2, _whole(len(groups))), np.float32)
-    _run("fit-moved", _moved, groups, weights, table, 2 * len(levels) - 1, signs, out)
+    _run("fit-moved", _moved, groups, weights, table, 0, signs, out)
     return out[0, : len(groups)], out[1, : len(groups)]
 
 
@@ -61,10 +60,10 @@ def moves_of_scales(
     groups: F32, weights: F32 | None, scales: F32, levels: Sequence[float], moves: Sequence[float]
 ) -> tuple[F32, F32]:
     """`Searches.moves_of_scales`."""
-    table = np.array([*_with_middles(levels), *moves], np.float32)
+    table = np.array([*_padded(levels), *moves], np.float32)
     out = np.zeros((2, _whole(len(groups))), np.float32)
     out[0, : len(groups)] = scales
-    _run("fit-moves", _moves_of_scales, groups, weights, table, 2 * len(levels) - 1, False, out)
+    _run("fit-moves", _moves_of_scales, groups, weights, table, 0, False, out)
     return out[0, : len(groups)], out[1, : len(groups)]
 
 
@@ -75,14 +74,21 @@ def points(sizes: F32, weights: F32 | None, magnitudes: Sequence[int], offered: 
     if (offered.shape, near.shape) != wanted:
         raise ValueError(f"offered are {list(offered.shape)} and near {list(near.shape)}, wanted {' and '.join(map(str, wanted))}")
     offered, near = np.ascontiguousarray(offered, np.float32), np.ascontiguousarray(near, np.int32)
-    middles = np.array(_with_middles(magnitudes)[len(magnitudes) :], np.float32)
+    middles = np.array(_middles(magnitudes), np.float32)
     out = np.empty(len(sizes), np.int32)
     _run("fit-points", _points, sizes, weights, middles, offered.ctypes.data, near.ctypes.data, out)
     return out
 
 
-def _with_middles(levels: Sequence[float]) -> list[float]:
-    return [*levels, *(np.add(levels[:-1], levels[1:]) / 2)]
+def _middles(levels: Sequence[float]) -> list[float]:
+    return list(np.add(levels[:-1], levels[1:]) / 2)
+
+
+def _padded(levels: Sequence[float]) -> list[float]:
+    """Sixteen levels, of which the last may repeat, and what lies in the middle of each two. Raises ValueError for more levels."""
+    if (missing := LANES - len(levels)) < 0:
+        raise ValueError(f"got {len(levels)} levels, wanted at most {LANES}")
+    return [*levels, *[levels[-1]] * missing, *_middles(levels), *[math.inf] * (missing + 1)]
 
 
 def _whole(count: int) -> int:
@@ -138,32 +144,33 @@ def _by_sixteens(search: Search) -> Callable[..., None]:
 
 
 @compiled
-def _level(scaled, table, count):
-    """The nearest level. table: `count` numbers, the levels and then what lies in the middle of two."""
-    levels = (count + 1) // 2
-    level = splat(simd.peek_f32(table))
-    for n in range(1, levels):
-        middle = splat(simd.peek_f32(table + 4 * (levels + n - 1)))
-        level = simd.where_less(middle, scaled, splat(simd.peek_f32(table + 4 * n)), level)
-    return level
+def _level(scaled, table):
+    """The nearest level, by bisection. table: as `_padded` has it."""
+    levels, middles = simd.load_f32(table), simd.load_f32(table + 4 * LANES)
+    index = simd.splat_i32(simd.int32(0))
+    for step in (8, 4, 2, 1):
+        middle = simd.lanes_at(middles, index + simd.splat_i32(simd.int32(step - 1)))
+        above = index + simd.splat_i32(simd.int32(step))
+        index = simd.as_i32(simd.where_less(middle, scaled, simd.as_f32(above), simd.as_f32(index)))
+    return simd.lanes_at(levels, index)
 
 
 @compiled
-def _sums(x, w, size, inverse, move, table, count, whole):
+def _sums(x, w, size, inverse, move, table, whole):
     """For each lane the weighted sums of value * moved level, and of moved levels squared."""
     products = squares = splat(_ZERO)
-    low, high = splat(simd.peek_f32(table)), splat(simd.peek_f32(table + 4 * ((count + 1) // 2 - 1)))
+    low, high = splat(simd.peek_f32(table)), splat(simd.peek_f32(table + 4 * (LANES - 1)))
     for i in range(size):
         value = simd.load_f32(x + 64 * i)
         scaled = simd.fma(value, inverse, splat(_ZERO) - move)
-        level = (smaller(larger(simd.round_f32(scaled), low), high) if whole else _level(scaled, table, count)) + move
+        level = (smaller(larger(simd.round_f32(scaled), low), high) if whole else _level(scaled, table)) + move
         heavy = level * simd.load_f32(w + 64 * i)
         products, squares = simd.fma(heavy, value, products), simd.fma(heavy, level, squares)
     return products, squares
 
 
-def _scales(x, w, size, table, num_numbers, count, whole, out, _row):
-    starts, num_starts = table + 4 * count, num_numbers - count
+def _scales(x, w, size, table, num_numbers, _, whole, out, _row):
+    starts, num_starts = table + 8 * LANES, num_numbers - 2 * LANES
     peak = splat(_ZERO)
     for i in range(size):
         value = simd.load_f32(x + 64 * i)
@@ -173,7 +180,7 @@ def _scales(x, w, size, table, num_numbers, count, whole, out, _row):
         inverse = splat(simd.peek_f32(starts + 4 * n)) * inverted(peak)
         scale = gain = splat(_ZERO)
         for _ in range(_TURNS):
-            products, squares = _sums(x, w, size, inverse, splat(_ZERO), table, count, whole)
+            products, squares = _sums(x, w, size, inverse, splat(_ZERO), table, whole)
             scale = products * inverted(squares)
             gain = products * scale  # reduction of the squared error against a scale of 0
             inverse = inverted(scale)
@@ -247,9 +254,9 @@ def _whole_lines(x, w, size, _numbers, _num_numbers, largest_code, most_whole, o
     simd.store_f32(out + 3 * row, best_minimum)
 
 
-def _moved(x, w, size, table, num_numbers, count, signs, out, row):
-    moves, num_moves = table + 4 * count, num_numbers - count
-    low, high = splat(simd.peek_f32(table)), splat(simd.peek_f32(table + 4 * (count // 2)))
+def _moved(x, w, size, table, num_numbers, _, signs, out, row):
+    moves, num_moves = table + 8 * LANES, num_numbers - 2 * LANES
+    low, high = splat(simd.peek_f32(table)), splat(simd.peek_f32(table + 4 * (LANES - 1)))
     least = most = splat(_ZERO)
     for i in range(size):
         value = simd.load_f32(x + 64 * i)
@@ -267,7 +274,7 @@ def _moved(x, w, size, table, num_numbers, count, signs, out, row):
             inverse = sign * inverted(holding * splat(share))
             scale = gain = splat(_ZERO)
             for _ in range(_TURNS):
-                products, squares = _sums(x, w, size, inverse, move, table, count, False)
+                products, squares = _sums(x, w, size, inverse, move, table, False)
                 scale = products * inverted(squares)
                 gain = products * scale
                 inverse = inverted(scale)
@@ -278,8 +285,8 @@ def _moved(x, w, size, table, num_numbers, count, signs, out, row):
     simd.store_f32(out + row, best_move)
 
 
-def _moves_of_scales(x, w, size, table, num_numbers, count, _, out, row):
-    moves, num_moves = table + 4 * count, num_numbers - count
+def _moves_of_scales(x, w, size, table, num_numbers, _first, _second, out, row):
+    moves, num_moves = table + 8 * LANES, num_numbers - 2 * LANES
     scale = simd.load_f32(out)
     inverse = inverted(scale)
     best_error, best = splat(_INFINITY), splat(_ZERO)
@@ -290,7 +297,7 @@ def _moves_of_scales(x, w, size, table, num_numbers, count, _, out, row):
         error = splat(_ZERO)
         for i in range(size):
             scaled = simd.fma(simd.load_f32(x + 64 * i), inverse, move)
-            miss = _level(scaled, table, count) - scaled
+            miss = _level(scaled, table) - scaled
             error = simd.fma(miss * miss, simd.load_f32(w + 64 * i), error)
         best = simd.where_less(error, best_error, splat(simd.to_float(n)), best)
         best_error = smaller(error, best_error)

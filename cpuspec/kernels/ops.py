@@ -449,7 +449,11 @@ def lookup_64(table: Sequence[int], indices: Value) -> Value:
 
 def lookup_f32(table: Sequence[float], indices: Value) -> Value:
     """Per index 0..15 of an i32x16 vector: that entry of a table of 16 numbers."""
-    entries = Value(indices.b, ir.Constant(F32X16, list(table)))
+    return lanes_at(Value(indices.b, ir.Constant(F32X16, list(table))), indices)
+
+
+def lanes_at(entries: Value, indices: Value) -> Value:
+    """Per index 0..15 of an i32x16 vector: that lane of an f32x16 vector."""
     if "avx512f" in features():
         return call("llvm.x86.avx512.permvar.sf.512", F32X16, entries, indices)
     half = vector_of(F32, 8)

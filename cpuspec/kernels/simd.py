@@ -240,6 +240,7 @@ rounded_to_f16 = operation((f32x16,), f32x16, lambda o, v: v.fptrunc(vector_of(F
 first_equal = operation((f32x16, f32x16), types.int64, _first_equal)  # the first lane in which both are equal, 16 if none is
 first_lanes = operation((f32x16, _i, f32x16), f32x16, _first_lanes)  # lanes below `count` from the first, others from the last
 hadamard_lanes = operation((f32x16,), f32x16, _hadamard_lanes)
+lanes_at = operation((f32x16, i32x16), f32x16, lambda o, v, indices: ops.lanes_at(v, indices))
 swap_middles = operation(  # of each four lanes
     (i32x16,), i32x16, lambda o, v: v.shuffled([4 * (n // 4) + (0, 2, 1, 3)[n % 4] for n in range(LANES)])
 )
