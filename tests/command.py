@@ -1,6 +1,7 @@
 """The command line for tests: its commands run in this process."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from tests.backends.models import SMALL
 from tools.make_tiny_model import make_tiny_gguf
 
 NUMPY = ("--backend", "numpy")
+ENDLESS = (*NUMPY, "--ignore-eos")  # an answer has as many tokens as it may
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # that a terminal obeys
 
 
 def run(*arguments: str, stdin: str | bytes | None = None) -> Any:

@@ -34,7 +34,7 @@ COMMANDS = {
     "bench": ("bench:bench", "Measure a model's speed: prefill, decoding, and forwards over a few rows."),
     "certify": ("certify:certify", "Test that drafts change no answer: greedy token ids, and the distribution of sampled ones."),
     "parity": ("parity:parity", "Compare two backends, or a backend and a record from another machine."),
-    "export": ("export:export", "Write a model as ONNX for other programs."),
+    "export": ("quantize:export", "Write a model as ONNX for other programs."),
     "quantize": ("quantize:quantize", "Write a model in fewer bits."),
     "imatrix": ("quantize:imatrix", "Measure how much each input of each matrix counts."),
     "extract": ("train:extract", "Write a model's hidden states over texts, with token ids, as safetensors."),
@@ -121,16 +121,10 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from cpuspec.environment import commit
 
-        of = f"commit {commit()}, " if commit() else ""
-        emit(f"cpuspec {__version__} ({of}Python {platform.python_version()}, {_instructions()})\n")
+        of, flags = f"commit {commit()}, " if commit() else "", SYSTEM.processor_flags()
+        best = next((f" {name}" for name in ("avx512_vnni", "avx_vnni", "avx2") if name in flags), "")
+        emit(f"cpuspec {__version__} ({of}Python {platform.python_version()}, {platform.machine()}{best})\n")
         raise typer.Exit
-
-
-def _instructions() -> str:
-    """The processor's kind, and the best of its instructions that the kernels have a use for, where the system tells them."""
-    flags = SYSTEM.processor_flags()
-    best = next((name for name in ("avx512_vnni", "avx_vnni", "avx2") if name in flags), "")
-    return " ".join(filter(None, (platform.machine(), best)))
 
 
 @app.callback()

@@ -1,6 +1,5 @@
 """The command `batch`: it answers a file of requests on this machine or on a cluster, and prints a summary."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from cpuspec.batch.run import BatchSummary, run_batch
+from cpuspec.batch.run import run_batch
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import INTERRUPTED, options
 from cpuspec.cli.console import accepted, counted, emit_json, exit_codes, note
 from cpuspec.cli.opening import open_with_drafts, sampling_defaults
-from cpuspec.cli.options import Running, argument, flag, option
+from cpuspec.cli.options import argument, flag, option
 from cpuspec.cli.progress import busy, step_progress
 from cpuspec.environment import usable_cores
 from cpuspec.errors import needing
@@ -56,7 +55,15 @@ def batch(
     with step_progress() as show:
         on_progress = partial(show, "batch")
         if over_ray:
-            summary = run_on_cluster(source, out, model, draft, running, sampling, address, workers, on_progress)
+            with needing("`cpuspec batch --ray`", "'cpuspec[ray]'"):
+                from cpuspec.ray.workers import Work, answer_on_cluster, cluster, most_workers
+            name = str(Path(model).resolve()) if Path(model).exists() else model
+            settings = replace(running.settings, threads=running.settings.threads or usable_cores())
+            work = Work(name, draft, running.backend, settings, sampling)
+            with cluster(address):
+                number = workers or most_workers(work.num_cpus)
+                note(f"{counted(number, 'worker')} with {counted(work.num_cpus, 'processor')} each")
+                summary = run_batch(source, out, partial(answer_on_cluster, work=work, num_workers=number), on_progress)
         else:
             from cpuspec.batch.answer import answer_lines
             from cpuspec.engine.llm import LLM
@@ -69,13 +76,6 @@ def batch(
                 summary = run_batch(source, out, lambda lines: answer_lines(llm, lines, sampling), on_progress)
     if as_json:
         emit_json(summary.as_dict())
-    note(describe_batch(summary))
-    if summary.interrupted:
-        raise typer.Exit(INTERRUPTED)
-
-
-def describe_batch(summary: BatchSummary) -> str:
-    """A summary in a line."""
     parts = [
         *([f"{counted(summary.num_kept, 'line')} answered before"] if summary.num_kept else []),
         f"{counted(summary.num_answered, 'line')} answered in {summary.duration_s:.1f} s",
@@ -84,27 +84,6 @@ def describe_batch(summary: BatchSummary) -> str:
         *([accepted(summary.num_accepted_tokens, summary.num_draft_tokens)] if summary.num_draft_tokens else []),
         *(["interrupted: the same command continues from here"] if summary.interrupted else []),
     ]
-    return "; ".join(parts)
-
-
-def run_on_cluster(
-    source: Path,
-    out: Path,
-    model: str,
-    draft: str | None,
-    running: Running,
-    sampling: Mapping[str, Any],
-    address: str | None,
-    num_workers: int | None,
-    on_progress: Callable[[int, int], None],
-) -> BatchSummary:
-    """Answer a file with workers on a Ray cluster. Raises BackendError without Ray, and what `run_batch` raises."""
-    with needing("`cpuspec batch --ray`", "'cpuspec[ray]'"):
-        from cpuspec.ray.workers import Work, answer_on_cluster, cluster, most_workers
-    name = str(Path(model).resolve()) if Path(model).exists() else model
-    settings = replace(running.settings, threads=running.settings.threads or usable_cores())
-    work = Work(name, draft, running.backend, settings, sampling)
-    with cluster(address):
-        number = num_workers or most_workers(work.num_cpus)
-        note(f"{counted(number, 'worker')} with {counted(work.num_cpus, 'processor')} each")
-        return run_batch(source, out, partial(answer_on_cluster, work=work, num_workers=number), on_progress)
+    note("; ".join(parts))
+    if summary.interrupted:
+        raise typer.Exit(INTERRUPTED)

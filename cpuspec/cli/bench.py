@@ -14,7 +14,7 @@ from cpuspec.cli.console import counted, emit, emit_json, exit_codes, note, size
 from cpuspec.cli.machine import describe_run
 from cpuspec.cli.opening import load_backend, open_target
 from cpuspec.cli.options import option
-from cpuspec.evaluate.speed import Plan, RowsSpeed, Speed, SpeedReport, measure_speed
+from cpuspec.evaluate.speed import Plan, Speed, SpeedReport, measure_speed
 from cpuspec.settings import EngineConfig
 
 Setting = dict[str, Any]
@@ -60,10 +60,32 @@ def show_markdown(setting: Setting, report: SpeedReport) -> None:
     emit(f"{setting['model']}: {', '.join(facts)}\n")
     if rated := [*report.prefill, *report.decode]:
         columns = ("test", "tokens/s", "median", "weights read", "GB/s", "of memory")
-        emit("\n" + _on_disk(columns, rated, [_rate_cells(speed) for speed in rated]))
+        cells = [
+            (
+                one.name,
+                f"{one.mean_tokens_per_s:.2f} ± {one.sd_tokens_per_s:.2f}",
+                f"{one.tokens_per_s:.2f}",
+                size(one.weight_bytes),
+                "" if one.gb_per_s is None else f"{one.gb_per_s:.1f}",
+                _percent(one.bandwidth_share),
+            )
+            for one in rated
+        ]
+        emit("\n" + _on_disk(columns, rated, cells))
     if report.rows:
         columns = (f"rows @ d{report.rows[0].speed.depth}", "ms", "median", "over 1 row", "weights read", "of memory")
-        emit("\n" + _on_disk(columns, [one.speed for one in report.rows], [_rows_cells(one) for one in report.rows]))
+        cells = [
+            (
+                str(one.rows),
+                f"{1e3 * one.speed.mean_s:.2f} ± {1e3 * one.speed.sd_s:.2f}",
+                f"{1e3 * one.speed.median_s:.2f}",
+                "" if one.over_one_row is None else f"{one.over_one_row:.2f}",
+                size(one.speed.weight_bytes),
+                _percent(one.speed.bandwidth_share),
+            )
+            for one in report.rows
+        ]
+        emit("\n" + _on_disk(columns, [one.speed for one in report.rows], cells))
 
 
 OUTPUTS: Mapping[str, Callable[[Setting, SpeedReport], None]] = {
@@ -71,12 +93,6 @@ OUTPUTS: Mapping[str, Callable[[Setting, SpeedReport], None]] = {
     "csv": show_csv,
     "json": lambda setting, report: emit_json(setting | report.as_dict()),
 }
-
-
-def _known_output(name: str | None) -> str | None:
-    if name is not None and name not in OUTPUTS:
-        raise typer.BadParameter(f"there is no format {name!r}; wanted one of {', '.join(OUTPUTS)}")
-    return name
 
 
 PLAN = {
@@ -96,9 +112,7 @@ PLAN = {
 def bench(
     model: options.ModelArgument,
     *,
-    output: Annotated[
-        str | None, option("FORMAT", "md, csv or json; md by default.", "--output", "-o", callback=_known_output)
-    ] = None,
+    output: Annotated[str | None, option("FORMAT", "md, csv or json; md by default.", "--output", "-o")] = None,
     as_json: options.JsonOption = False,
     plan: Plan,
     running: options.Running,
@@ -107,6 +121,8 @@ def bench(
 
     Figures are means with standard deviations, and medians. Everything is measured in turn, round by round.
     """
+    if output not in (None, *OUTPUTS):
+        raise typer.BadParameter(f"there is no format {output!r}; wanted one of {', '.join(OUTPUTS)}")
     if as_json and output not in (None, "json"):
         raise typer.BadParameter(f"got --json and --output {output}; wanted one of them")
     checkpoint = open_target(model, adapts=True)
@@ -115,29 +131,6 @@ def bench(
         # Lines and no spinner: it would take turns with the measured threads.
         report = measure_speed(backend, plan, note)
         OUTPUTS["json" if as_json else output or "md"](describe_bench(model, backend, running.settings, plan), report)
-
-
-def _rate_cells(speed: Speed) -> tuple[str, ...]:
-    return (
-        speed.name,
-        f"{speed.mean_tokens_per_s:.2f} ± {speed.sd_tokens_per_s:.2f}",
-        f"{speed.tokens_per_s:.2f}",
-        size(speed.weight_bytes),
-        "" if speed.gb_per_s is None else f"{speed.gb_per_s:.1f}",
-        _percent(speed.bandwidth_share),
-    )
-
-
-def _rows_cells(one: RowsSpeed) -> tuple[str, ...]:
-    speed = one.speed
-    return (
-        str(one.rows),
-        f"{1e3 * speed.mean_s:.2f} ± {1e3 * speed.sd_s:.2f}",
-        f"{1e3 * speed.median_s:.2f}",
-        "" if one.over_one_row is None else f"{one.over_one_row:.2f}",
-        size(speed.weight_bytes),
-        _percent(speed.bandwidth_share),
-    )
 
 
 def _on_disk(columns: Sequence[str], speeds: Sequence[Speed], rows: Sequence[tuple[str, ...]]) -> str:

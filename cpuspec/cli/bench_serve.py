@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from cpuspec.cli.progress import counting
 from cpuspec.environment import api_key
 from cpuspec.errors import needing
 from cpuspec.files import write_file
-from cpuspec.loadtest.figures import RequestResult, read_goodput, read_metrics, read_percentiles, summarize
+from cpuspec.loadtest.figures import read_goodput, read_metrics, read_percentiles, summarize
 from cpuspec.metrics import epoch_s
 
 with needing("`cpuspec bench-serve`", "'cpuspec[server]'"):
@@ -33,6 +33,11 @@ _TITLES: Mapping[str, str] = {
     "tpot": "time per output token",
     "itl": "gap between pieces",
     "e2el": "whole answer",
+}
+# Every answer's own figures, in seconds, in the names of `vllm bench serve`.
+_DETAILS: Mapping[str, str] = {
+    **{"input_lens": "num_prompt_tokens", "output_lens": "num_new_tokens", "start_times": "start_s", "ttfts": "ttft_s"},
+    **{"itls": "itl_s", "e2els": "e2el_s", "generated_texts": "text", "errors": "error"},
 }
 
 
@@ -120,33 +125,8 @@ def bench_serve(
     with options.usage_errors():
         targets = read_goodput([*(goodput or []), *(more_goodput or [])])
     body = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **options.read_object(extra_body)}
-    plan, url = (
-        replace(plan, body=body, keep_texts=save_detailed),
-        base_url or f"http://{f'[{host}]' if ':' in host else host}:{port}",
-    )
-    report, result = measure_load(url, plan, wanted, targets)
-    if save_result or save_detailed:
-        path = result_path(report, result_dir, result_filename)
-        write_file(path, json.dumps(report | (details(result.answers) if save_detailed else {})) + "\n")
-        note(f"wrote {path}")
-    print_report(report, as_json, show_load)
-    note_errors(result.answers)
-    if result.stopped:
-        note(f"{result.stopped}: these figures are of a part of the load")
-    if result.stopped == STOPPED_BY_USER:
-        raise typer.Exit(INTERRUPTED)
-    if result.stopped or not report["completed"]:
-        raise typer.Exit(ERROR)
-
-
-def measure_load(url: str, plan: LoadPlan, wanted: Measurement, goodput: Mapping[str, float]) -> tuple[dict[str, Any], LoadResult]:
-    """Run a load against a server of this machine; returns the report and the answers. plan.model: "" for the server's first.
-
-    goodput: milliseconds that a good answer keeps, by metric.
-
-    Raises ConfigError for other machines and for requests that cannot be sent, CpuspecError where the server does not answer.
-    """
-    client = Client(local_address(url), api_key())
+    url = base_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    client, plan = Client(local_address(url), api_key()), replace(plan, body=body, keep_texts=save_detailed)
     requests = read_requests(wanted.dataset, wanted.num_requests) if wanted.dataset else []
     plan, requests, result = asyncio.run(_run(client, requests, plan, wanted))
     report = {
@@ -155,15 +135,27 @@ def measure_load(url: str, plan: LoadPlan, wanted: Measurement, goodput: Mapping
         "base_url": url,
         "model_id": plan.model,
         "num_prompts": len(requests),
-        "request_rate": "inf" if math.isinf(plan.request_rate) else plan.request_rate,
-        "burstiness": plan.burstiness,
-        "max_concurrency": plan.max_concurrency,
-        "seed": plan.seed,
-        "goodput": dict(goodput),
+        "request_rate": "inf" if math.isinf(rate) else rate,
+        **{name: getattr(plan, name) for name in ("burstiness", "max_concurrency", "seed")},
+        "goodput": dict(targets),
         "stopped": result.stopped,
-        **summarize(result.answers, result.duration_s, wanted.metrics, wanted.percentiles, goodput),
+        **summarize(result.answers, result.duration_s, wanted.metrics, wanted.percentiles, targets),
     }
-    return report, result
+    if save_result or save_detailed:
+        path = result_path(report, result_dir, result_filename)
+        details = {name: [getattr(one, of) for one in result.answers] for name, of in _DETAILS.items()}
+        write_file(path, json.dumps(report | (details if save_detailed else {})) + "\n")
+        note(f"wrote {path}")
+    print_report(report, as_json, show_load)
+    errors = [answer.error for answer in result.answers if answer.error]
+    for error in list(dict.fromkeys(errors))[:5]:
+        note(f"{counted(errors.count(error), 'request')} failed: {error}")
+    if result.stopped:
+        note(f"{result.stopped}: these figures are of a part of the load")
+    if result.stopped == STOPPED_BY_USER:
+        raise typer.Exit(INTERRUPTED)
+    if result.stopped or not report["completed"]:
+        raise typer.Exit(ERROR)
 
 
 async def _run(
@@ -179,32 +171,11 @@ async def _run(
         return plan, requests, await run_load(client, requests, plan, on_done)
 
 
-def details(answers: Sequence[RequestResult]) -> dict[str, Any]:
-    """Every answer's own figures, in seconds, in the names of `vllm bench serve`."""
-    return {
-        "input_lens": [one.num_prompt_tokens for one in answers],
-        "output_lens": [one.num_new_tokens for one in answers],
-        "start_times": [one.start_s for one in answers],
-        "ttfts": [one.ttft_s for one in answers],
-        "itls": [one.itl_s for one in answers],
-        "e2els": [one.e2el_s for one in answers],
-        "generated_texts": [one.text for one in answers],
-        "errors": [one.error for one in answers],
-    }
-
-
 def result_path(report: Mapping[str, Any], directory: Path, name: str | None) -> Path:
     """Where a result is saved: under this name, or under one of what was run."""
     at_once = f"-concurrency{report['max_concurrency']}" if report["max_concurrency"] else ""
     model = report["model_id"].replace("/", "-").replace("\0", "")[:100]
     return directory / (name or f"{report['backend']}-{report['request_rate']}qps{at_once}-{model}-{report['date']}.json")
-
-
-def note_errors(answers: Sequence[RequestResult]) -> None:
-    """Print the errors on stderr, and how often each came."""
-    errors = [answer.error for answer in answers if answer.error]
-    for error in list(dict.fromkeys(errors))[:5]:
-        note(f"{counted(errors.count(error), 'request')} failed: {error}")
 
 
 def show_load(report: Mapping[str, Any]) -> None:
@@ -215,11 +186,11 @@ def show_load(report: Mapping[str, Any]) -> None:
         ("requests", f"{report['completed']} answered, {report['failed']} failed, {report['max_concurrent_requests']} at once"),
         ("duration", f"{report['duration']:.2f} s{', ' + report['stopped'] if report['stopped'] else ''}"),
         ("tokens", f"{report['total_input_tokens']} of prompts, {report['total_output_tokens']} of answers"),
-        *([("cached", f"{cached} tokens of prompts")] if cached is not None else []),
-        *([("drafts", accepted(taken, drafted))] if drafted is not None and taken is not None else []),
+        ("cached", None if cached is None else f"{cached} tokens of prompts"),
+        ("drafts", None if drafted is None or taken is None else accepted(taken, drafted)),
         ("throughput", f"{report['request_throughput']:.3g} requests/s, {report['output_throughput']:.1f} tokens/s of answers"),
         ("with prompts", f"{report['total_token_throughput']:.1f} tokens/s"),
-        *([("goodput", f"{good:.3g} requests/s within {within}")] if good is not None else []),
+        ("goodput", None if good is None else f"{good:.3g} requests/s within {within}"),
     ]
     print_facts(facts)
     names = [name for name in _TITLES if f"mean_{name}_ms" in report]

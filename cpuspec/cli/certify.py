@@ -4,17 +4,15 @@ from typing import Annotated
 
 import typer
 
-from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.gguf_parts import file_identity
 from cpuspec.cli import options
 from cpuspec.cli.console import ERROR, Report, accepted, exit_codes, note, print_facts, print_report
 from cpuspec.cli.machine import describe_run, versions
 from cpuspec.cli.opening import open_with_drafts
 from cpuspec.cli.options import option
-from cpuspec.evaluate.certify import MIN_SAMPLES, NUM_SAMPLES, PROMPTS, Certificate
+from cpuspec.evaluate.certify import MIN_SAMPLES, NUM_SAMPLES, PROMPTS
 from cpuspec.evaluate.certify import certify as certify_drafts
 from cpuspec.evaluate.prompts import read_prompts
-from cpuspec.settings import EngineConfig
 
 
 @exit_codes()
@@ -46,20 +44,10 @@ def certify(
         raise typer.BadParameter("there is no draft to certify; name one with --draft, as --draft ngram")
     backend, settings = running
     found = certify_drafts(checkpoint, spec, questions, tokens, samples, backend=backend, settings=settings, on_progress=note)
-    report = describe_certificate(model, checkpoint, backend, settings, found)
-    print_report(report, as_json, show_certificate)
+    about = {"files": file_identity(checkpoint.path), "versions": versions()}
+    print_report(describe_run(model, backend, settings) | about | found.as_dict(), as_json, show_certificate)
     if not found.passed:
         raise typer.Exit(ERROR)
-
-
-def describe_certificate(model: str, checkpoint: Checkpoint, backend: str, settings: EngineConfig, found: Certificate) -> Report:
-    """The certificate, the model's files with their sha256, and what ran them."""
-    return {
-        **describe_run(model, backend, settings),
-        "files": file_identity(checkpoint.path),
-        "versions": versions(),
-        **found.as_dict(),
-    }
 
 
 def show_certificate(report: Report) -> None:

@@ -94,15 +94,10 @@ class Chat:
         """The sampling params under other settings of the user's. Raises ConfigError."""
         return self.llm.sampling_defaults.under(given)
 
-    @property
-    def messages(self) -> list[Message]:
-        """The messages for the chat template."""
-        return self.messages_after(0)
-
-    def messages_after(self, num_exchanges: int) -> list[Message]:
-        """The messages without the `num_exchanges` oldest exchanges."""
+    def messages(self, num_dropped: int = 0) -> list[Message]:
+        """The messages for the chat template, without the `num_dropped` oldest exchanges."""
         first = [{"role": "system", "content": self.system}] if self.system is not None else []
-        return first + self.turns[self.start_of(num_exchanges) :]
+        return first + self.turns[self.start_of(num_dropped) :]
 
     def start_of(self, exchange: int) -> int:
         """The number of the turn with which an exchange begins; negative ones count from the last."""
@@ -241,11 +236,11 @@ def _streamed(chat: Chat) -> StreamedAnswer:
     """Show what the model says next."""
     params, variables = with_seed(chat.params), chat.given_to_template
     try:
-        return stream_answer(chat.llm, chat.messages, params, emit_generated, emit_apart, variables)
+        return stream_answer(chat.llm, chat.messages(), params, emit_generated, emit_apart, variables)
     except ConfigError:
         if not _make_room(chat):
             raise
-        return stream_answer(chat.llm, chat.messages, params, emit_generated, emit_apart, variables)
+        return stream_answer(chat.llm, chat.messages(), params, emit_generated, emit_apart, variables)
 
 
 def _call_tools(chat: Chat, answer: StreamedAnswer) -> None:
@@ -291,7 +286,7 @@ def _keep_history(chat: Chat) -> None:
 
 
 def _document(chat: Chat) -> str:
-    return json.dumps({"model": chat.model, "messages": chat.messages}, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps({"model": chat.model, "messages": chat.messages()}, indent=2, ensure_ascii=False) + "\n"
 
 
 def _num_exchanges(chat: Chat) -> int:
@@ -324,7 +319,7 @@ def _make_room(chat: Chat) -> bool:
 
 def _num_tokens(chat: Chat, num_dropped: int) -> int:
     """The tokens of the prompt that the messages make without the `num_dropped` oldest exchanges."""
-    return len(chat.llm.tokenizer.encode_chat(chat.messages_after(num_dropped), variables=chat.given_to_template))
+    return len(chat.llm.tokenizer.encode_chat(chat.messages(num_dropped), variables=chat.given_to_template))
 
 
 def _exchanges(count: int) -> str:
@@ -514,7 +509,7 @@ def _save(chat: Chat, argument: str) -> None:
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
     chat.saved = path
-    note(f"(saved {len(chat.messages)} messages to {path})")
+    note(f"(saved {len(chat.messages())} messages to {path})")
 
 
 def _exit(chat: Chat, argument: str) -> None:

@@ -193,8 +193,11 @@ def print_report(report: Report, as_json: bool, show: Callable[[Any], None]) -> 
 
 
 def print_facts(facts: Iterable[tuple[str, object]]) -> None:
-    """Print a report's facts, a name and a value in each line. A line without a name continues the one above."""
-    print_table(("", ""), [(name, str(value)) for name, value in facts])
+    """Print a report's facts, a name and a value in each line; facts without a value are left out.
+
+    A line without a name continues the one above.
+    """
+    print_table(("", ""), [(name, str(value)) for name, value in facts if value not in (None, "")])
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -36,6 +36,10 @@ class Finding:
     remedy: str = ""
 
 
+def _judged(about: str, fact: str, is_slow: bool, remedy: str) -> Finding:
+    return Finding(about, "slow", fact, remedy) if is_slow else Finding(about, "ok", fact)
+
+
 @exit_codes()
 def doctor(as_json: options.JsonOption = False) -> None:
     """Tell whether cpuspec can run on this machine, what is slow there and why, and what to do. Exits with 1 where it cannot."""
@@ -100,13 +104,9 @@ def processors(system: System, load: float) -> Iterator[Finding]:
     threads, cores = topology.usable_cores, topology.cores
     yield Finding("threads", "ok", f"{counted(threads, 'thread')} by default, on {counted(len(cores), 'core')} that may be used")
     if (quota := topology.quota) is not None and threads < len(cores):
-        lost = f", and {quota - threads:g} of them go unused" if quota > threads else ""
-        yield Finding(
-            "quota",
-            "slow",
-            f"control groups grant {quota:g} processors' time{lost}",
-            "give the container whole processors, and more",
-        )
+        fact = f"control groups grant {quota:g} processors' time"
+        fact += f", and {quota - threads:g} of them go unused" if quota > threads else ""
+        yield Finding("quota", "slow", fact, "give the container whole processors, and more")
     if left_out := sum(core.kind == "lowpower" for core in cores):
         yield Finding("cores", "ok", f"{counted(left_out, 'core')} of low power are left out: the others would wait for them")
     if slowest := min((core.speed for core in cores if core.speed < 0.9), default=0.0):
@@ -140,18 +140,14 @@ def memory(system: System) -> Iterator[Finding]:
         fact = f"this process may use {size(there.usable)}{limited}" + (
             f", of which {size(there.available)} are available" if there.available is not None else ""
         )
-        if there.usable < _LITTLE_MEMORY or (there.available or there.usable) < there.usable // 4:
-            yield Finding("memory", "slow", fact, "raise the limit or end other programs: weights that do not fit are read again")
-        else:
-            yield Finding("memory", "ok", fact)
+        little = there.usable < _LITTLE_MEMORY or (there.available or there.usable) < there.usable // 4
+        yield _judged("memory", fact, little, "raise the limit or end other programs: weights that do not fit are read again")
     bandwidth, threads = read_bandwidth(topology.usable_cores), topology.usable_cores
     fact = (
         f"{bandwidth / 1e9:.1f} GB/s with {counted(threads, 'thread')}, which is as many tokens/s of a model with 1 GB of weights"
     )
-    if bandwidth < _SLOW_MEMORY * min(threads, 2):
-        yield Finding("reading", "slow", fact, "use fewer bits a weight and drafts; on a laptop fill both memory slots")
-    else:
-        yield Finding("reading", "ok", fact)
+    is_slow = bandwidth < _SLOW_MEMORY * min(threads, 2)
+    yield _judged("reading", fact, is_slow, "use fewer bits a weight and drafts; on a laptop fill both memory slots")
     if system.settings().get("huge_pages") == "never":
         yield Finding(
             "huge pages",
@@ -160,12 +156,11 @@ def memory(system: System) -> Iterator[Finding]:
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
         )
     if nodes := nodes_to_use(topology):
-        if why := system.why_pages_stay():
-            yield Finding(
-                "nodes", "slow", f"weights are not spread over {len(nodes)} memory nodes: {why}", "allow it, or use numactl"
-            )
-        else:
-            yield Finding("nodes", "ok", f"weights are copied to each of {len(nodes)} memory nodes, or spread over them")
+        why, where = system.why_pages_stay(), f"{len(nodes)} memory nodes"
+        fact = (
+            f"weights are not spread over {where}: {why}" if why else f"weights are copied to each of {where}, or spread over them"
+        )
+        yield _judged("nodes", fact, bool(why), "allow it, or use numactl")
 
 
 def cache() -> Iterator[Finding]:
@@ -179,10 +174,9 @@ def cache() -> Iterator[Finding]:
         yield Finding("cache", "slow", f"{directory} {others}: machine code is not trusted", "set CPUSPEC_CACHE to one of your own")
         return
     free = shutil.disk_usage(Path(directory)).free
-    if free < _LITTLE_DISK:
-        yield Finding("cache", "slow", f"{directory} has {size(free)} left", "make room, or set CPUSPEC_CACHE to another disk")
-    else:
-        yield Finding("cache", "ok", f"{directory}, with {size(free)} left")
+    yield _judged(
+        "cache", f"{directory}, with {size(free)} left", free < _LITTLE_DISK, "make room, or set CPUSPEC_CACHE to another disk"
+    )
     if not packed_limit_bytes():
         yield Finding("packed weights", "slow", "CPUSPEC_PACKED_GB is 0: every start packs them anew", "unset it")
     if offline():

@@ -24,7 +24,7 @@ from cpuspec.environment import usable_cores
 from cpuspec.errors import CpuspecError, needing
 from cpuspec.evaluate.prompts import Prompt
 from cpuspec.evaluate.sandbox import Limits, run_program
-from cpuspec.evaluate.tasks import TASKS, Grade, Problem, Score, Task, find_task, judge, read_problems, score
+from cpuspec.evaluate.tasks import TASKS, Grade, Problem, Task, find_task, judge, read_problems, score
 from cpuspec.files import write_file
 from cpuspec.settings import SamplingParams
 
@@ -106,7 +106,9 @@ def task(
         "form": "chat" if chat else "raw",
         "shots": shots,
         **about,
-        **describe_score(found),
+        **{name: getattr(found, name) for name in ("num_problems", "num_samples", "num_passed")},
+        **{f"pass@{k}": share for k, share in found.pass_at.items()},
+        **{f"pass@{k}_error": error for k, error in found.errors.items()},
         "cost": asdict(cost),
         "price_per_hour": price_per_hour,
         "price": None if price_per_hour is None else cost.price(price_per_hour, found.num_passed),
@@ -243,13 +245,6 @@ def params_of(row: Task, chat: bool, sampling: dict[str, Any], sample: int = 0) 
     return SamplingParams(**given)
 
 
-def describe_score(found: Score) -> dict[str, Any]:
-    """The score with its names as JSON has them."""
-    named = {f"pass@{k}": share for k, share in found.pass_at.items()}
-    errors = {f"pass@{k}_error": error for k, error in found.errors.items()}
-    return {"num_problems": found.num_problems, "num_samples": found.num_samples, "num_passed": found.num_passed, **named, **errors}
-
-
 def _ask_model(
     model: str, draft: str | None, running: options.Running, asked: Sequence[Problem], each: Sequence[SamplingParams]
 ) -> tuple[dict[str, Any], list[str], Any]:
@@ -315,7 +310,7 @@ def _show_task(report: Report) -> None:
         ("model", report["model"]),
         ("answers", f"{report['num_passed']} of {cost['num_answers']} right, {cost['num_new_tokens']} tokens"),
         *show_cost(cost),
-        *show_price(report["price"], report["price_per_hour"]),
+        ("price", _price(report["price"], report["price_per_hour"])),
     ]
     print_facts(facts)
     if report["failed"]:
@@ -324,19 +319,22 @@ def _show_task(report: Report) -> None:
 
 def show_cost(cost: dict[str, Any]) -> list[tuple[str, str]]:
     """Rates, latencies and memory in lines."""
-    lines = [("speed", f"{cost['tokens_per_s']:.1f} tokens/s in {cost['duration_s']:.1f} s")]
-    for what, key, unit in (("first token", "ttft_s", 1e3), ("each further token", "tpot_s", 1e3)):
-        if cost[key]:
-            lines.append((what, ", ".join(f"{rank} {unit * value:.1f} ms" for rank, value in cost[key].items())))
-    if cost["num_draft_tokens"]:
-        lines.append(("drafts", accepted(cost["num_accepted_tokens"], cost["num_draft_tokens"])))
-    return [*lines, *([("memory", size(cost["memory_bytes"]))] if cost["memory_bytes"] else [])]
+    first, further = (
+        ", ".join(f"{rank} {1e3 * value:.1f} ms" for rank, value in cost[key].items()) for key in ("ttft_s", "tpot_s")
+    )
+    return [
+        ("speed", f"{cost['tokens_per_s']:.1f} tokens/s in {cost['duration_s']:.1f} s"),
+        ("first token", first),
+        ("each further token", further),
+        ("drafts", accepted(cost["num_accepted_tokens"], cost["num_draft_tokens"]) if cost["num_draft_tokens"] else ""),
+        ("memory", size(cost["memory_bytes"]) if cost["memory_bytes"] else ""),
+    ]
 
 
-def show_price(price: dict[str, float | None] | None, per_hour: float | None) -> list[tuple[str, str]]:
-    """The price of tokens and of right answers, in a line."""
+def _price(price: dict[str, float | None] | None, per_hour: float | None) -> str:
+    """The price of tokens and of right answers; "" where the machine has none."""
     if price is None:
-        return []
+        return ""
     parts = [(price["per_million_tokens"], "a million tokens"), (price["per_accepted_answer"], "a right answer")]
     told = [f"{value:.4g} for {what}" for value, what in parts if value is not None]
-    return [("price", f"{', '.join(told) or 'nothing was made'} at {per_hour:g} an hour")]
+    return f"{', '.join(told) or 'nothing was made'} at {per_hour:g} an hour"

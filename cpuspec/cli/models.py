@@ -119,20 +119,9 @@ def known_models() -> tuple[list[Report], list[str]]:
         if recipe.head:
             continue
         path = find_fetched(recipe)
-        rows.append(
-            {
-                "name": recipe.name,
-                "source": "recipe",
-                "architecture": recipe.architecture,
-                "parameters": recipe.parameters,
-                "bytes": size_of(path) if path else recipe.num_bytes,
-                "licence": recipe.licence,
-                "licence_note": recipe.licence_note,
-                "fetched": path is not None,
-                "path": str(path) if path else None,
-                "description": recipe.description,
-            }
-        )
+        about = {"source": "recipe", "bytes": size_of(path) if path else recipe.num_bytes, "fetched": path is not None}
+        told = ("name", "architecture", "parameters", "licence", "licence_note", "description")
+        rows.append({name: getattr(recipe, name) for name in told} | about | {"path": str(path) if path else None})
     return rows, problems
 
 
@@ -311,14 +300,12 @@ def _heads(config: Report) -> str:
     return f"{config['num_heads']} of {config['head_dim']}, {config['num_kv_heads']} for keys and values"
 
 
-def _prediction(found: Report | None) -> list[tuple[str, str]]:
-    """A line about a layer for multi-token prediction, if there is one."""
+def _prediction(found: Report | None) -> str:
+    """A text about a layer for multi-token prediction; "" where there is none."""
     if not found:
-        return []
+        return ""
     use = found["refused"] or "it drafts by --draft mtp, or where auto chooses it"
-    return [
-        ("prediction", f"a layer of {size(found['bytes'])} in {found['num_tensors']} tensors for multi-token prediction: {use}")
-    ]
+    return f"a layer of {size(found['bytes'])} in {found['num_tensors']} tensors for multi-token prediction: {use}"
 
 
 def show_model(report: Report) -> None:
@@ -327,36 +314,29 @@ def show_model(report: Report) -> None:
     output = "output tied to the embedding" if config["tied_embeddings"] else "output of its own"
     scaling = f", {config['rope_scaling']['kind']} scaling" if config["rope_scaling"] else ""
     experts, windows = config["experts"], config["layer_windows"]
+    of_windows, of_states = ((report[f"{name}_bytes_per_sequence"] or "") for name in ("window", "state"))
     per_second = f"{report['read_bytes_per_s'] / 1e9:.1f} GB/s"
     facts = [
         ("model", report["name"]),
         ("path", report["path"]),
-        *([("revision", report["revision"])] if report["revision"] else []),
-        *([("quantized by", report["quantization"])] if report["quantization"] else []),
+        ("revision", report["revision"]),
+        ("quantized by", report["quantization"]),
         ("architecture", config["architecture"]),
         ("layers", config["num_layers"]),
         ("hidden size", f"{config['hidden_size']}, MLP {config['intermediate_size']}"),
         ("heads", _heads(config)),
-        *([("experts", f"{experts['count']} of {experts['size']}, {experts['used']} for a token")] if experts else []),
-        *([("windows", f"{max(windows)} tokens in {len(windows) - windows.count(0)} layers")] if windows else []),
+        ("experts", experts and f"{experts['count']} of {experts['size']}, {experts['used']} for a token"),
+        ("windows", f"{max(windows)} tokens in {len(windows) - windows.count(0)} layers" if windows else ""),
         ("vocabulary", f"{config['vocab_size']}, {output}"),
         ("context", f"{config['context_length']} tokens"),
         ("rotary base", f"{config['rope_base']:,.0f}{scaling}"),
         ("weights", f"{report['num_weights']:,} in {report['num_tensors']} tensors"),
         ("size", f"{size(report['bytes'])}, {report['bits_per_weight']:.2f} bits per weight"),
-        *_prediction(report["prediction"]),
+        ("prediction", _prediction(report["prediction"])),
         ("keys and values", f"{size(report['kv_bytes_per_token'])} per token of context, in {report['kv_format']}"),
-        *(
-            [("windows", f"{size(report['window_bytes_per_sequence'])} at most per sequence, of layers that keep their last rows")]
-            if report["window_bytes_per_sequence"]
-            else []
-        ),
+        ("windows", of_windows and f"{size(of_windows)} at most per sequence, of layers that keep their last rows"),
         ("sequence", f"{size(report['bytes_per_sequence'])} in all, of a sequence that fills the context"),
-        *(
-            [("recurrent state", f"{size(report['state_bytes_per_sequence'])} per sequence, however long it is, and once more")]
-            if report["state_bytes_per_sequence"]
-            else []
-        ),
+        ("recurrent state", of_states and f"{size(of_states)} per sequence, however long it is, and once more"),
         ("processor", report["processor"]),
         ("memory", f"reads {per_second} with {report['threads']} threads (estimated in about a second)"),
         (

@@ -1,8 +1,6 @@
 """Reads the two sides of `cpuspec parity`, by name or as records, and prints their comparison."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +8,6 @@ from typing import Annotated
 import typer
 
 from cpuspec.backends import BACKENDS, check_backend
-from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import options
 from cpuspec.cli.console import ERROR, Report, accepted, counted, emit, exit_codes, note, print_facts, print_report, size
@@ -25,7 +22,6 @@ from cpuspec.evaluate.parity import (
     TOP,
     WHOLE_ROWS,
     ModelIdentity,
-    Parity,
     ParityLimits,
     Question,
     Recording,
@@ -106,14 +102,28 @@ def parity(
     questions = shared_questions(sides, identity)
     if questions is None:
         assert checkpoint is not None, "where there is no record there is a backend, which runs a model"
-        questions = make_questions(checkpoint, prompts or [], texts or [], NUM_TOKENS if tokens is None else tokens)
+        asked: list[Prompt] = [
+            one for text in prompts or () for one in read_prompts(options.checked_text(text, "--prompts")).prompts
+        ]
+        tokenizer, num_tokens = make_tokenizer(checkpoint), NUM_TOKENS if tokens is None else tokens
+        questions = [Question(prompt_ids(tokenizer, one), num_tokens) for one in asked or PROMPTS]
+        questions += [Question(read_text_ids(options.checked_text(text, "--text"), tokenizer), 0) for text in texts or ()]
     elif prompts or texts or tokens is not None:
         raise typer.BadParameter("--prompts, --text and --tokens are the record's own; leave them out")
     with ExitStack() as stack:
-        loaded = []
-        for side in sides:
-            with nullcontext() if isinstance(side, Recording) else busy(f"loading {side.name}"):
-                loaded.append(stack.enter_context(loaded_side(side, checkpoint, questions, spec)))
+        loaded: list[Side] = []
+        for name, side in zip(names, sides, strict=True):
+            if isinstance(side, Recording):
+                loaded.append(side)
+                continue
+            from cpuspec.kernels import isa  # imports numba
+
+            assert checkpoint is not None, "a backend runs a model"
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            about = {"name": name, "processor": isa.describe(), "date": now, "versions": versions()}
+            with busy(f"loading {name}"):
+                live = open_side(side.backend, checkpoint, questions, spec, side.settings, about)
+                loaded.append(stack.enter_context(live))
         with step_progress(tenths=False) as progress:
             if record is not None:
                 beside = loaded[1] if b is not None else None
@@ -124,22 +134,14 @@ def parity(
     if found is None:
         return
     failures = found.failures(ParityLimits(min_same_top, max_kl, max_difference, identical))
-    report = describe_parity(identity, found, failures)
-    print_report(report, as_json, show_parity)
+    files = [dict(file) for file in identity.files]
+    subject = {"benchmark": "parity", "model": identity.name, "files": files}
+    print_report(subject | {"passed": not failures, "failures": failures} | found.as_dict(), as_json, show_parity)
     if failures:
         raise typer.Exit(ERROR)
 
 
-@dataclass(frozen=True)
-class NamedBackend:
-    """A backend to be loaded. name: as the user wrote it."""
-
-    name: str
-    backend: str
-    settings: EngineConfig
-
-
-def read_side(text: str, settings: EngineConfig) -> NamedBackend | Recording:
+def read_side(text: str, settings: EngineConfig) -> options.Running | Recording:
     """A backend with its settings, as numba:threads=1; otherwise the record in the file of that name.
 
     Raises BadParameter where it is neither.
@@ -150,35 +152,10 @@ def read_side(text: str, settings: EngineConfig) -> NamedBackend | Recording:
         backend, settings = read_backend(text, settings)
         check_backend(backend, settings)
         get_kv_format(settings.kv_format)
-    return NamedBackend(text, backend, settings)
+    return options.Running(backend, settings)
 
 
-@contextmanager
-def loaded_side(
-    side: NamedBackend | Recording, checkpoint: Checkpoint | None, questions: list[Question], spec: SpecConfig
-) -> Iterator[Side]:
-    """A backend, loaded and closed in the end; a record as it is."""
-    if isinstance(side, Recording):
-        yield side
-        return
-    from cpuspec.kernels import isa  # imports numba
-
-    assert checkpoint is not None, "a backend runs a model"
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    about = {"name": side.name, "processor": isa.describe(), "date": now, "versions": versions()}
-    with open_side(side.backend, checkpoint, questions, spec, side.settings, about) as live:
-        yield live
-
-
-def make_questions(checkpoint: Checkpoint, prompts: list[str], texts: list[str], num_tokens: int) -> list[Question]:
-    """Prompts (FILE:FIELD:N) to be answered with `num_tokens` tokens, its own by default, and texts to be read (FILE:TOKENS)."""
-    asked: list[Prompt] = [one for text in prompts for one in read_prompts(options.checked_text(text, "--prompts")).prompts]
-    tokenizer = make_tokenizer(checkpoint)
-    answered = [Question(prompt_ids(tokenizer, one), num_tokens) for one in asked or PROMPTS]
-    return answered + [Question(read_text_ids(options.checked_text(text, "--text"), tokenizer), 0) for text in texts]
-
-
-def shared_questions(sides: list[NamedBackend | Recording], model: ModelIdentity | None) -> list[Question] | None:
+def shared_questions(sides: list[options.Running | Recording], model: ModelIdentity | None) -> list[Question] | None:
     """The questions of the records among the sides, None without a record. Raises ConfigError unless they and the model agree."""
     runs = [side for side in sides if isinstance(side, Recording)]
     for run in runs:
@@ -187,18 +164,6 @@ def shared_questions(sides: list[NamedBackend | Recording], model: ModelIdentity
             first, other = runs[0].about["recorded"], run.about["recorded"]
             raise ConfigError(f"{first} and {other} answer different prompts; record one of them beside the other")
     return runs[0].questions if runs else None
-
-
-def describe_parity(model: ModelIdentity, found: Parity, failures: list[str]) -> Report:
-    """The comparison, the model's files with their sha256, and which limits were not kept."""
-    files = [dict(file) for file in model.files]
-    return {
-        "benchmark": "parity",
-        "model": model.name,
-        "files": files,
-        "passed": not failures,
-        "failures": failures,
-    } | found.as_dict()
 
 
 def show_parity(report: Report) -> None:
@@ -219,9 +184,11 @@ def show_parity(report: Report) -> None:
         *(line for side in (a, b) for line in _speed(side)),
     ]
     if not report["exact"]:
+        most = report["whole_rows_max_abs_logit_difference"]
+        differ = "" if most is None else f", in which they differ by at most {most:.4g}"
         facts += [
             ("from records", f"ids with {report['covered_mean']:.2%} of the probability (at least {report['covered_min']:.2%})"),
-            ("", f"every logit of {report['whole_rows']} rows{_whole(report)}"),
+            ("", f"every logit of {report['whole_rows']} rows{differ}"),
         ]
     print_facts(facts)
     for failure in report["failures"]:
@@ -259,8 +226,3 @@ def _name(side: Report) -> str:
 
 def _rate(tokens_per_s: float | None) -> str:
     return "no speed measured" if tokens_per_s is None else f"{tokens_per_s:.1f} tokens/s"
-
-
-def _whole(report: Report) -> str:
-    most = report["whole_rows_max_abs_logit_difference"]
-    return "" if most is None else f", in which they differ by at most {most:.4g}"

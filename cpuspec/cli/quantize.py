@@ -1,4 +1,4 @@
-"""The commands `quantize` and `imatrix`."""
+"""The commands that write models and what is measured of them: `quantize`, `imatrix` and `export`."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -10,7 +10,7 @@ from cpuspec.cli import options
 from cpuspec.cli.console import counted, emit, emit_json, exit_codes, interruptible, note, print_facts, print_table, size
 from cpuspec.cli.opening import open_model
 from cpuspec.cli.options import argument, flag, option
-from cpuspec.cli.progress import step_progress
+from cpuspec.cli.progress import busy, step_progress
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.files import read_file
@@ -181,6 +181,24 @@ def imatrix(
         found = measure_importance(Weights(checkpoint), read_chunks(checkpoint, text, chunks, ctx_size), progress)
     write_importance(out, replace(found, dataset=calibration.name))
     _note_unreached(found)
+    emit(f"{out}\n")
+
+
+@exit_codes()
+@options.takes_running("activations", "kv_format", with_backend=False)
+def export(
+    model: options.ModelArgument,
+    out: Annotated[Path, argument("OUT.onnx", "The file to write; weights go to OUT.onnx.data beside it.")],
+    *,
+    running: options.Running,
+) -> None:
+    """Write a model as ONNX for other programs, with its weights' own values and its cache as inputs and outputs."""
+    from cpuspec.backends.onnx_export import export_onnx
+
+    checkpoint = open_model(model)
+    with busy(f"writing {out}"):
+        num_bytes = export_onnx(checkpoint, out, running.settings.activations, running.settings.kv_format)
+    note(f"wrote {size(num_bytes)}")
     emit(f"{out}\n")
 
 

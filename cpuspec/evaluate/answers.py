@@ -140,14 +140,12 @@ def _answer(llm: LLM, prompt: Prompt | list[int], ids: list[int], parts: Sequenc
     if last.finish_reason in (None, "aborted", "error") or last.stats is None:
         raise last.error or CpuspecError("an answer was aborted; ask again")
     tokens = tuple(token for part in parts for token in part.token_ids)
-    return Answer(text, _content(llm, ids, text) if _is_conversation(prompt) else text, tokens, str(last.finish_reason), last.stats)
-
-
-def _content(llm: LLM, ids: list[int], text: str) -> str:
-    """The text without reasoning."""
-    template = llm.tokenizer.chat_template
-    parser = answer_parser(template, {}, opens_reasoning(llm.tokenizer, template, ids))
-    return "".join(piece.text for piece in [*parser.push(text), *parser.finish()] if piece.kind == "content")
+    content = text
+    if _is_conversation(prompt):
+        template = llm.tokenizer.chat_template
+        parser = answer_parser(template, {}, opens_reasoning(llm.tokenizer, template, ids))
+        content = "".join(piece.text for piece in [*parser.push(text), *parser.finish()] if piece.kind == "content")
+    return Answer(text, content, tokens, str(last.finish_reason), last.stats)
 
 
 def cost_of_server(answers: Sequence[RequestResult], duration_s: float) -> Cost:

@@ -12,7 +12,6 @@ from typing import Any
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.engine.llm import LLM
 from cpuspec.evaluate.answers import Cost, answer_all
-from cpuspec.evaluate.sandbox import Limits
 from cpuspec.evaluate.tasks import Problem, Score, Task, judge, score
 from cpuspec.formats import get_format
 from cpuspec.quantize.cast import dequantized
@@ -81,7 +80,6 @@ def run_arms(
     wide: str = "bf16",
     backend: str = "numba",
     settings: EngineConfig | None = None,
-    limits: Limits | None = None,
     isolated: bool = True,
     on_step: OnStep = lambda what, done, total: None,
 ) -> list[ArmOutcome]:
@@ -107,7 +105,7 @@ def run_arms(
                 requests = [(problem.prompt, one.params) for problem in one.problems]
                 on_answer = partial(_tell, on_step, f"{arm}, {one.task.name}", len(requests))
                 answers, cost = answer_all(llm, requests, on_answer)
-                verdicts = judge(one.task, one.problems, [answer.content for answer in answers], one.chat, limits, isolated)
+                verdicts = judge(one.task, one.problems, [answer.content for answer in answers], one.chat, isolated=isolated)
                 ids = tuple(answer.token_ids for answer in answers)
                 outcomes.append(TaskOutcome(one.task.name, "chat" if one.chat else "raw", score(verdicts, 1), cost, ids))
         tensors = target.tensors.values()

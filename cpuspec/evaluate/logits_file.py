@@ -9,12 +9,10 @@ is odd. A log probability is scale * code + least. The least one lies 16 below t
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.quality import F64
@@ -26,24 +24,6 @@ _MAGIC = b"_logits_"
 _RANGE = np.float32(16)  # of log probabilities that a row tells apart
 _MOST_CODE = 65535
 _MOST_CONTEXT, _MOST_VOCABULARY = 1 << 24, 1 << 24
-
-U16 = NDArray[np.uint16]
-
-
-@dataclass(frozen=True)
-class LogRows:
-    """Rows as a file has them: codes [rows, V], and of each row its scale and its least log probability [rows]."""
-
-    scale: F32
-    least: F32
-    codes: U16
-
-    def __getitem__(self, part: slice) -> "LogRows":
-        return LogRows(self.scale[part], self.least[part], self.codes[part])
-
-    def log_probs(self) -> F64:
-        """[rows, V], computed in f32 as llama.cpp does."""
-        return (self.scale[:, None] * self.codes.astype(np.float32) + self.least[:, None]).astype(np.float64)
 
 
 class LogitsWriter:
@@ -110,15 +90,18 @@ class LogitsFile:
             raise ConfigError(f"{path} has token ids outside of its {self.vocab_size}; it is damaged")
         self.context, self.windows = context, ids.tolist()
 
-    def rows(self, window: int) -> LogRows:
-        """The rows of a window that count. Raises ConfigError where their scales are no numbers."""
-        count = _num_rows(self.context)
-        at = self._first + window * count * self._row_bytes
+    def log_probs(self, window: int, first: int, count: int) -> F64:
+        """Log probabilities [count, V] of the rows of a window that count, from the first-th of them on, in f32 as llama.cpp's.
+
+        Raises ConfigError where their scales are no numbers.
+        """
+        at = self._first + (window * _num_rows(self.context) + first) * self._row_bytes
         data = np.fromfile(self.path, "<u2", count * self._row_bytes // 2, offset=at).reshape(count, -1)
         scale, least = data[:, :4].copy().view("<f4").T
         if not (np.isfinite(scale).all() and np.isfinite(least).all() and (scale >= 0).all()):
             raise ConfigError(f"{self.path} has a row whose scale is not a number, in window {window + 1}; it is damaged")
-        return LogRows(scale, least, data[:, 4 : 4 + self.vocab_size])
+        codes = data[:, 4 : 4 + self.vocab_size].astype(np.float32)
+        return (scale[:, None] * codes + least[:, None]).astype(np.float64)
 
 
 def _row_codes(vocab_size: int) -> int:

@@ -8,7 +8,7 @@ bounds, and the report says so.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,31 +135,6 @@ class GreedyAnswer:
     levels: Mapping[str, LevelCounters] | None = None  # of drafts; None: none were asked for
 
 
-class Side(Protocol):
-    """One of the two sides of a comparison: a loaded backend, or a recording."""
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """Its name and what ran it, for people and reports."""
-        ...
-
-    def answer(self, number: int) -> GreedyAnswer:
-        """The plain answer to a question; of no tokens where it asks for none."""
-        ...
-
-    def drafted(self, number: int) -> GreedyAnswer | None:
-        """The answer with drafts; None where there are none."""
-        ...
-
-    def text(self, number: int) -> list[int] | None:
-        """The tokens that its rows belong to; None where it can be fed any."""
-        ...
-
-    def rows(self, number: int, text: list[int]) -> Iterator[LogitRow]:
-        """The row after each token of `text`, which `self.text` begins with if it is not None."""
-        ...
-
-
 class LiveSide:
     """A backend that is loaded. Answers are made once, and one at a time."""
 
@@ -184,8 +159,9 @@ class LiveSide:
         """The answer with the drafts that this side was opened with."""
         return self._answer(number, drafts=True) if self._has_drafts else None
 
-    def text(self, number: int) -> None:
-        """It can be fed any."""
+    def text(self, number: int) -> list[int] | None:
+        """The tokens that its rows belong to: it can be fed any."""
+        return None
 
     def rows(self, number: int, text: list[int]) -> Iterator[LogitRow]:
         """Feed the text to an empty cache, in chunks as long as the backend takes. Raises BackendError for NaN and infinity."""
@@ -307,6 +283,9 @@ class Recording:
         assert shared_prefix(self.text(number), text) == len(text), "a record has rows of its own text only"
         first = sum(len(one.fed) for one in self.prompts[:number])
         return map(self.row, range(first, first + len(text)))
+
+
+Side = LiveSide | Recording  # one of the two sides of a comparison
 
 
 def record(
@@ -439,13 +418,13 @@ class Parity:
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure under its name, with the data that it was computed from."""
-        names = [field for field in self.__dataclass_fields__ if field not in ("sides", "prompts")]
-        asked = [one for one in self.prompts if one.num_tokens]
+        figures, asked = asdict(self), [one for one in self.prompts if one.num_tokens]
+        a, b = figures.pop("sides")
         bound = "every logit" if self.exact else "the ids that both sides know of each row, and the rest as one; a lower bound"
         return {
-            "a": dict(self.sides[0]),
-            "b": dict(self.sides[1]),
-            **{name: getattr(self, name) for name in names},
+            "a": a,
+            "b": b,
+            **figures,
             "exact": self.exact,
             "computed_from": {
                 "max_abs_logit_difference": bound if self.exact else "the ids that both sides know of each row; a lower bound",
@@ -456,7 +435,6 @@ class Parity:
             "greedy_identical": self.greedy_identical,
             "num_prompts": len(asked),
             "num_identical": sum(one.greedy_identical for one in asked),
-            "prompts": [asdict(one) for one in self.prompts],
         }
 
 

@@ -117,11 +117,9 @@ def compare_with_file(
         )
     meter = QualityMeter()
     for number, tokens in enumerate(file.windows[:most]):
-        window = _from_beginning(tokens, bos_id)
-        reference, at = file.rows(number), 0
-        for rows, following in _rows(backend, window):
-            wanted = reference[at : at + len(rows)]
-            meter.add(wanted.log_probs(), log_softmax(rows), following, LEAST)
+        at = 0
+        for rows, following in _rows(backend, _from_beginning(tokens, bos_id)):
+            meter.add(file.log_probs(number, at, len(rows)), log_softmax(rows), following, LEAST)
             at += len(rows)
         on_window(number + 1, meter.quality().kl_mean)
     return meter.quality()

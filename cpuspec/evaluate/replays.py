@@ -64,41 +64,26 @@ def check_replays(backend: Backend, texts: Sequence[Sequence[int]]) -> Replays:
     return Replays(len(cut), tuple(runs), control_seen)
 
 
-class _Sizes:
-    """Random numbers of rows and of wrong tokens, the same in every run."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._rng, self._vocab_size = np.random.default_rng(0), vocab_size
-
-    def rows(self) -> int:
-        return int(self._rng.choice(_SIZES))
-
-    def takes_back(self) -> bool:
-        return bool(self._rng.integers(0, 2))
-
-    def wrong(self) -> list[int]:
-        return self._rng.integers(0, self._vocab_size, self._rng.integers(0, _MOST_WRONG + 1)).tolist()
-
-
 _Feeding = Callable[[KVCache, list[int], list[list[int]]], F32]  # slots, their next tokens -> logits of all of them
-_Way = Callable[[KVCache, int, _Sizes], tuple[int, int, list[int]]]  # where it begins, where it ends, wrong tokens after these
+# Where a forward on a slot begins, where it ends, and how many wrong tokens come after these.
+_Way = Callable[[KVCache, int, np.random.Generator], tuple[int, int, int]]
 
 
-def _one_by_one(cache: KVCache, slot: int, sizes: _Sizes) -> tuple[int, int, list[int]]:
-    return cache.lengths[slot], cache.lengths[slot] + 1, []
+def _one_by_one(cache: KVCache, slot: int, rng: np.random.Generator) -> tuple[int, int, int]:
+    return cache.lengths[slot], cache.lengths[slot] + 1, 0
 
 
-def _drafted(cache: KVCache, slot: int, sizes: _Sizes) -> tuple[int, int, list[int]]:
-    return cache.lengths[slot], cache.lengths[slot] + sizes.rows(), sizes.wrong()
+def _drafted(cache: KVCache, slot: int, rng: np.random.Generator) -> tuple[int, int, int]:
+    return cache.lengths[slot], cache.lengths[slot] + int(rng.choice(_SIZES)), int(rng.integers(0, _MOST_WRONG + 1))
 
 
-def _taken_back(cache: KVCache, slot: int, sizes: _Sizes) -> tuple[int, int, list[int]]:
+def _taken_back(cache: KVCache, slot: int, rng: np.random.Generator) -> tuple[int, int, int]:
     """Every second time from the least length that the cache can be truncated to: no row lies between it and the state."""
     length = cache.lengths[slot]
-    if not sizes.takes_back():
-        return _drafted(cache, slot, sizes)
+    if not rng.integers(0, 2):
+        return _drafted(cache, slot, rng)
     kept = len(list(takewhile(lambda back: cache.reachable(slot, length - back) == length - back > 0, range(1, length))))
-    return length - kept, length + sizes.rows(), []
+    return length - kept, length + int(rng.choice(_SIZES)), 0
 
 
 # And whether each forward goes on in a copy of the slot that the last one left.
@@ -114,7 +99,7 @@ def _compared(
     backend: Backend, feed: _Feeding, texts: list[list[int]], whole: list[F32], way: _Way, copies: bool
 ) -> tuple[int, tuple[int, int] | None]:
     """The rows that were compared, and the first that differs. Two texts share each forward."""
-    sizes, num_rows = _Sizes(backend.config.vocab_size), 0
+    rng, num_rows = np.random.default_rng(0), 0  # the same in every run
     for first in range(0, len(texts), 2):
         numbers = [first, first + 1] if first + 1 < len(texts) else [first]
         cache = backend.new_cache(2 * len(numbers), max(len(texts[number]) for number in numbers) + _MOST_WRONG)
@@ -122,7 +107,8 @@ def _compared(
         while running := [number for number in numbers if cache.lengths[slots[number]] < len(texts[number])]:
             rows, spans = [], []
             for number in running:
-                begin, end, wrong = way(cache, slots[number], sizes)
+                begin, end, num_wrong = way(cache, slots[number], rng)
+                wrong = rng.integers(0, backend.config.vocab_size, num_wrong).tolist()
                 end = min(end, len(texts[number]))
                 assert cache.truncate(slots[number], begin) == begin, "it was reachable"
                 rows.append((texts[number][begin:end] + wrong)[: backend.max_rows])

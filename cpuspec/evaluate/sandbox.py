@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cpuspec.errors import ConfigError, in_one_line
@@ -74,8 +74,7 @@ def _run_once(program: str, limits: Limits, isolated: bool) -> Outcome:
         tempfile.TemporaryFile() as job,
         tempfile.TemporaryFile() as out,
     ):
-        fields = {"cpu_s": limits.cpu_s, "memory_bytes": limits.memory_bytes, "disk_bytes": limits.disk_bytes}
-        given = {"program": program, "token": token, "isolated": isolated, "directory": directory, **fields}
+        given = {"program": program, "token": token, "isolated": isolated, "directory": directory, **asdict(limits)}
         job.write(json.dumps(given).encode())
         job.seek(0)
         process = subprocess.Popen(

@@ -192,20 +192,15 @@ def measure_speed(backend: Backend, plan: Plan, on_progress: Callable[[str], Non
             bandwidths.append(read_bandwidth(backend.threads))
         for work in (*prefill, *decode, *forwards * FORWARDS_PER_ROUND):
             samples[work].append(stage.run(work))
-
-    def speed(work: Workload) -> Speed:
-        return _speed(work, samples[work], bandwidths, stage.kv_bytes(work))
-
-    def seconds(work: Workload) -> list[float]:
-        return [one.seconds for one in samples[work]]
-
-    one_row_s = next((seconds(work) for work in forwards if work.rows == 1), None)
+    speed = {work: _speed(work, ones, bandwidths, stage.kv_bytes(work)) for work, ones in samples.items()}
+    seconds = {work: [one.seconds for one in ones] for work, ones in samples.items()}
+    one_row_s = next((seconds[work] for work in forwards if work.rows == 1), None)
     return SpeedReport(
         read_bytes_per_s=statistics.median(bandwidths) if bandwidths else None,
-        prefill=[speed(work) for work in prefill],
-        decode=[speed(work) for work in decode],
+        prefill=[speed[work] for work in prefill],
+        decode=[speed[work] for work in decode],
         rows=[
-            RowsSpeed(work.rows, _median_ratio(seconds(work), one_row_s) if one_row_s else None, speed(work)) for work in forwards
+            RowsSpeed(work.rows, _median_ratio(seconds[work], one_row_s) if one_row_s else None, speed[work]) for work in forwards
         ],
     )
 

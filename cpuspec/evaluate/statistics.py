@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Hashable, Mapping, Sequence
+from statistics import geometric_mean
 from typing import NamedTuple, TypeVar
 
 _T = TypeVar("_T", bound=Hashable)
@@ -52,11 +53,6 @@ def chi_square_tail(statistic: float, degrees: int) -> float:
         tail += math.exp(a * math.log(half) - half - math.lgamma(a + 1))
         a += 1
     return min(tail, 1.0)
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of at least one value. Raises ValueError for a value that is not positive."""
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
 def bootstrap_interval(values: Sequence[float], level: float = 0.95, seed: int = 0) -> tuple[float, float]:

@@ -1,4 +1,8 @@
-"""How well a model calls tools: the cases of `tool_cases`, asked of a server as its clients do, and what the calls are worth."""
+"""How well a model calls tools: 200 cases, asked of a server as its clients do, and what the calls are worth.
+
+`tool_cases.jsonl` has the tools, sets of them, and the cases: written for this project, none copied from a published set. Cases of
+a kind share their tools: a server that keeps prefixes reads these once.
+"""
 
 import asyncio
 import json
@@ -7,19 +11,50 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
-from cpuspec.evaluate.tool_cases import KINDS, Call, ToolCase, tool_cases
+from cpuspec.evaluate.validity import json_object
 from cpuspec.loadtest.client import Client
 from cpuspec.server.app import listen, serve
 from cpuspec.server.server import Server
 from cpuspec.settings import ServerConfig
 
 MAX_TOKENS = 768  # of an answer; the longest text of a case has a third of it
+KINDS = ("simple", "multiple", "parallel", "irrelevance", "long")
+Tools = tuple[dict[str, Any], ...]
+Call = tuple[str, Mapping[str, Any]]  # a function and its arguments; any value of a tuple is right, and None stands for absence
 
-__all__ = ["ask_cases", "judge_calls", "served", "spread", "tool_cases", "tool_scores"]
+
+@dataclass(frozen=True)
+class ToolCase:
+    """A question, the tools beside it, and the calls that answer it, in any order."""
+
+    kind: str
+    question: str
+    tools: Tools
+    calls: tuple[Call, ...]
+
+
+def tool_cases() -> list[ToolCase]:
+    """All cases, kind by kind."""
+    sets: dict[str, Tools] = {}
+    found = []
+    for line in files(__package__).joinpath("tool_cases.jsonl").read_text("utf-8").splitlines():
+        row = json.loads(line)
+        if "tool" in row:
+            sets[row["tool"]["name"]] = ({"type": "function", "function": row["tool"]},)
+        elif "set" in row:
+            sets[row["set"]] = tuple(tool for name in row["tools"] for tool in sets[name])
+        else:
+            calls = tuple(
+                (name, {key: tuple(value["any"]) if isinstance(value, dict) else value for key, value in given.items()})
+                for name, given in row["calls"]
+            )
+            found.append(ToolCase(row["kind"], row["question"], sets[row["tools"]], calls))
+    return found
 
 
 @dataclass(frozen=True)
@@ -49,7 +84,7 @@ class ToolScore:
 def judge_calls(case: ToolCase, message: Mapping[str, Any], finish_reason: str | None) -> ToolVerdict:
     """What a message of OpenAI's chat completions is worth as the answer to a case."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
-    made = [(one["name"], _object(one["arguments"])) for one in functions]
+    made = [(one["name"], json_object(one["arguments"])) for one in functions]
     num_broken = sum(arguments is None for _, arguments in made) if finish_reason == "tool_calls" else 0
     calls = [(name, arguments) for name, arguments in made if arguments is not None]
     parses = bool(made) and len(calls) == len(made)
@@ -136,19 +171,6 @@ def served(llm: LLM) -> Iterator[str]:
             server.stop()
         thread.join()
         log.setLevel(before)
-
-
-def _object(arguments: Any) -> dict[str, Any] | None:
-    """The arguments of a call; None if they are no JSON object."""
-    try:
-        found = json.loads(arguments, parse_constant=_refused)
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _refused(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _fits(made: tuple[str, Mapping[str, Any]], wanted: Call) -> bool:

@@ -71,12 +71,12 @@ class Validity:
     fits: float
 
 
-def read_forms(path: Path, skip: int = 0, limit: int | None = None) -> list[FormLine]:
+def read_forms(path: Path, limit: int | None = None) -> list[FormLine]:
     """The lines of a file. Raises ConfigError."""
-    lines = [line for line in read_text(path).splitlines() if line.strip()][skip:][:limit]
+    lines = [line for line in read_text(path).splitlines() if line.strip()][:limit]
     if not lines:
         raise ConfigError(f"{path} has no lines left; wanted objects with messages or prompt, and tools or schema")
-    return [_form(line, f"{path}, line {skip + number}") for number, line in enumerate(lines, 1)]
+    return [_form(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 def judge_form(line: FormLine, text: str, template: str | None, thinking: bool = False) -> FormVerdict:
@@ -97,7 +97,7 @@ def judge_form(line: FormLine, text: str, template: str | None, thinking: bool =
         return FormVerdict(
             value is not None, value is not None, value is not None, value is not None and fits(value[0], line.schema)
         )
-    values = [_object(arguments) for _, arguments in calls]
+    values = [json_object(arguments) for _, arguments in calls]
     known = bool(calls) and all(name in schemas for name, _ in calls)
     parses = known and all(value is not None for value in values)
     fit = parses and all(fits(value, schemas[name]) for (name, _), value in zip(calls, values, strict=True))
@@ -147,10 +147,15 @@ def _parsed(content: str) -> tuple[Any] | None:
     return None
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def json_object(text: Any) -> dict[str, Any] | None:
+    """The arguments of a call; None if they are no JSON object. NaN and Infinity are no JSON."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = json.loads(text, parse_constant=refuse)
+    except (ValueError, TypeError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -39,6 +39,10 @@ def test_figures_are_what_their_definitions_say(backends) -> None:
     assert quality.reference_perplexity == pytest.approx(np.exp(-np.log(r[rows, following]).mean()))
     assert quality.perplexity == pytest.approx(np.exp(-np.log(o[rows, following]).mean()))
     assert quality.kl_mean > 1e-3
+    tops = [np.argsort(-one, axis=1, kind="stable")[:, :10].tolist() for one in probs]
+    overlaps = [len({*a} & {*b}) / 10 for a, b in zip(*tops, strict=True)]
+    assert quality.top_overlap == pytest.approx(np.mean(overlaps))
+    assert compare_backends(fine, fine, TOKENS).top_overlap == 1
 
 
 def test_a_backend_agrees_with_itself_and_the_compiled_one_nearly(backends) -> None:

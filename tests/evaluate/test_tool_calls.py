@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from cpuspec.evaluate.tool_calls import judge_calls, spread, tool_scores
-from cpuspec.evaluate.tool_cases import KINDS, ToolCase, tool_cases
+from cpuspec.evaluate.tool_calls import KINDS, ToolCase, judge_calls, spread, tool_cases, tool_scores
 from cpuspec.evaluate.validity import fits
 from tests.command import refused, report_of
 from tests.processes import interrupt, started

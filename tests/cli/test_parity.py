@@ -10,16 +10,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests import command
-from tests.command import small_model
 from tests.processes import interrupt, started, wait_for
 
-pytestmark = pytest.mark.usefixtures("offline")
 FIGURES = {"max_abs_logit_difference", "kl_mean", "kl_max", "same_top", "greedy_identical", "num_identical", "num_prompts"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return small_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import typer
 from cpuspec.cli.app import COMMANDS, whole_command
 from cpuspec.cli.spellings import OTHER_COMMANDS, SPELLINGS, translated
 from tests.command import refused
-from tools.make_coming_from import PAGE, page
 
 PROGRAM = {name: whole_command(name) for name in ("generate", "chat", "serve", "batch", "bench")}
 LINES = [
@@ -74,7 +73,3 @@ def test_every_option_that_is_named_exists() -> None:
 def test_a_command_and_an_option_of_another_program_are_told() -> None:
     refused("run", "qwen3", code=2, message="cpuspec chat MODEL")
     refused("serve", "a", "--api-key", "x", code=2, message="CPUSPEC_API_KEY")
-
-
-def test_the_page_is_what_the_code_says() -> None:
-    assert PAGE.read_text("utf-8") == page(), "run python tools/make_coming_from.py"

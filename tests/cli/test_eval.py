@@ -9,13 +9,6 @@ import pytest
 from tests import command
 from tests.command import NUMPY, small_model
 
-pytestmark = pytest.mark.usefixtures("offline")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return small_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
