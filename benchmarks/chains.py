@@ -24,6 +24,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
+from statistics import geometric_mean
 from string import ascii_lowercase
 from typing import Annotated, Any
 
@@ -42,9 +43,8 @@ from chains_peers import (
 )
 from instruction_sets import NATIVE, in_use
 from peers import read_interpreters
-from peers_errors import PeerError
 from peers_report import who
-from record import Rounds, record, save, say
+from record import PeerError, Rounds, record, save, say
 
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
@@ -54,7 +54,7 @@ from cpuspec.engine.llm import LLM, Completion
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.evaluate.prompts import PromptSet, prompt_ids, read_count, read_prompts, read_text
-from cpuspec.evaluate.statistics import geometric_mean, mean_ratio
+from cpuspec.evaluate.statistics import mean_ratio
 from cpuspec.formats import get_format
 from cpuspec.metrics import sum_levels
 from cpuspec.quantize.cast import dequantized

@@ -4,24 +4,28 @@ Both get a prompt's token ids and give ids back, decode greedily and have the mo
 `RequestStats.tokens_per_s` is for cpuspec: tokens after the first step over the time they took.
 """
 
-import json
-import shlex
+import asyncio
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
+import httpx
 from instruction_sets import NATIVE, build_text, in_use
 from llama_cpp_build import find_build
-from llama_server import Drafts, LlamaServer
 from peers_engines import Worker
-from peers_errors import PeerError
-from record import say
+from record import PeerError, say
+from serving import llama_arm, serving
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.evaluate.statistics import geometric_mean, mean_ratio
+from cpuspec.evaluate.statistics import mean_ratio
+from cpuspec.loadtest.client import Client, ServerError
+from cpuspec.metrics import LevelCounters
 
 PLAIN = "none"
 LLAMA_CPP, TRANSFORMERS = "llama.cpp", "transformers"
@@ -29,6 +33,7 @@ LLAMA_CPP_DRAFTS = ("ngram-simple", "ngram-cache", "ngram-mod")
 _ROOM_FOR_DRAFTS = 64  # beyond a context's answers: llama.cpp shortens drafts that would not fit
 _TIMEOUT_S = 1800
 _TRANSFORMERS_WORKER = Path(__file__).resolve().parent / "peer_workers" / "worker_transformers.py"
+_COUNTER = re.compile(r'llamacpp:spec_decode_num_(\w+)_total(?:\{position="(\d+)"\})? (\d+)')
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Answer:
     token_ids: list[int]
     num_timed: int
     seconds: float
-    drafts: Drafts | None = None
+    drafts: LevelCounters | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -119,11 +124,12 @@ def open_peers(choice: Choice, model: Path, threads: int, context: int, end_ids:
             name, room = f"{LLAMA_CPP}: {drafts}", context + _ROOM_FOR_DRAFTS
             say(f"loading {name}")
             with peers.left_out_if_it_fails(name):
-                kind, *options = shlex.split(drafts)
-                server = LlamaServer(build, model, threads, room, _TIMEOUT_S, ("--spec-type", kind, *options))
-                stack.enter_context(closing(server))
-                peers.abouts[LLAMA_CPP] = f"{server.load()}; {build.about}"
-                peers.arms[name] = partial(_answer, server, drafts != PLAIN)
+                # What its drafts learn stays from answer to answer, as it does with cpuspec's suffix.
+                arm = llama_arm(build, drafts, model, threads, 1, room, "--cache-ram", "0", "--metrics")
+                client = stack.enter_context(serving(arm))
+                version = asyncio.run(client.get_json("/props"))["build_info"]
+                peers.abouts[LLAMA_CPP] = f"llama.cpp {version}, llama-server; {build.about}"
+                peers.arms[name] = partial(_answer, client, drafts != PLAIN)
     if choice.transformers is not None:
         say(f"loading {TRANSFORMERS}")
         with peers.left_out_if_it_fails(TRANSFORMERS):
@@ -146,23 +152,30 @@ def _generate(worker: Worker, settings: Mapping[str, Any], ids: list[int], max_t
     return Answer(**worker.ask(do="generate", ids=ids, max_tokens=max_tokens, **settings))
 
 
-def _answer(server: LlamaServer, counts: bool, ids: list[int], max_tokens: int) -> Answer:
-    """The greedy continuation. counts: whether the server drafts."""
-    if not counts:
-        return parse_completion(server.complete(ids, max_tokens))
-    before = server.drafts()
-    answer = parse_completion(server.complete(ids, max_tokens))
-    return replace(answer, drafts=server.drafts().since(before))
-
-
-def parse_completion(output: bytes) -> Answer:
-    """The answer in llama-server's reply. Its predicted_ms begin with the first token, of which it has no drafts."""
+def _answer(client: Client, drafts: bool, ids: list[int], max_tokens: int) -> Answer:
+    """llama-server's greedy continuation; nothing of an earlier prompt is reused. Its times begin with the first token."""
+    greedy = {"temperature": 0, "top_k": 1, "samplers": ["top_k"]}
+    request = {"prompt": ids, "n_predict": max_tokens, "cache_prompt": False, "return_tokens": True, **greedy}
+    before = _counters(client) if drafts else Counter()
     try:
-        reply = json.loads(output)
-        timings = reply["timings"]
-        return Answer(list(reply["tokens"]), int(timings["predicted_n"]) - 1, float(timings["predicted_ms"]) / 1e3)
-    except (ValueError, KeyError, TypeError) as error:
-        raise PeerError(f"llama-server's reply is not a completion with its tokens and timings: {output[-300:]!r}") from error
+        reply = asyncio.run(asyncio.wait_for(client.post_json("/completion", request), _TIMEOUT_S))
+        tokens, timings = list(reply["tokens"]), reply["timings"]
+        num_timed, seconds = int(timings["predicted_n"]) - 1, float(timings["predicted_ms"]) / 1e3
+    except (ServerError, TimeoutError, KeyError, TypeError, ValueError) as error:
+        raise PeerError(f"llama-server gave no completion with its tokens and timings: {type(error).__name__}: {error}") from error
+    if not drafts:
+        return Answer(tokens, num_timed, seconds)
+    counts = _counters(client)
+    counts.subtract(before)
+    per_pos = [count for (name, position), count in sorted(counts.items()) if position >= 0]
+    totals = {f"num_{name}": counts[name, -1] for name in ("drafts", "draft_tokens", "accepted_tokens")}
+    return Answer(tokens, num_timed, seconds, LevelCounters(**totals, num_accepted_tokens_per_pos=per_pos))
+
+
+def _counters(client: Client) -> Counter[tuple[str, int]]:
+    """What the drafts of a server came to so far, by name and position; -1 where all positions count together."""
+    told = httpx.get(f"http://127.0.0.1:{client.address.port}/metrics", trust_env=False).text
+    return Counter({(name, int(position or -1)): int(value) for name, position, value in _COUNTER.findall(told)})
 
 
 def summarize_peers(answers: Mapping[str, Sequence[Answer]], ours: Sequence[float | None]) -> dict[str, dict[str, Any]]:
@@ -197,7 +210,7 @@ def peer_table(arms: Mapping[str, Mapping[str, Any]], ours: str) -> str:
 
 
 def by_position(counts: Mapping[str, Any]) -> str:
-    """The shares of drafts that were accepted up to each position, from the counts of a level or of `Drafts`."""
+    """The shares of drafts that were accepted up to each position, from the counts of a level."""
     return " ".join(f"{one / counts['num_drafts']:.3f}" for one in counts["num_accepted_tokens_per_pos"] if counts["num_drafts"])
 
 
@@ -208,7 +221,7 @@ def _summary(ones: Sequence[Answer], plain: Sequence[Answer] | None, ours: Seque
     over_plain, plain_interval = mean_ratio(rates, plain_rates)
     cpuspec_over, cpuspec_interval = mean_ratio(ours, rates)
     same = [one.token_ids == other.token_ids for one, other in zip(ones, plain, strict=True)] if plain else None
-    drafts = sum((one.drafts for one in ones if one.drafts), Drafts())
+    drafts = sum((one.drafts for one in ones if one.drafts), LevelCounters())
     return {
         "num_prompts": len(ones),
         "num_identical": None if same is None else sum(same),

@@ -4,7 +4,7 @@ A held-back cpuspec is compiled for x86-64-v3 and the listed features (`cpuspec/
 better than the instruction set asked for, nothing is held back: cpuspec then runs as its users run it.
 """
 
-from peers_errors import PeerError
+from record import PeerError, read_names
 
 from cpuspec.kernels import isa
 
@@ -38,16 +38,12 @@ def available() -> list[str]:
 
 
 def read_instruction_sets(text: str) -> list[str]:
-    """Names separated by commas; PeerError for none, for an unknown name and for one that this processor lacks."""
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    here = available()
+    """Names separated by commas. Raises BadParameter for an unknown one, PeerError for none and for one that is not here."""
+    names, here = read_names(text, (NATIVE, *FEATURES)), available()
+    if lacking := [name for name in names if name not in (NATIVE, *here)]:
+        raise PeerError(f"--isa {text}: this processor lacks {lacking[0]}; it has {', '.join(here) or 'none of them'}")
     if not names:
         raise PeerError(f"--isa names no instruction set; wanted some of {', '.join((NATIVE, *FEATURES))}")
-    for name in names:
-        if name not in (NATIVE, *FEATURES):
-            raise PeerError(f"--isa {text}: {name!r} is no instruction set; wanted some of {', '.join((NATIVE, *FEATURES))}")
-        if name not in (NATIVE, *here):
-            raise PeerError(f"--isa {text}: this processor lacks {name}; it has {', '.join(here) or 'none of them'}")
     return names
 
 

@@ -24,8 +24,9 @@ from linear_alone import activations, multiply
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
-from record import Rounds, record, save, spread
+from record import Rounds, read_names, record, save, spread
 
+from cpuspec.cli.options import read_numbers
 from cpuspec.formats import FORMATS, QuantTensor, get_format
 from cpuspec.formats.packing import PANEL, TILE, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels import isa
@@ -93,7 +94,7 @@ def _measure(
     formats: str, rows: str, threads: str, rounds: int, precise: bool, in_features: int, megabytes: int, readers: int,
     json_file: Path | None,
 ) -> None:  # fmt: skip
-    names, counts, teams = _names(formats), _numbers(rows), _numbers(threads)
+    names, counts, teams = read_names(formats, FORMATS), read_numbers(rows, "--rows"), read_numbers(threads, "--threads")
     if in_features % PANEL:
         raise typer.BadParameter(f"--in-features {in_features}: wanted a multiple of {PANEL}")
     passed = Rounds(rounds * len(names), max(teams))
@@ -192,21 +193,6 @@ def _table(name: str, encoding: str, kernels: Sequence[Mapping[str, Any]]) -> st
         cost = f"{one['over_one_row']['median']:.2f}" if one["over_one_row"] else ""
         lines += [f"| {one['threads']} | {one['rows']} | {read / 1e9:.1f} | {share:.0%} | {rate / 1e9:.0f} | {cost} |"]
     return "\n".join(lines)
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in FORMATS:
-            raise typer.BadParameter(f"{name!r}: wanted some of {', '.join(FORMATS)}")
-    return names
-
-
-def _numbers(text: str) -> list[int]:
-    pieces = [piece.strip() for piece in text.split(",")]
-    if not all(piece.isdecimal() and int(piece) for piece in pieces):
-        raise typer.BadParameter(f"{text!r}: wanted numbers from 1 on, separated by commas")
-    return sorted({int(piece) for piece in pieces})
 
 
 # ---------------------------------------------------------------------------------------------------------------- peaks

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from instruction_sets import NATIVE, of_llama_cpp
-from peers_errors import PeerError
+from record import PeerError
 
 _SYSTEM_INFO = Path(__file__).resolve().parent / "peer_workers" / "llama_cpp_system_info.py"
 _TIMEOUT_S = 60

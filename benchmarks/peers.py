@@ -1,4 +1,4 @@
-"""cpuspec beside llama.cpp, OpenVINO, ONNX Runtime and torch int8, in turns in one run: decoding, prefill, forwards over rows.
+"""cpuspec beside llama.cpp, OpenVINO and ONNX Runtime, in turns in one run: decoding, prefill, forwards over rows.
 
     python benchmarks/peers.py --shape qwen2.5-0.5b --llama-cpp PROGRAMS_DIR --python openvino=VENV/bin/python --rounds 5
     python benchmarks/peers.py qwen2.5-coder-1.5b-instruct --peers llama.cpp --llama-cpp PROGRAMS_DIR --figures decode,busy
@@ -6,7 +6,7 @@
     python benchmarks/peers.py smollm2-135m-instruct --peers llama.cpp --llama-cpp PROGRAMS_DIR --isa native,avx_vnni,avx2
 
 llama.cpp reads the same GGUF file. The others get a model of the same shape with random weights, exported to their own int4
-format once and kept. Each runs in a process of its own (`peer_workers/`), the three Python engines in environments of their own.
+format once and kept. Each runs in a process of its own (`peer_workers/`), the Python engines in environments of their own.
 Every round asks every engine for one figure after the other, so that a machine's moods hit all of them alike.
 
 --isa holds cpuspec back to an instruction set and puts llama.cpp's library for it (in VARIANTS/ISA/) in front of its own.
@@ -29,14 +29,14 @@ import typer
 from instruction_sets import FEATURES, NATIVE, build_text, held_back, read_instruction_sets
 from llama_cpp_build import find_build
 from peers_engines import LlamaCpp, Peer, Worker
-from peers_errors import FigureError, PeerError
-from peers_report import BUSY, DECODE, OWN, QUIET, Figure, Samples, report, summarize
-from record import Rounds, record, save, say
+from peers_report import BUSY, DECODE, OWN, QUIET, Figure, Samples, print_report, summarize
+from record import FigureError, PeerError, Rounds, read_names, record, save, say
 
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.cli.machine import describe_hardware
+from cpuspec.cli.options import read_numbers
 from cpuspec.config import ModelConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import CpuspecError
@@ -46,29 +46,14 @@ LLAMA_CPP, IK_LLAMA_CPP = "llama.cpp", "ik_llama.cpp"
 EngineKey = tuple[str, str]  # an instruction set and an engine's name
 
 
-@dataclass(frozen=True)
-class PythonPeer:
-    """An engine in an environment of its own, which it may share with another.
-
-    exported: whether it reads a format of its own, exported from the Hugging Face directory. arguments: of its worker.
-    """
-
-    environment: str
-    exported: bool = True
-    arguments: tuple[str, ...] = ()
-
-
-PYTHON_PEERS = {
-    "openvino": PythonPeer("openvino"),
-    "openvino-f32": PythonPeer("openvino", arguments=("f32",)),
-    "onnxruntime": PythonPeer("onnxruntime"),
-    "torch": PythonPeer("torch", exported=False),
-    "torch-onednn": PythonPeer("torch", exported=False, arguments=("onednn",)),
+# Engines in an environment of their own: the environment, which several may share, and arguments of its worker.
+PYTHON_PEERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "openvino": ("openvino", ()),
+    "openvino-f32": ("openvino", ("f32",)),
+    "onnxruntime": ("onnxruntime", ()),
 }
-# llama.cpp as it ships; with threads that sleep while they wait, and with one thread less, which is what helps it beside a busy
-# process; its fork. By name: arguments of llama-bench, and how many threads less it has.
-LLAMA_PEERS = {LLAMA_CPP: ((), 0), "llama.cpp-poll-0": (("--poll", "0"), 0), "llama.cpp-spare-core": ((), 1), IK_LLAMA_CPP: ((), 0)}
-ENVIRONMENTS = tuple(dict.fromkeys(peer.environment for peer in PYTHON_PEERS.values()))
+LLAMA_PEERS = (LLAMA_CPP, IK_LLAMA_CPP)
+ENVIRONMENTS = tuple(dict.fromkeys(environment for environment, _ in PYTHON_PEERS.values()))
 PEERS = (*LLAMA_PEERS, *PYTHON_PEERS)
 FIGURES = {"decode": QUIET, "prefill": Figure("prefill"), "forwards": Figure("forwards"), "busy": BUSY}
 
@@ -101,13 +86,12 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds; medians are quoted.", min=1)] = 5,
     rows: Annotated[str, typer.Option(help="Rows of the forwards with all logits.")] = "1,2,4,8,16",
     workspace: Annotated[Path | None, typer.Option(help="Where models are written and exported to, and kept.")] = None,
-    prepare: Annotated[bool, typer.Option("--prepare", help="Write and export the models, measure nothing.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds after which an engine that does not answer is left out.", min=1)] = 1800,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")] = None,
 ) -> None:
     """Print each engine's figures and how many times as fast as each of them cpuspec is."""
     try:
-        names, interpreters, counts = read_names(peers), read_interpreters(python or []), read_rows(rows)
+        names, interpreters, counts = read_names(peers, PEERS), read_interpreters(python or []), read_numbers(rows, "--rows")
         asked, instruction_sets = read_figures(figures, depth), read_instruction_sets(isa)
         store = workspace or cache_dir() / "peers"
         checkpoint = open_checkpoint(_model_path(model, shape, weight_format, store))
@@ -122,15 +106,12 @@ def main(
     failed: dict[EngineKey, str] = {}
     try:
         for key in product(instruction_sets, (OWN, *names)):
-            say(f"{', '.join(key)}: {'preparing' if prepare else 'preparing and loading'}")
+            say(f"{', '.join(key)}: preparing and loading")
             try:
-                engine = launcher.engine(*key, prepare)
-                engines |= {key: engine} if engine is not None else {}
+                engines[key] = launcher.engine(*key)
             except PeerError as error:
                 failed[key] = str(error)
                 say(f"{', '.join(key)}: left out: {error}")
-        if prepare:
-            raise typer.Exit(bool(failed))
         if any(name == OWN for _, name in failed):  # there is nothing to compare
             raise typer.Exit(1)
         passed = Rounds(rounds, threads)
@@ -145,7 +126,7 @@ def main(
     result = record("peers", checkpoint.path.name, passed)
     parts = {one: _part(one, engines, samples, failed, weight_bytes(checkpoint), passed) for one in instruction_sets}
     result["instruction_sets"] = parts
-    print(report(result))
+    print_report(result)
     save(result, json_file)
 
 
@@ -172,15 +153,6 @@ def _part(
     }
 
 
-def read_names(text: str) -> list[str]:
-    """Names of peers, separated by commas; PeerError for one that does not exist."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in PEERS:
-            raise PeerError(f"no peer is called {name!r}; wanted some of {', '.join(PEERS)}")
-    return list(dict.fromkeys(names))
-
-
 def read_interpreters(texts: Sequence[str], names: Sequence[str] = ENVIRONMENTS) -> dict[str, Path]:
     """NAME=PATH options as a dictionary; PeerError for a name that is not among `names` or a file that is not there."""
     interpreters = {}
@@ -195,28 +167,14 @@ def read_interpreters(texts: Sequence[str], names: Sequence[str] = ENVIRONMENTS)
 
 
 def read_figures(text: str, depths: str) -> list[Figure]:
-    """Figures by their names, then decoding at each depth; PeerError for a name or a number that means nothing, or for none."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in FIGURES:
-            raise PeerError(f"--figures {text}: wanted some of {', '.join(FIGURES)}")
-    pieces = [piece.strip() for piece in depths.split(",") if piece.strip()]
-    if not all(piece.isdecimal() and int(piece) for piece in pieces):
-        raise PeerError(f"--depth {depths!r}: wanted numbers of tokens, separated by commas")
-    figures = [*(FIGURES[name] for name in names), *(Figure("decode", int(piece)) for piece in pieces)]
+    """Figures by their names, then decoding at each depth; PeerError for none, and for one whose comparison is not there."""
+    figures = [FIGURES[name] for name in read_names(text, FIGURES)]
+    figures += [Figure("decode", depth) for depth in read_numbers(depths or "none", "--depth")]
     if not figures:
         raise PeerError("there is nothing to measure; give --figures or --depth")
     if BUSY in figures and QUIET not in figures:
         raise PeerError("--figures busy is compared with decode in the same round: give both")
     return list(dict.fromkeys(figures))
-
-
-def read_rows(text: str) -> list[int]:
-    """Numbers of rows, ascending; PeerError unless all are integers from 1 to 256."""
-    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
-    if not pieces or not all(piece.isdecimal() and 1 <= int(piece) <= 256 for piece in pieces):
-        raise PeerError(f"--rows {text!r}: wanted numbers from 1 to 256, separated by commas")
-    return sorted({int(piece) for piece in pieces})
 
 
 def weight_bytes(checkpoint: Checkpoint) -> int:
@@ -249,42 +207,37 @@ class _Launcher:
     interpreters: Mapping[str, Path]
     ik_llama_cpp: Path | None = None
 
-    def engine(self, isa: str, name: str, prepare_only: bool) -> Peer | None:
-        """The engine in an instruction set, ready to be measured; None after preparing it only. Raises PeerError."""
+    def engine(self, isa: str, name: str) -> Peer:
+        """The engine in an instruction set, ready to be measured. Raises PeerError."""
         if name in LLAMA_PEERS:
-            is_fork, (arguments, spared) = name == IK_LLAMA_CPP, LLAMA_PEERS[name]
+            is_fork = name == IK_LLAMA_CPP
             programs = self.ik_llama_cpp if is_fork else self.llama_cpp
             if programs is None:
                 raise PeerError(f"where its programs are is not known; give --{'ik-' * is_fork}llama-cpp DIRECTORY")
-            if spared >= self.threads:
-                raise PeerError(f"of {self.threads} thread none can be spared")
             build = find_build(programs, None if is_fork else self.llama_cpp_variants, isa)
-            return LlamaCpp(build, self.checkpoint.path, self.threads - spared, self.rows, self.timeout, arguments)
+            return LlamaCpp(build, self.checkpoint.path, self.threads, self.rows, self.timeout)
         if name != OWN and isa != NATIVE:
             raise PeerError(f"it chooses its instructions itself; --isa {NATIVE} measures it")
-        peer = PythonPeer(OWN) if name == OWN else PYTHON_PEERS[name]
-        interpreter = Path(sys.executable) if name == OWN else self.interpreters.get(peer.environment)
+        home, arguments = (OWN, ()) if name == OWN else PYTHON_PEERS[name]
+        interpreter = Path(sys.executable) if name == OWN else self.interpreters.get(home)
         if interpreter is None:
-            raise PeerError(f"its interpreter is not known; give --python {peer.environment}=PATH")
-        script = _ROOT / "peer_workers" / f"worker_{peer.environment}.py"
+            raise PeerError(f"its interpreter is not known; give --python {home}=PATH")
         environment = held_back(isa) if name == OWN else {}
-        worker = Worker(interpreter, script, peer.arguments, self.rows, self.timeout, environment)
+        script = _ROOT / "peer_workers" / f"worker_{home}.py"
+        worker = Worker(interpreter, script, arguments, self.rows, self.timeout, environment)
         try:
-            model = self.checkpoint.path if name == OWN else self._exported(worker, peer)
-            if not prepare_only:
-                worker.load(model, self.threads, self.checkpoint.config.vocab_size, self.figures)
-                if name == OWN and isa not in (NATIVE, worker.instructions):
-                    raise PeerError(f"it was to use {isa}, and uses {worker.instructions}")
-                worker.about += f"; features held back to those of {isa}" if environment else ""
-                return worker
+            model = self.checkpoint.path if name == OWN else self._exported(worker, home)
+            worker.load(model, self.threads, self.checkpoint.config.vocab_size, self.figures)
+            if name == OWN and isa not in (NATIVE, worker.instructions):
+                raise PeerError(f"it was to use {isa}, and uses {worker.instructions}")
         except BaseException:
             worker.close()
             raise
-        worker.close()
-        return None
+        worker.about += f"; features held back to those of {isa}" if environment else ""
+        return worker
 
-    def _exported(self, worker: Worker, peer: PythonPeer) -> Path:
-        """The model of this shape in the engine's own format, or as the Hugging Face directory it is exported from."""
+    def _exported(self, worker: Worker, environment: str) -> Path:
+        """The model of this shape in the engine's own format."""
         c = self.checkpoint.config
         shape = f"{c.num_layers}x{c.hidden_size}-{c.intermediate_size}-{c.num_heads}-{c.num_kv_heads}x{c.head_dim}-{c.vocab_size}"
         home = self.workspace / f"{c.architecture}-{shape}{'' if c.tied_embeddings else '-untied'}"
@@ -297,11 +250,9 @@ class _Launcher:
             part = _fresh(home / "huggingface.part")
             _make_model("hf", part, *_shape_options(c))
             part.rename(source)
-        if not peer.exported:
-            return source
-        target = home / peer.environment
+        target = home / environment
         if not target.exists():
-            part = _fresh(home / f"{peer.environment}.part")
+            part = _fresh(home / f"{environment}.part")
             worker.ask(do="prepare", source=str(source), target=str(part))
             part.rename(target)
         return target

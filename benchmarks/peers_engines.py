@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_cpp_build import Build, ended
-from peers_errors import FigureError, PeerError
 from peers_report import DECODE, PREFILL, Figure, Samples, rows_name
+from record import FigureError, PeerError
 
 ROWS_DEPTH, REPEATS = 64, 5
 
@@ -48,7 +48,6 @@ class LlamaCpp:
     threads: int
     rows: Sequence[int]
     timeout: float
-    arguments: tuple[str, ...] = ()  # more ones of llama-bench
     about: str = field(init=False)
     instructions: str | None = field(init=False)
 
@@ -67,7 +66,7 @@ class LlamaCpp:
             return parse_forward_cost(output, self.rows)
         prompt, new = (PREFILL, 0) if figure.kind == "prefill" else (0, DECODE)
         depth = ("-d", str(figure.depth)) if figure.depth else ()  # forks may have no such option
-        tests = ("-p", str(prompt), "-n", str(new), *depth, "-r", "1", *self.arguments)
+        tests = ("-p", str(prompt), "-n", str(new), *depth, "-r", "1")
         seconds, about = parse_llama_bench(
             self._run("llama-bench", "-m", str(self.model), "-t", str(self.threads), *tests, "-o", "json")
         )
@@ -79,7 +78,7 @@ class LlamaCpp:
 
     def _about_build(self) -> str:
         without = "" if self.build.find("forward-cost") else "; no forward-cost there, so no forwards over several rows"
-        return f"{self.build.about}{without}; {self.threads} threads{''.join(f' {one}' for one in self.arguments)}"
+        return f"{self.build.about}{without}; {self.threads} threads"
 
     def _run(self, program: str, *arguments: str) -> str:
         command = [str(self.build.find(program)), *arguments]

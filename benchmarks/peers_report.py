@@ -1,11 +1,11 @@
-"""Figures that `peers.py` computes from its samples: medians, ratios round by round, and the tables that it prints."""
+"""Figures that `peers.py` computes from its samples: medians, and ratios round by round."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from record import spread
+from record import print_figures, spread
 
 OWN = "cpuspec"
 PREFILL, DECODE = 512, 128
@@ -100,51 +100,19 @@ def who(instructions: Mapping[str, str]) -> str:
     return ", ".join([f"{OWN} with {instructions[OWN]}", *peers])
 
 
-def report(result: Mapping[str, Any]) -> str:
-    """The result as Markdown: each instruction set's part, then what was measured and how busy the machine was."""
-    lines = [f"{result['model']}, {result['threads']} threads, median of {result['rounds']} rounds (least and most)", ""]
+def print_report(result: Mapping[str, Any]) -> None:
+    """Print the figures of each instruction set, its engines, and those that were left out."""
     for name, part in result["instruction_sets"].items():
-        lines += [f"**{name}: {who(part['instructions'])}**", "", *_part(part)]
-    machine, load, stolen = result["machine"], result["load_average"], result["stolen"]
-    read = _cell(result["read_bytes_per_s"], 1, 1e-9)
-    lines += [f"- {machine['processor']}, {machine['cores']} cores, {machine['isa']}; memory reads {read} GB/s"]
-    lines += [f"- load average as rounds began: {', '.join(map(str, load))}"]
-    lines += [f"- processor time that the hypervisor gave to others, by round: {', '.join(f'{share:.0%}' for share in stolen)}"]
-    if max(load) > result["threads"] + 1 or max(stolen) > 0.05:
-        lines += [
-            "- the machine was not quiet: engines that spin suffer most from that; the fastest rounds are closest to a quiet one"
-        ]
-    return "\n".join(lines)
-
-
-def _part(part: Mapping[str, Any]) -> list[str]:
-    """Figures, ratios and the cost of rows of one instruction set, then its engines and those that were left out."""
-    figures, ratios, costs = part["figures"], part["ratios"], part["over_one_row"]
-    engines = list(part["engines"])
-    peers = [engine for engine in engines if engine != OWN]
-    rows = [[_label(figure), *(_cell(by_engine.get(engine), 1) for engine in engines)] for figure, by_engine in figures.items()]
-    for label, shares in (
-        ("weights read while decoding, % of the read bandwidth", part["bandwidth_share"]),
-        ("decoding beside a busy process, % of its speed without", part["busy_share"]),
-    ):
-        rows += [[label, *(_cell(shares.get(engine), 0, 100) for engine in engines)]] if shares else []
-    lines = [*_table(["", *engines], rows), ""]
-    if ratios:
-        lines += ["Times as fast as each peer, round by round", ""]
-        rows = []
-        for figure, by_peer in ratios.items():
-            best = by_peer["best"]
-            cells = [_cell(by_peer.get(peer), 2) for peer in peers]
-            rows.append([figure, *cells, f"{best['peer']} {best['median']:.2f}", f"{best['fastest']:.2f}"])
-        lines += [*_table([f"{OWN} over", *peers, "best peer", "each at its fastest"], rows), ""]
-    if any(costs.values()):
-        lines += ["Cost of a forward over that of one row", ""]
-        names = list(dict.fromkeys(figure for by_rows in costs.values() for figure in by_rows))
-        rows = [[figure, *(_cell(costs.get(engine, {}).get(figure), 2) for engine in engines)] for figure in names]
-        lines += [*_table(["", *engines], rows), ""]
-    lines += [f"- {engine}: {about}" for engine, about in part["engines"].items()]
-    lines += [f"- {engine} was left out: {reason}" for engine, reason in part["failed"].items()]
-    return [*lines, ""]
+        print(f"{name}: {who(part['instructions'])}")
+        print_figures({f"{figure}, {'tokens/s' if _is_rate(figure) else 'ms'}": of for figure, of in part["figures"].items()})
+        print_figures({f"{figure}, times as fast as": of for figure, of in part["ratios"].items()})
+        print_figures({f"{engine}, over 1 row": costs for engine, costs in part["over_one_row"].items()})
+        print_figures({"weights read while decoding, of the read bandwidth": part["bandwidth_share"]})
+        print_figures({"decoding beside a busy process, of its speed without": part["busy_share"]})
+        for engine, told in part["engines"].items():
+            print(f"{engine}: {told}")
+        for engine, reason in part["failed"].items():
+            print(f"{engine} was left out: {reason}")
 
 
 def _is_rate(figure: str) -> bool:
@@ -155,21 +123,5 @@ def _shown(figure: str, seconds: float) -> float:
     return 1 / seconds if _is_rate(figure) else seconds * 1e3
 
 
-def _label(figure: str) -> str:
-    return f"{figure}, {'tok/s' if _is_rate(figure) else 'ms'}"
-
-
 def _over(values: Sequence[float], to: Sequence[float]) -> list[float]:
     return [value / other for value, other in zip(values, to, strict=True)]
-
-
-def _cell(figures: Mapping[str, Any] | None, digits: int, times: float = 1) -> str:
-    if figures is None:
-        return "-"
-    median, least, most = (f"{figures[name] * times:.{digits}f}" for name in ("median", "min", "max"))
-    return f"{median} ({least} to {most})"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]

@@ -12,14 +12,24 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from cpuspec.cli.machine import TELLING_FEATURES, describe_hardware, versions
 from cpuspec.metrics import read_bandwidth
+
+
+class PeerError(Exception):
+    """An engine that cannot be measured; the text says why."""
+
+
+class FigureError(PeerError):
+    """One figure that an engine cannot be measured on. Its other figures can be."""
 
 
 @dataclass
@@ -94,6 +104,15 @@ def print_figures(figures: Mapping[str, Mapping[str, Any]]) -> None:
     for name, by_engine in figures.items():
         told = (f"{engine} {one['median']:.4g} ({one['min']:.4g} to {one['max']:.4g})" for engine, one in by_engine.items())
         print(f"{name}: {'; '.join(told)}")
+
+
+def read_names(text: str, known: Iterable[str]) -> list[str]:
+    """Names separated by commas, each once. Raises BadParameter for one that is not known."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not known; wanted some of {', '.join(known)}")
+    return list(dict.fromkeys(names))
 
 
 def say(text: str) -> None:

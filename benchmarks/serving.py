@@ -16,6 +16,7 @@ Ratios are taken within a round. `differing` counts answers that are not those o
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -33,10 +34,10 @@ from typing import Annotated, Any
 import typer
 from instruction_sets import NATIVE, held_back, in_use, read_instruction_sets
 from llama_cpp_build import Build, find_build
-from peers_errors import PeerError
-from record import Rounds, print_figures, record, save, say, spread
+from record import PeerError, Rounds, print_figures, record, save, say, spread
 
 from cpuspec.checkpoints.download import resolve_model
+from cpuspec.cli.options import read_numbers
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import read_prompts
 from cpuspec.loadtest.address import local_address
@@ -92,7 +93,7 @@ def main(
 ) -> None:
     """Print a line for each server and number of clients, and the ratios."""
     try:
-        counts = [int(part) for part in clients.split(",")]
+        counts = read_numbers(clients, "--clients")
         requests = read_load(prompts, WARM_UPS + per_client * sum(counts))
         path = resolve_model(model)
         arms, about = make_arms(path, max(counts), context, threads, draft, llama_cpp_draft, llama_cpp, llama_cpp_variants, isa)
@@ -108,7 +109,7 @@ def main(
             for (count, name), said in texts.items():
                 plain = texts[count, "cpuspec none"]
                 samples[count, name][-1]["differing"] = sum(one != other for one, other in zip(said, plain, strict=True))
-    except (CpuspecError, PeerError, ValueError) as error:
+    except (CpuspecError, PeerError) as error:
         say(f"error: {error}")
         raise typer.Exit(1) from None
     result = record("serving", path.name, passed) | about
@@ -164,30 +165,20 @@ def make_arms(
     about: dict[str, Any] = {"instructions": instructions}
     if programs is not None:
         build = find_build(programs, variants, isa)
-        arms += [_llama_arm(build, one, path, slots, context, threads) for one in dict.fromkeys(["none", *llama_cpp_drafts])]
+        all_drafts = dict.fromkeys(["none", *llama_cpp_drafts])
+        arms += [llama_arm(build, one, path, threads, slots, context, "--no-kv-unified") for one in all_drafts]
         instructions |= {arm.name: build.instructions for arm in arms if arm.engine != "cpuspec"}
         about["llama_cpp"] = build.about
     return arms, about
 
 
-def _llama_arm(build: Build, draft: str, path: Path, slots: int, context: int, threads: int) -> Arm:
+def llama_arm(build: Build, draft: str, path: Path, threads: int, slots: int, context: int, *more: str) -> Arm:
+    """`llama-server` on a file, as `own_arm`. draft: its --spec-type, more of its options after it. Raises PeerError."""
     program = build.find("llama-server")
     if program is None:
-        raise PeerError(f"there is no llama-server in {build.programs}")
-    command = (
-        str(program),
-        "-m",
-        str(path),
-        "-t",
-        str(threads),
-        "-tb",
-        str(threads),
-        "-np",
-        str(slots),
-        "-c",
-        str(slots * context),
-    )
-    command += ("--no-kv-unified", "--no-webui", "--spec-type", *draft.split())
+        raise PeerError(f"there is no llama-server in {build.programs}; give the directory of llama.cpp's programs")
+    command = (str(program), "-m", str(path), "-t", str(threads), "-tb", str(threads))
+    command += ("-np", str(slots), "-c", str(slots * context), "--no-webui", *more, "--spec-type", *shlex.split(draft))
     return Arm("llama.cpp", draft, command, build.environment(), "/health")
 
 

@@ -16,27 +16,17 @@ and nothing is judged by it. From then on the run fails, with exit status 1,
   medians gives less than one in a thousand and the median has grown by more than a quarter;
 * if a probe is not answered, or another answer comes than the first one;
 * if the server is not idle, with every slot free, within a minute of the end.
-
-    python benchmarks/soak.py smollm2-135m-instruct mt_bench.jsonl:turns:80 --requests 10000
-
-sends as many requests instead, half of them hostile: each of these asks for as much as it may, or for more, of one thing. Beside
-them another client, with a key of its own, has streams. The figures are the longest callbacks of the server's event loop, by the
-processor time of its thread (`tools/loop_watch.py`), and the longest wait between two events of a stream. The run fails if a
-callback took 20 ms, if a stream waited .2 s, or if a request of another client than the hostile one ended without an answer.
 """
 
 import asyncio
 import json
-import multiprocessing
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,7 +41,6 @@ from cpuspec import LLM
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import read_prompts
-from cpuspec.loadtest.address import local_address
 from cpuspec.loadtest.client import Client, ServerError
 from cpuspec.loadtest.run import first_model
 
@@ -62,9 +51,6 @@ WARM_UP = 0.25  # of the time
 MEMORY_SHARE, MEMORY_BYTES, MOST_MORE = 0.02, 32 << 20, 8
 LATENCY_SHARE, LATENCY_CHANCE, PERMUTATIONS = 1.25, 0.001, 5000
 IDLE_S = 60.0
-LONGEST_CALLBACK_S, LONGEST_WAIT_S = 0.02, 0.2
-KEYS = ORDINARY, HOSTILE, STREAMING = "ordinary", "hostile", "streaming"  # of the clients of a hostile run
-WATCH = Path(__file__).parents[1] / "tools" / "loop_watch.py"
 BAD_BODIES = (
     {"prompt": 5},
     {"prompt": "a", "max_tokens": 10**9, "n": 10**6},
@@ -110,7 +96,6 @@ def main(
     model: Annotated[str, typer.Argument(help="Recipe name, or GGUF file.")],
     prompts: Annotated[list[str], typer.Argument(help="FILE:FIELD:COUNT of JSON-lines files.")],
     minutes: Annotated[float, typer.Option(help="How long, the warm-up included.", min=0.5)] = 20,
-    requests: Annotated[int, typer.Option(help="Send so many, half of them hostile, in --minutes at most.", min=0)] = 0,
     clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 8,
     draft: Annotated[str, typer.Option(help="--draft of the server.")] = "auto",
     context: Annotated[int, typer.Option(help="Tokens of a slot.", min=1024)] = 2048,
@@ -124,13 +109,6 @@ def main(
     with LLM(path, "none", threads=1, max_sequences=1) as llm:
         long = system_prompt(llm, 400)
     asks = make_asks(texts, [long[at:] for at in range(0, 300, 60)], 20 * len(texts))
-    if requests:
-        figures, faults, passed = run_hostile(path, asks, requests, 60 * minutes, clients, draft, context, threads)
-        print(json.dumps(figures))
-        for fault in faults:
-            print(f"failed: {fault}")
-        save(record("soak-hostile", path.name, passed) | figures, json_file)
-        raise typer.Exit(bool(faults))
     with tempfile.TemporaryDirectory() as directory:
         kept = ("--prefix-cache-gb", str(prefix_cache_gb), "--prefix-cache-dir", directory, "--prefix-disk-gb", "0.5")
         # A place more than clients, so that a probe does not wait in the queue.
@@ -148,159 +126,6 @@ def main(
     save(record("soak", path.name, passed) | {"minutes": minutes, "clients": clients, **figures, "by_minute": by_minute}, json_file)
     if soak.faults:
         raise typer.Exit(1)
-
-
-def hostile_bodies(context: int) -> list[tuple[str, bytes | None]]:
-    """Requests that ask for as much as they may, or for more, of one thing; the last ones are the largest."""
-    user, text = {"role": "user", "content": "hi"}, "the cat sat on the mat "
-    plain, chat = {"prompt": "hi", "max_tokens": 1}, {"messages": [user], "max_tokens": 1}
-    deep: Any = []
-    for _ in range(400):
-        deep = [deep]
-    small = [
-        {"seed": 10**4298},
-        {"n": 70, "max_tokens": 64, "ignore_eos": True},
-        {"speculation": {"draft": "a@:" + "0" * 8000 + "x"}},
-        {"speculation": {"draft": "suffix," * 28}},
-        {"logit_bias": [[text * 20, 1]] * 8},
-        {"bad_words": [text] * 128, "max_tokens": 16},
-        {"stop": [text[:20] + str(number) for number in range(32)], "max_tokens": 16},
-        {"stop_token_ids": list(range(1024)), "min_tokens": 8, "max_tokens": 16},
-        {"allowed_token_ids": list(range(2000)), "max_tokens": 4},
-        {"regex": "(a|aa|aaa)*b{1,900}" * 20},
-        {"grammar": "root ::= " + " | ".join(f'"{number}" root' for number in range(800))},
-        {"json_schema": {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(500)}}},
-        {"repetition_penalty": 1.3, "top_k": 10**12, "temperature": 1e300, "max_tokens": 8},
-        {"logprobs": 20, "echo": True, "prompt": text * (context // 12), "max_tokens": 0},
-        {"prompt": [text * 100] * 16, "prompt_logprobs": 5},
-        {"prompt": [5] * (context - 8), "cache_salt": "x" * 1000},
-    ]
-    bodies: list[tuple[str, Any]] = [("/v1/completions", {**plain, **one}) for one in small]
-    bodies += [
-        ("/completion", {"prompt": "hi", "n_predict": 8, "n_probs": 150_000}),
-        ("/completion", {"prompt": "hi", "n_predict": 8, "n_probs": 100}),
-        ("/v1/chat/completions", {**chat, "messages": [user] * 2000}),
-        ("/v1/chat/completions", {**chat, "chat_template_kwargs": {"a": deep}}),
-        ("/v1/chat/completions", {**chat, "prediction": {"type": "content", "content": text * 300}}),
-        ("/v1/responses", {"input": text * 200, "max_output_tokens": 2, "instructions": text * 50}),
-        ("/v1/messages", {**chat, "system": [{"type": "text", "text": "x"}] * 1000}),
-        ("/v1/rerank", {"query": "a", "documents": ["b"] * 2048}),
-        ("/tokenize", {"content": text * (context // 2), "with_pieces": True}),
-        ("/detokenize", {"tokens": list(range(9000))}),
-        ("/slots/0?action=erase", None),
-    ]
-    large: list[tuple[str, Any]] = [
-        ("/v1/completions", {**plain, "prompt": "x" * 7_000_000}),
-        ("/v1/completions", {**plain, "logit_bias": [["x" * 7_000_000, 1]]}),
-        ("/v1/completions", {**plain, "allowed_token_ids": list(range(400_000))}),
-        ("/v1/completions", {**plain, "bad_words": ["a"] * 400_000}),
-        ("/v1/chat/completions", {**chat, "messages": [{}] * 400_000}),
-        ("/v1/chat/completions", {**chat, "metadata": [[]] * 2_000_000}),
-        ("/v1/embeddings", {"input": [[1] * 1000] * 300}),
-        ("/detokenize", {"tokens": [1] * 500_000}),
-    ]
-    return [(path, None if body is None else json.dumps(body).encode()) for path, body in bodies + large]
-
-
-_LARGE, _LARGE_SHARE = 8, 0.01  # of the bodies, the last ones; and how many of the hostile requests have one
-
-
-def run_hostile(
-    path: Path, asks: Sequence[Ask], num_requests: int, for_s: float, num_clients: int, draft: str, context: int, threads: int
-) -> tuple[dict[str, Any], list[str], Rounds]:
-    """The figures of a hostile run, and what is wrong with them."""
-    counts = dict.fromkeys(("answered", "hostile and answered", "hostile and refused", "hostile and failed", "streams"), 0)
-    waits: list[float] = []
-    faults: list[str] = []
-    with tempfile.TemporaryDirectory() as directory:
-        keys, report = Path(directory) / "keys", Path(directory) / "report.json"
-        keys.write_text("\n".join(KEYS))
-        more = ("--api-key-file", str(keys), "--drain-s", "0", "--prefix-cache-dir", "none")
-        arm = own_arm(path, draft, threads, 2 * num_clients + 1, context, *more)
-        arm = replace(arm, command=(sys.executable, str(WATCH), str(report), *arm.command[3:]))
-        passed = Rounds(1, threads)
-        for _ in passed:
-            with serving(arm) as client:
-                asyncio.run(_hostile_load(client, asks, num_requests, for_s, num_clients, context, counts, waits, faults))
-        watched = json.loads(report.read_text())
-    longest, longest_wait_s = watched["longest"], max(waits, default=0.0)
-    if longest[0]["cpu_s"] > LONGEST_CALLBACK_S:
-        faults.append(f"a callback took {longest[0]['cpu_s']:.3f} s: {longest[0]['stack']}")
-    if longest_wait_s > LONGEST_WAIT_S:
-        faults.append(f"a stream waited {longest_wait_s:.3f} s")
-    figures = {
-        "counts": counts,
-        "longest_callbacks_s": [round(one["cpu_s"], 4) for one in longest[:5]],
-        "longest_collection_s": round(watched["longest_collection_s"], 4),
-        "num_callbacks": watched["num_callbacks"],
-        "stream_waits_s": {f"p{rank:g}": round(float(np.percentile(waits, rank)), 4) for rank in (50, 99, 99.9, 100)},
-    }
-    return figures, faults, passed
-
-
-async def _hostile_load(
-    client: Client, asks: Sequence[Ask], num_requests: int, for_s: float, num_clients: int, context: int,
-    counts: dict[str, int], waits: list[float], faults: list[str],
-) -> None:  # fmt: skip
-    ordinary, hostile = (Client(client.address, key) for key in (ORDINARY, HOSTILE))
-    model, bodies, rng, number = await first_model(ordinary), hostile_bodies(context), random.Random(5), 0
-    end_s = time.monotonic() + for_s
-
-    async def one_client(is_hostile: bool) -> None:
-        nonlocal number
-        while number < num_requests and time.monotonic() < end_s:
-            number += 1
-            if number % 500 == 0:
-                say(f"{number} requests, {counts}")
-            if is_hostile:
-                large = rng.random() < _LARGE_SHARE
-                path, body = rng.choice(bodies[-_LARGE:] if large else bodies[:-_LARGE])
-            else:
-                ask = asks[number % len(asks)]
-                path, body = ask.path, {"model": model, **ask.body, "max_tokens": 8}
-                body = {name: value for name, value in body.items() if name != "max_tokens" or "responses" not in path}
-            try:
-                if isinstance(body, dict) and body.get("stream"):
-                    await (hostile if is_hostile else ordinary).post_events(path, body, lambda data: None)
-                else:
-                    await (hostile if is_hostile else ordinary).post_json(path, body)
-                counts["hostile and answered" if is_hostile else "answered"] += 1
-            except ServerError as error:
-                if not is_hostile:
-                    faults.append(f"{path}: {error}")
-                is_known = any(f"status {status}" in str(error) for status in (400, 403, 404, 413, 429, 501))
-                counts["hostile and refused" if is_known else "hostile and failed"] += is_hostile
-                if is_hostile and not is_known:
-                    faults.append(f"hostile {path} {str(body)[:80]}: {error}")
-
-    # In a process of its own: what the other clients do must not count as a wait.
-    here, there = multiprocessing.Pipe()
-    url = f"http://{client.address.host}:{client.address.port}"
-    watcher = multiprocessing.get_context("spawn").Process(target=_watch_streams, args=(url, model, there))
-    watcher.start()
-    await asyncio.gather(*(one_client(which % 2 == 0) for which in range(2 * num_clients)))
-    here.send("over")
-    while not here.poll():
-        await asyncio.sleep(0.1)
-    counts["streams"], more, ended = here.recv()
-    waits.extend(more)
-    faults.extend(ended)
-    watcher.join()
-
-
-def _watch_streams(url: str, model: str, pipe: Any) -> None:
-    """Have streams, one after the other, until the pipe says that it is over; send their number, their waits and their faults."""
-    client, waits, faults, number = Client(local_address(url), STREAMING), list[float](), list[str](), 0
-    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
-    while not pipe.poll():
-        times: list[float] = []
-        try:
-            asyncio.run(client.post_events("/v1/completions", body, lambda data, times=times: times.append(time.monotonic())))
-            number += 1
-        except ServerError as error:
-            faults.append(f"a stream ended: {error}")
-        waits += [after - before for before, after in pairwise(times)]
-    pipe.send((number, waits, faults))
 
 
 def _server_process() -> int:

@@ -17,11 +17,11 @@ from typing import Annotated, Any
 
 import jsonschema_rs
 import typer
-from peers_errors import PeerError
-from record import Rounds, print_figures, record, save, say, spread
+from record import PeerError, Rounds, print_figures, record, save, say, spread
 from serving import Arm, own_arm, serving
 
 from cpuspec.checkpoints.download import resolve_model
+from cpuspec.cli.options import read_numbers
 from cpuspec.errors import CpuspecError
 from cpuspec.loadtest.client import Client
 from cpuspec.metrics import now_s
@@ -106,7 +106,7 @@ def main(
 ) -> None:
     """Print how many answers are valid, and the speed of each arm."""
     try:
-        counts = [int(part) for part in clients.split(",")]
+        counts = read_numbers(clients, "--clients")
         path = resolve_model(model)
         bodies = [body for _, body in make_requests(requests, max_tokens)]
         schemas = [schema for schema, _ in make_requests(requests, max_tokens)]
@@ -130,7 +130,7 @@ def main(
                     told["answers"] += 1
                     told[judge(schema, one)] += 1
                     told["differing"] += one["choices"][0]["message"]["content"] != other["choices"][0]["message"]["content"]
-    except (CpuspecError, PeerError, ValueError) as error:
+    except (CpuspecError, PeerError) as error:
         say(f"error: {error}")
         raise typer.Exit(1) from None
     figures = {f"{load}, {THROUGHPUT}": {name: spread(values) for name, values in of.items()} for load, of in speeds.items()}

@@ -1,22 +1,18 @@
 """A watch on an event loop: how much processor time each of its callbacks takes, and where the long ones spend it.
 
-    python tools/loop_watch.py REPORT.json serve smollm2-135m-instruct --port 8001
-
-runs `cpuspec serve` with the watch, and writes the callbacks that took longest when the server ends. Processor time of the loop's
-own thread is judged: on a loaded machine a callback may wait for long without holding anybody up by itself.
+Processor time of the loop's own thread is judged: on a loaded machine a callback may wait for long without holding anybody up by
+itself.
 """
 
 import asyncio
 import gc
-import json
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 _SAMPLE_S = 0.005  # between two looks at the stack of the running callback
@@ -103,21 +99,3 @@ def watching() -> Iterator[LoopWatch]:
         gc.callbacks.remove(watch.collection)
         asyncio.Handle._run = whole  # type: ignore[method-assign]
         watch.ended.set()
-
-
-def main() -> None:
-    """Run `cpuspec` with the arguments after the report's path."""
-    from cpuspec.cli import main as run
-
-    report, sys.argv = Path(sys.argv[1]), ["cpuspec", *sys.argv[2:]]
-    with watching() as watch:
-        try:
-            run()
-        finally:
-            figures: dict[str, Any] = {"num_callbacks": watch.num_callbacks, "longest_collection_s": watch.longest_collection_s}
-            figures |= {"longest": [asdict(one) for one in watch.longest]}
-            report.write_text(json.dumps(figures, indent=1))
-
-
-if __name__ == "__main__":
-    main()

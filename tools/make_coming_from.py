@@ -1,6 +1,6 @@
-"""Make `cpuspec/cli/COMING_FROM.md`, what options, commands and fields of other programs are here, from the tables in the code.
+"""`cpuspec/cli/COMING_FROM.md`: what options, commands and fields of other programs are here, from the tables in the code.
 
-python tools/make_coming_from.py
+`tools/make_readme_tables.py` writes it.
 """
 
 import textwrap
@@ -54,7 +54,7 @@ def page() -> str:
     """The page's text."""
     parts = [
         "# Coming from llama.cpp, vLLM or Ollama",
-        "Made by `tools/make_coming_from.py` from `cli/spellings.py` and `server/fields.py`.",
+        "Made by `tools/make_readme_tables.py` from `cli/spellings.py` and `server/fields.py`.",
         "## Commands",
         _table(("there", "here"), [(f"`{name}`", f"`{here}`") for name, here in OTHER_COMMANDS.items()]),
         "## Options",
@@ -114,7 +114,3 @@ def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def _listed(names: object) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))  # type: ignore[call-overload]
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), "utf-8")

@@ -1,6 +1,4 @@
-"""Make the table of families in `cpuspec/checkpoints/README.md`: run it whenever a family is added or compared again.
-
-    python tools/make_families_table.py
+"""The table of families in `cpuspec/checkpoints/README.md`, which `tools/make_readme_tables.py` writes.
 
 Names in files come from `cpuspec/checkpoints/families.py`; the names that people know, and what differs from the sentence above the
 table, from ROWS.
@@ -11,7 +9,6 @@ from pathlib import Path
 from cpuspec.checkpoints.families import FAMILIES
 
 README = Path(__file__).resolve().parent.parent / "cpuspec" / "checkpoints" / "README.md"
-START, END = "<!-- made by tools/make_families_table.py -->", "<!-- end of the table of families -->"
 
 # What people call the models of a family, and a remark on its comparison.
 ROWS = {
@@ -79,18 +76,3 @@ def families_table() -> str:
         classes = ", ".join(f"`{one}`" for one in (family.hf_class, family.hf_wrapper, *family.hf_alike) if one)
         lines.append(f"| {models} | `{family.gguf_name}` | {classes} |")
     return "\n".join(lines)
-
-
-def with_table(readme: str) -> str:
-    """The text of the README with the table between its markers."""
-    before, _, rest = readme.partition(START)
-    return f"{before}{START}\n{families_table()}\n{END}{rest.partition(END)[2]}"
-
-
-def main() -> None:
-    """The command line described at the top of this file."""
-    README.write_text(with_table(README.read_text("utf-8")), "utf-8")
-
-
-if __name__ == "__main__":
-    main()

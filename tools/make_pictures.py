@@ -1,13 +1,9 @@
-"""Make the pictures of the READMEs, as SVG, from `benchmarks/results` and from what the engine does.
-
-    python tools/make_pictures.py            write benchmarks/pictures/*.svg
-    python tools/make_pictures.py --check    exit 1 if a picture is not what this makes
+"""The pictures of the READMEs, as SVG, from `benchmarks/results` and from what the engine does.
 
 They suit light and dark pages. speed.svg and rows.svg show medians of the newest records of a real model. The others explain.
+`tools/make_readme_tables.py` writes them.
 """
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -17,9 +13,8 @@ import numpy as np
 from cpuspec.formats import get_format
 from cpuspec.formats.packing import pack
 from cpuspec.formats.tensor import QuantTensor
-from tools.make_readme_tables import KINDS, OWN, RESULTS, Result, read_results
+from tools.make_readme_tables import KINDS, OWN, Result
 
-PICTURES = RESULTS.parent / "pictures"
 MODEL = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 PEER = "llama.cpp"
 
@@ -35,24 +30,6 @@ text { font: 14px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 12p
   .no { fill: #25171c; stroke: #f85149 } .line-own { stroke: #4493f8 } .line-peer { stroke: #6e7681 }
 }
 """
-
-
-def main() -> int:
-    """The command line described at the top of this file; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Make the pictures of the READMEs.")
-    parser.add_argument("--check", action="store_true", help="only say whether the pictures are what this makes")
-    arguments = parser.parse_args()
-    stale = []
-    for name, text in pictures(read_results(RESULTS)).items():
-        path = PICTURES / f"{name}.svg"
-        if arguments.check:
-            stale += [name] * (not path.exists() or path.read_text("utf-8") != text)
-        else:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text, "utf-8")
-    if stale:
-        print(f"pictures are not what the results say: {', '.join(stale)}; run python tools/make_pictures.py", file=sys.stderr)
-    return bool(stale)
 
 
 def pictures(results: Mapping[str, Result]) -> dict[str, str]:
@@ -246,7 +223,3 @@ def panel() -> str:
     for number, line in enumerate(lines):
         svg.text(20, 165 + 24 * number, line, "small code" if number else "small")
     return svg.done()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,9 +1,10 @@
-"""Make the tables in both READMEs from `benchmarks/results/*.json`: run it whenever a result is added or replaced.
+"""Make the tables and pictures of the READMEs: run it whenever a result, a family, a setting or an option is added or changed.
 
-    python tools/make_readme_tables.py            rewrite the text between the markers
-    python tools/make_readme_tables.py --check    exit 1 if that text is not what the results say
+    python tools/make_readme_tables.py            write them
+    python tools/make_readme_tables.py --check    exit 1 if one is not what this makes
 
-`benchmarks/record.py` describes the files. Where two files have the same figure of a model, the newer one counts.
+Figures come from `benchmarks/results/*.json`, which `benchmarks/record.py` describes. Where two files have the same figure of a
+model, the newer one counts. Pictures, the table of families and the page about other programs have modules of their own.
 """
 
 import argparse
@@ -32,19 +33,30 @@ Cell = Callable[[Result], str | None]  # a file's text in a row of the table; No
 
 def main() -> int:
     """The command line described at the top of this file; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Make the tables in README.md and benchmarks/README.md from benchmarks/results.")
-    parser.add_argument("--check", action="store_true", help="only say whether the tables are what the results say")
+    parser = argparse.ArgumentParser(description="Make the tables and pictures of the READMEs.")
+    parser.add_argument("--check", action="store_true", help="only say whether they are what this makes")
     arguments = parser.parse_args()
-    results, stale = read_results(RESULTS), []
-    for path, make in ((README, with_tables), (FRONT, with_headline)):
-        before = path.read_text("utf-8")
-        after = make(before, results)
-        stale += [path.relative_to(ROOT).as_posix()] * (before != after)
+    stale = {path: text for path, text in made().items() if not path.exists() or path.read_text("utf-8") != text}
+    for path, text in stale.items():
+        print(f"{'not what this makes' if arguments.check else 'written'}: {path.relative_to(ROOT)}", file=sys.stderr)
         if not arguments.check:
-            path.write_text(after, "utf-8")
-    if stale and arguments.check:
-        print(f"not what benchmarks/results says: {', '.join(stale)}; run python tools/make_readme_tables.py", file=sys.stderr)
+            path.write_text(text, "utf-8")
     return bool(stale and arguments.check)
+
+
+def made() -> dict[Path, str]:
+    """The text of every file that is made, or has a part that is."""
+    from tools import make_coming_from, make_families_table, make_pictures  # they use this module
+
+    results = read_results(RESULTS)
+    texts = {path: path.read_text("utf-8") for path in (README, FRONT, make_families_table.README)}
+    return {
+        README: with_tables(texts[README], results),
+        FRONT: with_headline(texts[FRONT], results),
+        make_families_table.README: between(texts[make_families_table.README], make_families_table.families_table()),
+        make_coming_from.PAGE: make_coming_from.page(),
+        **{RESULTS.parent / "pictures" / f"{name}.svg": text for name, text in make_pictures.pictures(results).items()},
+    }
 
 
 def read_results(directory: Path) -> dict[str, Result]:
@@ -55,7 +67,7 @@ def read_results(directory: Path) -> dict[str, Result]:
 
 def with_tables(readme: str, results: Mapping[str, Result]) -> str:
     """The text of benchmarks/README.md with what the results say. Raises ValueError unless it has both markers, once."""
-    return _between(readme, _tables(results) + _sources(results))
+    return between(readme, _tables(results) + _sources(results))
 
 
 # Kinds of text of the front page's table, by the names that records have for them.
@@ -80,10 +92,11 @@ def with_headline(readme: str, results: Mapping[str, Result]) -> str:
     machine = record["machine"]
     place = f"{machine['cores']} cores of an {machine['processor']} ({machine['isa']})"
     head = f"{Path(record['model']).stem} on {place}, greedy. Gains are over cpuspec without drafts, with 95 % intervals:"
-    return _between(readme, f"{head}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    return between(readme, f"{head}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
-def _between(readme: str, text: str) -> str:
+def between(readme: str, text: str) -> str:
+    """The README with this text between its markers. Raises ValueError unless it has both, once."""
     if (readme.count(START), readme.count(END)) != (1, 1):
         raise ValueError(f"README needs one line {START} and, after it, one line {END}")
     before, _, rest = readme.partition(START)
@@ -206,8 +219,6 @@ def _beside_peers(results: Sequence[Result]) -> list[tuple[str, str, Cell]]:
         ("peers", "decoding beside one busy process, of the speed without", _share("busy_share", OWN)),
         ("peers", "the same, llama.cpp", _share("busy_share", "llama.cpp")),
         ("peers", "decoding beside one busy process, over llama.cpp", _over("decode, busy", "llama.cpp")),
-        ("peers", "the same, over llama.cpp with --poll 0", _over("decode, busy", "llama.cpp-poll-0")),
-        ("peers", "the same, over llama.cpp with one thread less", _over("decode, busy", "llama.cpp-spare-core")),
         ("peers", "prefill of 512 tokens, tokens/s", _own("prefill")),
         ("peers", "prefill over llama.cpp on the same file", _over("prefill", "llama.cpp")),
         ("peers", "prefill over the best of all peers", _over_best("prefill")),

@@ -3,10 +3,12 @@
 import chains
 import numpy as np
 import pytest
+from chains_peers import Answer, peer_table, summarize_peers
 
 from cpuspec import LLM
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.formats import FORMATS, get_format
+from cpuspec.metrics import LevelCounters
 from tests.backends.models import SMALL
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -85,3 +87,32 @@ def test_a_target_in_bf16_has_every_matrix_in_bf16_with_the_values_of_the_file(m
         else:
             assert cast.tensors[name] is tensor
     assert {"embed", "output"} <= cast.tensors.keys()
+
+
+def drafts(num_drafts, num_draft_tokens, *per_pos):
+    counts = {"num_drafts": num_drafts, "num_draft_tokens": num_draft_tokens, "num_accepted_tokens": sum(per_pos)}
+    return LevelCounters(**counts, num_accepted_tokens_per_pos=list(per_pos))
+
+
+def test_ratios_are_of_each_prompt_and_against_the_same_engine():
+    answers = {
+        "llama.cpp: none": [Answer([1, 2], 10, 1.0), Answer([3, 4], 10, 2.0)],
+        "llama.cpp: ngram-mod": [Answer([1, 2], 10, 0.5, drafts(3, 9, 2, 1)), Answer([3, 5], 10, 1.0, drafts(5, 5, 2))],
+        "transformers: none": [Answer([9], 10, 10.0), Answer([9], 10, 10.0)],
+        "transformers: lookup 10": [Answer([9], 10, 5.0), Answer([9], 10, 20.0)],
+    }
+    summary = summarize_peers(answers, [20.0, 40.0])
+    mod, lookup = summary["llama.cpp: ngram-mod"], summary["transformers: lookup 10"]
+    assert summary["llama.cpp: none"]["over_plain"] == pytest.approx(1)
+    assert (mod["over_plain"], mod["over_plain_interval"]) == (pytest.approx(2), pytest.approx([2, 2]))
+    assert mod["tokens_per_s"] == pytest.approx((20 * 10) ** 0.5)
+    assert (mod["num_identical"], mod["num_prompts"], mod["num_tokens"]) == (1, 2, 4)
+    assert mod["cpuspec_over"] == pytest.approx(2)  # 20 / 20 and 40 / 10
+    assert mod["cpuspec_over_interval"] == pytest.approx([1, 4])
+    assert mod["drafts"].items() >= {"num_drafts": 8, "num_draft_tokens": 14, "num_accepted_tokens_per_pos": [4, 1]}.items()
+    assert lookup["over_plain"] == pytest.approx(1)
+    assert lookup["over_plain_interval"] == pytest.approx([0.5, 2])
+    assert lookup["num_identical"] == 2
+    shown = peer_table(summary, "auto")
+    assert "| llama.cpp: ngram-mod | 14.1 | 2.00x | 2.00 to 2.00 | 1 of 2 | 2.00x | 1.00 to 4.00 | 0.500 0.125 |" in shown
+    assert "cpuspec auto over the peer" in shown

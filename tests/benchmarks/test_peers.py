@@ -3,19 +3,14 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import instruction_sets
 import peers
 import peers_report
 import pytest
-import record
-from instruction_sets import NATIVE, of_llama_cpp
-from peers import FIGURES
-from peers_errors import PeerError
-from peers_report import Figure, report, summarize
-from record import Rounds
+from instruction_sets import of_llama_cpp
+from peers_report import summarize
 
 from cpuspec.checkpoints import open_checkpoint
 from tools.make_readme_tables import END, START, with_tables
@@ -52,72 +47,6 @@ def test_a_figure_that_a_peer_lacks_in_any_round_is_left_out_of_its_figures_and_
     assert "prefill" not in summary["ratios"]
 
 
-def test_the_report_names_every_engine_and_why_one_was_left_out():
-    samples = {"cpuspec": rounds(decode=(1.0, 1.0), **{"1_row": (1.0, 1.0)}), "llama.cpp": rounds(decode=(2.0, 2.0))}
-    head = {"model": "m.gguf", "threads": 2, "rounds": 2, "load_average": [0.5, 1.0], "stolen": [0.0, 0.2]}
-    head |= {"machine": {"processor": "one", "cores": 2, "isa": "generic"}, "read_bytes_per_s": record.spread([2e10])}
-    part = {"engines": {"cpuspec": "ours", "llama.cpp": "theirs"}, "failed": {"torch": "No module named 'torch'"}}
-    part |= {"instructions": {"cpuspec": "amx", "llama.cpp": "avx512_vnni without amx"}, **compared(samples)}
-    text = report(head | {"instruction_sets": {"native": part}})
-    assert "**native: cpuspec with amx, llama.cpp built for avx512_vnni without amx**" in text
-    assert "| decode | 2.00 (2.00 to 2.00) | llama.cpp 2.00 | 2.00 |" in text
-    assert "| 1 row, ms | 1000.0 (1000.0 to 1000.0) | - |" in text
-    assert "torch was left out: No module named 'torch'" in text
-    assert "by round: 0%, 20%" in text
-    assert "not quiet" in text
-    assert "not quiet" not in report(head | {"stolen": [0.0, 0.01], "instruction_sets": {"native": part}})
-
-
-def test_ways_of_llama_cpp_differ_in_arguments_threads_and_programs(tmp_path):
-    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf"))
-    for name in ("bin", "fork"):
-        (tmp_path / name).mkdir()
-        program, test = tmp_path / name / "llama-bench", {"build_number": 7, "type_k": "f16", "type_v": "f16", "flash_attn": 0}
-        text = json.dumps([{**test, "avg_ts": 50.0}])
-        program.write_text(f"#!/bin/sh\necho $0 $* >> {tmp_path}/calls\necho '{text}'\n", "utf-8")
-        program.chmod(0o755)
-    launcher = peers._Launcher(checkpoint, tmp_path, 2, [], [1], 10, tmp_path / "bin", None, {}, tmp_path / "fork")
-    for name in peers.LLAMA_PEERS:
-        assert launcher.engine(NATIVE, name, prepare_only=False).measure(Figure("decode", busy=True)) == {"decode, busy": 0.02}
-    calls = [call.split() for call in (tmp_path / "calls").read_text("utf-8").splitlines()]
-    assert [Path(call[0]).parent.name for call in calls] == ["bin", "bin", "bin", "fork"]
-    assert [call[call.index("-t") + 1] for call in calls] == ["2", "2", "1", "2"]
-    assert ["--poll" in call for call in calls] == [False, True, False, False]
-    with pytest.raises(PeerError, match="none can be spared"):
-        replace(launcher, threads=1).engine(NATIVE, "llama.cpp-spare-core", prepare_only=False)
-
-
-class FakePeer:
-    """Takes one second for everything until its n-th figure, then fails."""
-
-    about, instructions = "fake", "avx2"
-
-    def __init__(self, lasts=100):
-        self.lasts, self.closed = lasts, False
-
-    def measure(self, figure):
-        self.lasts -= 1
-        if self.lasts < 0:
-            raise PeerError("it fell over")
-        return {figure.name: 1.0}
-
-    def close(self):
-        self.closed = True
-
-
-def test_a_peer_that_fails_on_the_way_is_reported_and_the_others_go_on():
-    falling = FakePeer(lasts=4)
-    engines = {("avx2", "cpuspec"): FakePeer(), ("avx2", "torch"): falling, ("native", "torch"): FakePeer()}
-    failed = {}
-    figures = [FIGURES["decode"], FIGURES["busy"], Figure("decode", 9)]
-    samples = peers.measure(engines, Rounds(3, 1), figures, failed)
-    assert failed == {("avx2", "torch"): "it fell over"}
-    assert falling.closed
-    assert list(engines) == list(samples) == [("avx2", "cpuspec"), ("native", "torch")]
-    names = [figure.name for figure in figures]
-    assert all(len(ones) == 3 and all(list(one) == names for one in ones) for ones in samples.values())
-
-
 def make_program(path, output):
     path.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\n", "utf-8")
     path.chmod(0o755)
@@ -144,6 +73,13 @@ def test_a_run_from_the_command_line_ends_in_readmes_table(tmp_path):
     text = with_tables(f"{START}\n{END}\n", {"tiny": result})
     assert f"**cpuspec with {own}, llama.cpp built for unknown instructions**" in text
     assert "| the same, llama.cpp | 1.10 / 1.20 / 1.30 / 1.40 |" in text
+    for told in (
+        "decode, tokens/s: cpuspec ",
+        "; llama.cpp 50 (50 to 50)\n",
+        "llama.cpp, over 1 row: 2 rows 1.1",
+        "llama.cpp: llama.cpp 7",
+    ):
+        assert told in done.stdout
     assert "decoding at a depth of 700 tokens, over llama.cpp" in text
 
 
