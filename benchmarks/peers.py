@@ -1,16 +1,16 @@
-"""cpuspec beside llama.cpp, OpenVINO and ONNX Runtime, in turns in one run: decoding, prefill, forwards over rows.
+"""cpuspec beside llama.cpp and OpenVINO, in turns in one run: decoding, prefill, forwards over rows.
 
     python benchmarks/peers.py --shape qwen2.5-0.5b --llama-cpp PROGRAMS_DIR --python openvino=VENV/bin/python --rounds 5
     python benchmarks/peers.py qwen2.5-coder-1.5b-instruct --peers llama.cpp --llama-cpp PROGRAMS_DIR --figures decode,busy
     python benchmarks/peers.py qwen2.5-coder-1.5b-instruct --peers llama.cpp --llama-cpp PROGRAMS_DIR --figures "" --depth 4096
     python benchmarks/peers.py smollm2-135m-instruct --peers llama.cpp --llama-cpp PROGRAMS_DIR --isa native,avx_vnni,avx2
 
-llama.cpp reads the same GGUF file. The others get a model of the same shape with random weights, exported to their own int4
-format once and kept. Each runs in a process of its own (`peer_workers/`), the Python engines in environments of their own.
+llama.cpp reads the same GGUF file. OpenVINO gets a model of the same shape with random weights, exported to its own int4
+format once and kept. Each runs in a process of its own (`peer_workers/`), OpenVINO in an environment of its own.
 Every round asks every engine for one figure after the other, so that a machine's moods hit all of them alike.
 
 --isa holds cpuspec back to an instruction set and puts llama.cpp's library for it (in VARIANTS/ISA/) in front of its own.
-The other engines choose their instructions themselves: they take part in `native` only. Each engine has its turns in every round
+OpenVINO chooses its instructions itself: it takes part in `native` only. Each engine has its turns in every round
 with each instruction set, and ratios are taken within one instruction set.
 """
 
@@ -50,7 +50,6 @@ EngineKey = tuple[str, str]  # an instruction set and an engine's name
 PYTHON_PEERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "openvino": ("openvino", ()),
     "openvino-f32": ("openvino", ("f32",)),
-    "onnxruntime": ("onnxruntime", ()),
 }
 LLAMA_PEERS = (LLAMA_CPP, IK_LLAMA_CPP)
 ENVIRONMENTS = tuple(dict.fromkeys(environment for environment, _ in PYTHON_PEERS.values()))
