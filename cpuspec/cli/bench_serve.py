@@ -142,7 +142,10 @@ def bench_serve(
         **summarize(result.answers, result.duration_s, wanted.metrics, wanted.percentiles, targets),
     }
     if save_result or save_detailed:
-        path = result_path(report, result_dir, result_filename)
+        at_once = f"-concurrency{plan.max_concurrency}" if plan.max_concurrency else ""
+        name = plan.model.replace("/", "-").replace("\0", "")[:100]
+        of_run = f"{report['backend']}-{report['request_rate']}qps{at_once}-{name}-{report['date']}.json"
+        path = result_dir / (result_filename or of_run)
         details = {name: [getattr(one, of) for one in result.answers] for name, of in _DETAILS.items()}
         write_file(path, json.dumps(report | (details if save_detailed else {})) + "\n")
         note(f"wrote {path}")
@@ -169,13 +172,6 @@ async def _run(
     await warm_up(client, others, plan)  # so that no measured prompt is in the server's cache already
     with counting("requests", len(requests)) as on_done:
         return plan, requests, await run_load(client, requests, plan, on_done)
-
-
-def result_path(report: Mapping[str, Any], directory: Path, name: str | None) -> Path:
-    """Where a result is saved: under this name, or under one of what was run."""
-    at_once = f"-concurrency{report['max_concurrency']}" if report["max_concurrency"] else ""
-    model = report["model_id"].replace("/", "-").replace("\0", "")[:100]
-    return directory / (name or f"{report['backend']}-{report['request_rate']}qps{at_once}-{model}-{report['date']}.json")
 
 
 def show_load(report: Mapping[str, Any]) -> None:

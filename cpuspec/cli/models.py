@@ -314,7 +314,7 @@ def show_model(report: Report) -> None:
     output = "output tied to the embedding" if config["tied_embeddings"] else "output of its own"
     scaling = f", {config['rope_scaling']['kind']} scaling" if config["rope_scaling"] else ""
     experts, windows = config["experts"], config["layer_windows"]
-    of_windows, of_states = ((report[f"{name}_bytes_per_sequence"] or "") for name in ("window", "state"))
+    of_windows, of_states = (report[f"{name}_bytes_per_sequence"] for name in ("window", "state"))
     per_second = f"{report['read_bytes_per_s'] / 1e9:.1f} GB/s"
     facts = [
         ("model", report["name"]),
@@ -334,9 +334,9 @@ def show_model(report: Report) -> None:
         ("size", f"{size(report['bytes'])}, {report['bits_per_weight']:.2f} bits per weight"),
         ("prediction", _prediction(report["prediction"])),
         ("keys and values", f"{size(report['kv_bytes_per_token'])} per token of context, in {report['kv_format']}"),
-        ("windows", of_windows and f"{size(of_windows)} at most per sequence, of layers that keep their last rows"),
+        ("windows", f"{size(of_windows)} at most per sequence, of layers that keep their last rows" if of_windows else ""),
         ("sequence", f"{size(report['bytes_per_sequence'])} in all, of a sequence that fills the context"),
-        ("recurrent state", of_states and f"{size(of_states)} per sequence, however long it is, and once more"),
+        ("recurrent state", f"{size(of_states)} per sequence, however long it is, and once more" if of_states else ""),
         ("processor", report["processor"]),
         ("memory", f"reads {per_second} with {report['threads']} threads (estimated in about a second)"),
         (

@@ -2,7 +2,6 @@
 
 import asyncio
 import ipaddress
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cpuspec.backends import BACKENDS
-from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import options
 from cpuspec.cli.console import exit_codes, note
@@ -21,7 +19,8 @@ from cpuspec.cli.opening import open_with_drafts
 from cpuspec.cli.options import argument, option
 from cpuspec.environment import api_key, cache_dir, default_prefix_cache_bytes
 from cpuspec.errors import needing
-from cpuspec.settings import ANY_NAME, EngineConfig, ServerConfig, SpecConfig
+from cpuspec.files import why_unwritable
+from cpuspec.settings import ANY_NAME, ServerConfig
 
 if TYPE_CHECKING:
     from cpuspec.engine.llm import LLM
@@ -53,6 +52,7 @@ def serve(
 
     Each request has a line of JSON on stderr, without its texts. SIGTERM or Ctrl-C ends it when running answers are done.
     """
+    from cpuspec.engine.llm import LLM
 
     models = models or [DEFAULT_RECIPE]
     keys = read_keys(api_key_file)
@@ -72,14 +72,8 @@ def serve(
         name = checkpoint.name if Path(model).exists() else model
         if name in loaders:
             raise typer.BadParameter(f"there are two models {name!r}")
-        loaders[name] = partial(_load_served, checkpoint, spec, running.backend, settings), size_of(checkpoint.path)
+        loaders[name] = partial(LLM, checkpoint, spec, running.backend, settings=settings), size_of(checkpoint.path)
     run_server(loaders, serving, keys)
-
-
-def _load_served(checkpoint: Checkpoint, spec: SpecConfig, backend: str, settings: EngineConfig) -> "LLM":
-    from cpuspec.engine.llm import LLM
-
-    return LLM(checkpoint, spec, backend, settings=settings)
 
 
 def read_keys(file: Path | None) -> list[str]:
@@ -104,14 +98,9 @@ def prefix_directory(given: str | None) -> str | None:
     if given is not None:
         return given
     own = cache_dir() / "prefixes"
-    try:
-        own.mkdir(0o700, parents=True, exist_ok=True)
-        usable = os.access(own, os.W_OK)
-    except OSError:
-        usable = False
-    if not usable:
-        note(f"warning: {own} cannot be written, so prefixes stay in memory; name a --prefix-cache-dir, or none")
-    return str(own) if usable else None
+    if why := why_unwritable(own, 0o700):
+        note(f"warning: {own} cannot be written ({why}), so prefixes stay in memory; name a --prefix-cache-dir, or none")
+    return None if why else str(own)
 
 
 def check_directory(option: str, path: str | None) -> None:

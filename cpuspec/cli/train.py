@@ -99,7 +99,14 @@ def extract(
     tell_duplicates(answer_files)
     if as_json:
         emit_json(summary.as_dict())
-    note(_describe_extraction(summary))
+    parts = [
+        *([f"{counted(summary.num_kept, 'sample')} there before"] if summary.num_kept else []),
+        f"{summary.path} has {counted(summary.num_samples, 'sample')} of {counted(summary.num_tokens, 'token')}, "
+        f"{summary.num_answer_tokens} of answers",
+        f"{summary.num_new_tokens} in {summary.duration_s:.1f} s, {summary.tokens_per_s:.0f} tokens/s",
+        *(["interrupted: the same command continues from here"] if summary.interrupted else []),
+    ]
+    note("; ".join(parts))
     if summary.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -289,17 +296,6 @@ class _Notes:
 
 def _generated(summary: "answering.AnswersSummary") -> str:
     return f"{summary.num_new_tokens} generated in {summary.duration_s:.0f} s, {summary.tokens_per_s:.0f} tokens/s"
-
-
-def _describe_extraction(summary: "extracting.ExtractSummary") -> str:
-    parts = [
-        *([f"{counted(summary.num_kept, 'sample')} there before"] if summary.num_kept else []),
-        f"{summary.path} has {counted(summary.num_samples, 'sample')} of {counted(summary.num_tokens, 'token')}, "
-        f"{summary.num_answer_tokens} of answers",
-        f"{summary.num_new_tokens} in {summary.duration_s:.1f} s, {summary.tokens_per_s:.0f} tokens/s",
-        *(["interrupted: the same command continues from here"] if summary.interrupted else []),
-    ]
-    return "; ".join(parts)
 
 
 def _describe_answers(summary: "answering.AnswersSummary") -> list[str]:

@@ -35,7 +35,14 @@ class Drift:
 
 def drift(ones: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> Drift:
     """Compare answers, as token ids of one vocabulary or as bytes, prompt by prompt. There must be at least one."""
-    prompts = tuple(_compare(list(one), list(other)) for one, other in zip(ones, others, strict=True))
+    prompts = tuple(
+        PromptDrift(
+            None if one == other else shared_prefix(one, other),
+            edit_distance(one, other) / max(len(one), len(other), 1),
+            (len(one), len(other)),
+        )
+        for one, other in zip(map(list, ones), map(list, others), strict=True)
+    )
     parts = [one.first_difference for one in prompts if one.first_difference is not None]
     identical = len(prompts) - len(parts)
     return Drift(
@@ -58,9 +65,3 @@ def edit_distance(one: Sequence[int], other: Sequence[int]) -> int:
         # An insertion costs one more than the cell to the left: a running minimum after the columns are subtracted.
         row = np.minimum.accumulate(np.concatenate([[number], below]) - columns) + columns
     return int(row[-1])
-
-
-def _compare(one: list[int], other: list[int]) -> PromptDrift:
-    longest = max(len(one), len(other), 1)
-    first = None if one == other else shared_prefix(one, other)
-    return PromptDrift(first, edit_distance(one, other) / longest, (len(one), len(other)))

@@ -14,7 +14,6 @@ from cpuspec.cli.answer import StreamedAnswer, stream_answer
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampled
 from cpuspec.settings import EngineConfig
-from tests.backends.models import missing
 from tests.command import CONTROL, ENDLESS, NUMPY, SMALL, ok, refused, report_of, run
 from tools.make_tiny_model import make_tiny_hf
 
@@ -193,21 +192,6 @@ def test_an_answer_that_drafts_changed_fails_but_where_it_is_sampled_and_rows_va
     assert json.loads(result.stdout)["verify_exact"]["first_difference"] == 3
     assert "differs from token 3 on" in result.stderr
     assert said in result.stderr
-
-
-@pytest.mark.skipif(bool(missing("torch")), reason=missing("torch"))
-def test_settings_of_torch_reach_it_and_no_other_backend(model: str) -> None:
-    def bytes_read(*options: str) -> int:
-        found = report_of("generate", "hello", "-m", model, "--backend", "torch", "--max-tokens", "2", "--draft", "none", *options)
-        return int(found["memory"][-1]["weight_bytes"])
-
-    values = bytes_read("--device", "cpu", "--weights", "values")
-    assert 1.9 < values / bytes_read("--device", "cpu", "--dtype", "bf16", "--weights", "values") < 2.1
-    assert values > 4 * bytes_read("--device", "cpu", "--weights", "codes")
-    assert (
-        "device 'abacus' is not known" in run("generate", "hello", "-m", model, "--backend", "torch", "--device", "abacus").stderr
-    )
-    assert "is a setting of the torch backend" in run("generate", "hello", "-m", model, *ENDLESS, "--dtype", "bf16").stderr
 
 
 def test_the_prompt_comes_from_the_argument_a_file_or_stdin(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

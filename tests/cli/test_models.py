@@ -99,39 +99,21 @@ def test_pull_of_a_chain_fetches_target_and_drafts(recipe: SimpleNamespace, cach
 def test_a_heads_recipe_fetches_and_runs_it_with_its_target(
     recipe: SimpleNamespace, model: str, cache: Path, tmp_path: Path, hub: StandInHub
 ) -> None:
-    target = open_checkpoint(model)
-    made = make_block_head(tmp_path / "head", target.config, (0,), layout="speculators")
+    made = make_block_head(tmp_path / "head", open_checkpoint(model).config, (0,), layout="speculators")
     files = {path.name: path.read_bytes() for path in made.path.iterdir()}
     hub.repositories["some/head"] = Repository(files)
-    written = cache / "recipes" / "tiny-head.toml"
-
-    def write(norm_sha256: str) -> None:
-        written.write_text(
-            f'name = "tiny-head"\ndescription = "d"\narchitecture = "dflash"\nlicence = "MIT"\n'
-            f'[head]\ntarget = "tiny"\nnorm_sha256 = "{norm_sha256}"\n'
-            f'[files]\n"model.safetensors" = "{hashlib.sha256(files["model.safetensors"]).hexdigest()}"\n'
-            f'[[sources]]\nkind = "huggingface"\nname = "some/head:safetensors"\n'
-        )
-
     norm = json.loads(ok("inspect", model, "--json", "--threads", "1"))["norm_sha256"]
-    write(norm)
-    options = (*ENDLESS, "--max-tokens", "12", "--temperature", "0", "--json")
-    shown = json.loads(ok("generate", "a b a b", "-m", "tiny-head", *options))
-    assert shown["draft"] == "auto,tiny-head"
+    (cache / "recipes" / "tiny-head.toml").write_text(
+        f'name = "tiny-head"\ndescription = "d"\narchitecture = "dflash"\nlicence = "MIT"\n'
+        f'[head]\ntarget = "tiny"\nnorm_sha256 = "{norm}"\n'
+        f'[files]\n"model.safetensors" = "{hashlib.sha256(files["model.safetensors"]).hexdigest()}"\n'
+        f'[[sources]]\nkind = "huggingface"\nname = "some/head:safetensors"\n'
+    )
+    assert report_of("generate", "a b a b", "-m", "tiny-head", *ENDLESS, "--max-tokens", "12")["draft"] == "auto,tiny-head"
     assert hub.fetched() == ["tiny-Q8_0.gguf", "config.json", "model.safetensors"]
-    drafted = json.loads(ok("generate", "a b a b", "-m", "tiny", "--draft", "tiny-head@3", *options))
-    plain = json.loads(ok("generate", "a b a b", "-m", "tiny-head", "--draft", "none", *options))
-    assert shown["token_ids"] == drafted["token_ids"] == plain["token_ids"]
-    assert drafted["stats"]["levels"]["tiny-head"]["num_draft_tokens"] > 0
-    rows = report_of("models")
-    (row,) = [row for row in rows if row["name"] == "tiny-head"]
+    (row,) = [row for row in report_of("models") if row["name"] == "tiny-head"]
     assert (row["source"], row["target"], row["fetched"]) == ("head", "tiny", True)
     assert "tiny-head" in ok("models")
-    write("0" * 64)
-    refused = run("generate", "a b a b", "-m", "tiny-head", *options)
-    assert refused.exit_code == 1
-    assert f"has the sha256 {'0' * 64}, and that of" in " ".join(refused.stderr.split())
-    assert norm in refused.stderr
 
 
 def test_a_hub_name_can_be_generated_with_and_json_has_its_revision(hub: StandInHub) -> None:

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -58,7 +58,7 @@ def arguments_of(
 ) -> dict[str, Any]:
     """What the function of a command is called with: settings by their own names. positional: by default what it requires."""
     (directory / "file").write_text("text")
-    required = [place(one, directory) for one in declared(name, "argument") if one.required]
+    required = [place(name, one, directory) for one in declared(name, "argument") if one.required]
     options = [one.opts[0] for one in declared(name, "option") if one.required and not {*given} & {*spellings(one)}]
     usual = [text for option in options for text in (option, str(directory / "usual"))]
     monkeypatch.setattr(FUNCTIONS[name], "__code__", _body.__code__)
@@ -74,9 +74,15 @@ def arguments_of(
     return found | own
 
 
-def place(argument: Any, directory: Path) -> str:
+def told(name: str, parameter: Any) -> tuple[str, Any]:
+    """The type of a parameter of a command, and what Typer is told of it."""
+    kind, info = get_args(inspect.signature(COMMANDS[name].callback, eval_str=True).parameters[parameter.name].annotation)
+    return str(kind), info
+
+
+def place(name: str, argument: Any, directory: Path) -> str:
     """A file or a directory that an argument takes."""
-    return str(directory / "file" if getattr(argument.type, "file_okay", True) else directory)
+    return str(directory / "file" if told(name, argument)[1].file_okay else directory)
 
 
 def value_of(name: str, option: Any, file: Path) -> tuple[str, Any]:
@@ -84,14 +90,15 @@ def value_of(name: str, option: Any, file: Path) -> tuple[str, Any]:
     for spelling in option.opts:
         if found := _OF_COMMANDS.get(name.partition(" ")[0], {}).get(spelling) or _VALUES.get(spelling):
             return found
-    kind, least = option.type.name, max(int(getattr(option.type, "min", None) or 0), 3)
+    kind, info = told(name, option)
+    least = max(int(info.min or 0), 3)
     number = least + (option.default == least)
     fraction = 0.25 if option.default != 0.25 else 0.5
-    if "integer" in kind:
+    if "int" in kind:
         text, value = str(number), number
     elif "float" in kind:
         text, value = str(fraction), fraction
-    elif kind in ("path", "file", "directory"):
+    elif "Path" in kind:
         text, value = str(file), file
     else:
         text, value = (str(file), "text") if option.name in ("json_schema", "grammar") else ("some", "some")
@@ -128,7 +135,7 @@ def test_the_list_of_commands_says_how_the_help_of_each_begins(name: str) -> Non
 )
 def test_a_model_is_named_by_its_place_or_by_an_option(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, *rest = declared(name, "argument")
-    others = [place(one, tmp_path) for one in rest]
+    others = [place(name, one, tmp_path) for one in rest]
     for positional in (["this", *others], ["-m", "this", *others], [*others, "--model=this"]):
         found = arguments_of(name, tmp_path, monkeypatch, positional=positional)[model.name]
         assert found == (["this"] if model.name == "models" else "this")
