@@ -63,9 +63,9 @@ def instance(kind: str, *arguments: Any) -> Instance:
 
 
 def likelihood(lm: HarnessLM, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    rows = log_softmax(np.concatenate(list(logits_of(lm._scorer._backend, [*context, *continuation[:-1]], 16))))[len(context) - 1 :]
-    said = float(rows[np.arange(len(continuation)), continuation].sum())
-    return said, bool((rows.argmax(axis=1) == continuation).all())
+    rows = log_softmax(np.concatenate(list(logits_of(lm._scorer._backend, context + continuation, 16))))
+    at = np.arange(len(context) - 1, len(context) + len(continuation) - 1)
+    return float(rows[at, continuation].sum()), bool((rows[at].argmax(axis=1) == continuation).all())
 
 
 def test_likelihoods_are_those_of_the_continuation_behind_its_context(lm: HarnessLM) -> None:
@@ -81,11 +81,17 @@ def test_likelihoods_are_those_of_the_continuation_behind_its_context(lm: Harnes
 
 
 def test_a_context_that_does_not_fit_loses_its_beginning(lm: HarnessLM) -> None:
-    context = "the cat sat on the mat " * 40
-    (found,) = lm.loglikelihood([instance("loglikelihood", context, " and ran")], disable_tqdm=True)
-    kept, length = lm.tok_encode(context + " and ran"), len(lm.tok_encode(context.rstrip()))
-    assert length > lm.max_length
-    assert found == pytest.approx(likelihood(lm, kept[-(lm.max_length + 1) : length], kept[length:]))
+    (found,) = lm.loglikelihood([instance("loglikelihood", "the cat sat on the mat " * 40, " and ran")], disable_tqdm=True)
+    ids, tail = lm.tok_encode("the cat sat on the mat " * 40 + " and ran"), lm.tok_encode("the cat sat on the mat " * 40)
+    continuation = ids[len(lm.tok_encode(("the cat sat on the mat " * 40).rstrip())) :]
+    kept = ids[-(lm.max_length + 1) :]
+    assert len(tail) > lm.max_length
+    assert found[0] == pytest.approx(likelihood_of_tail(lm, kept, len(continuation)))
+
+
+def likelihood_of_tail(lm: HarnessLM, tokens: list[int], count: int) -> float:
+    rows = log_softmax(np.concatenate(list(logits_of(lm._scorer._backend, tokens[:-1], 16))))
+    return float(sum(rows[len(tokens) - 1 - count + number, tokens[len(tokens) - count + number]] for number in range(count)))
 
 
 def test_rolling_likelihood_counts_every_token_of_a_text_once(lm: HarnessLM) -> None:
@@ -99,7 +105,7 @@ def test_rolling_likelihood_counts_every_token_of_a_text_once(lm: HarnessLM) -> 
     while at < len(ids):  # each window counts what the ones before it have not
         end = min(at + lm.max_length, len(ids))
         begin = max(end - lm.max_length - 1, 0)
-        total += likelihood(lm, ids[begin:at], ids[at:end])[0]
+        total += likelihood_of_tail(lm, ids[begin:end], end - at)
         at = end
     assert found[1] == pytest.approx(total)
 
