@@ -474,18 +474,12 @@ def _biases(name: str, text: str) -> dict[int, float]:
 
 
 _SETTINGS: Mapping[str, Callable[[str, str], Any]] = {
-    "temperature": _number(float),
-    "top_k": _number(int),
-    "top_p": _number(float),
-    "min_p": _number(float),
-    "repetition_penalty": _number(float),
-    "presence_penalty": _number(float),
-    "frequency_penalty": _number(float),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), _number(float)),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _number(float)),
+    **dict.fromkeys(("top_k", "max_tokens"), _number(int)),
+    **dict.fromkeys(("seed", "max_draft_tokens"), _number(int, unset=True)),
     "logit_bias": _biases,
-    "seed": _number(int, unset=True),
     "stop": _stops,
-    "max_tokens": _number(int),
-    "max_draft_tokens": _number(int, unset=True),
 }
 
 
