@@ -91,13 +91,16 @@ def memory_limit_bytes(limit: object, memory_bytes: int) -> int:
     return int(amount * (1024 if found[4] else 1000) ** ("KMGT".index(found[3].upper()) + 1))
 
 
-def _is(kind: type[_T], value: object) -> _T:
-    if isinstance(value, kind):
+def _flag(value: object) -> bool:
+    if isinstance(value, bool):
         return value
-    raise ValueError(f"not a {kind.__name__}")
+    raise ValueError("not True or False")
 
 
-_flag, _text = partial(_is, bool), partial(_is, str)
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError("not a text")
 
 
 def _one_of(choices: tuple[str, ...], value: object) -> str:
@@ -675,15 +678,16 @@ class LevelSpec:
         if not isinstance(self.drafter, str) or not self.name or self.name == "none" or self.drafter.endswith(":"):
             raise ConfigError(f"a draft level begins with the name of a drafter, got {self.drafter!r}")
         object.__setattr__(self, "drafter", _OLD_NAME.sub(r"\1text:", self.drafter))
-        count, share = _or_none(partial(whole, low=1, high=MAX_DRAFT_TOKENS)), partial(number, low=0, below=1)
-        for name, read, wanted in (
-            ("num_tokens", count, f"{self.drafter} drafts 1 to {MAX_DRAFT_TOKENS} tokens a round"),
-            ("min_confidence", share, f"min_confidence of {self.drafter} must be a number in [0, 1)"),
-        ):
-            try:
-                object.__setattr__(self, name, read(getattr(self, name)))
-            except (ValueError, OverflowError):
-                raise ConfigError(f"{wanted}, got {shown(getattr(self, name))}") from None
+        try:
+            object.__setattr__(self, "num_tokens", _or_none(partial(whole, low=1, high=MAX_DRAFT_TOKENS))(self.num_tokens))
+        except ValueError:
+            got = shown(self.num_tokens)
+            raise ConfigError(f"{self.drafter} drafts 1 to {MAX_DRAFT_TOKENS} tokens a round, got {got}") from None
+        try:
+            object.__setattr__(self, "min_confidence", number(self.min_confidence, low=0, below=1))
+        except (ValueError, OverflowError):
+            got = shown(self.min_confidence)
+            raise ConfigError(f"min_confidence of {self.drafter} must be a number in [0, 1), got {got}") from None
 
     @property
     def name(self) -> str:

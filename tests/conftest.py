@@ -22,7 +22,7 @@ settings.load_profile("untimed")
 
 # By mark, the directories and modules whose tests have it.
 MARKS: Mapping[str, tuple[str, ...]] = {
-    "server": ("server", "loadtest", "ray"),
+    "server": ("server", "loadtest", "ray", "conformance/test_protocols.py"),
     "fuzz": ("fuzz",),
     "oracle": (
         *("backends/test_transformers.py", "checkpoints/test_quantized_oracles.py", "checkpoints/test_published_tokenizers.py"),
@@ -49,7 +49,8 @@ COMBINED = {  # by directory
 BOTH_ARITHMETICS = {
     "engine": "adapters engine interleaving llm mixtures prefix_cache recurrent_prefixes scoring ways",
     "evaluate": "certify parity replays",
-    "server": "continuing messages nonce ollama openai prefix_cache responses",
+    "conformance": "protocols",
+    "server": "continuing nonce openai prefix_cache",
     "speculation": "assistants constrained context heads prefixes sampled_heads trees",
 }
 PREFERRED = "numba"  # this backend has each value of the other parameters

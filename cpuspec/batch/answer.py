@@ -16,7 +16,6 @@ from cpuspec.server.chat import chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
 from cpuspec.server.fields import read
 from cpuspec.server.model import ServedModel, shown_tokens
-from cpuspec.server.parsing import ToolFormat
 from cpuspec.server.schema import (
     ChatBody,
     CompletionBody,
@@ -27,7 +26,7 @@ from cpuspec.server.schema import (
     predicted_ids,
 )
 from cpuspec.server.structured import check_strict
-from cpuspec.server.turns import ToolUse, model_format, tool_use
+from cpuspec.server.turns import ToolUse, tool_use
 from cpuspec.settings import SamplingParams, ServerConfig
 
 _MOST_ANSWERS = 128  # to one line, as OpenAI's API allows
@@ -52,11 +51,12 @@ def answer_lines(llm: LLM, lines: Iterator[Line], given: Mapping[str, Any]) -> G
     threads. Raises what `LLM.step` raises.
     """
     begun: deque[_Job] = deque()
+    most = _LINES_AHEAD * llm.max_sequences
     model = cast(ServedModel, _BatchModel(llm, llm.name, given))
     try:
         more = True
         while begun or more:
-            while more and _may_begin_another(llm, begun):
+            while more and sum(job.num_left for job in begun) < 2 * llm.max_sequences and len(begun) < most:
                 line = next(lines, None)
                 more = line is not None
                 if line is not None:
@@ -68,11 +68,6 @@ def answer_lines(llm: LLM, lines: Iterator[Line], given: Mapping[str, Any]) -> G
     finally:
         for job in begun:
             job.abort()
-
-
-def _may_begin_another(llm: LLM, begun: deque["_Job"]) -> bool:
-    running = sum(job.num_left for job in begun)
-    return running < 2 * llm.max_sequences and len(begun) < _LINES_AHEAD * llm.max_sequences
 
 
 class _Job:
@@ -208,11 +203,6 @@ class _BatchModel:
     def tool_use(self) -> ToolUse:
         """What the chat template does with tools."""
         return tool_use(self.llm.tokenizer)
-
-    @cached_property
-    def tool_format(self) -> ToolFormat:
-        """How the model writes calls."""
-        return model_format(self.llm.tokenizer, self.tool_use)
 
     def check_text(self, num_chars: int) -> None:
         """Accept every text: a long one delays nobody else."""

@@ -140,7 +140,7 @@ class _Pool:
         begun: deque[_Task] = deque()
         more = True
         while begun or more:
-            while worker := min((one for one in self._workers if one.is_free), key=_num_tasks, default=None):
+            while worker := min((one for one in self._workers if one.is_free), key=lambda one: len(one.tasks), default=None):
                 if not self._todo and more and len(begun) < _AHEAD * len(self._workers):
                     some = list(islice(lines, size))
                     more = bool(some)
@@ -203,7 +203,3 @@ class _Pool:
             raise CpuspecError(f"workers die again and again{where}: {in_one_line(str(error))}; the same command goes on from here")
         self._todo.extendleft(reversed(tasks))
         self._hire()
-
-
-def _num_tasks(worker: _HiredWorker) -> int:
-    return len(worker.tasks)

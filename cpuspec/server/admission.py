@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from cpuspec.metrics import now_s
 from cpuspec.server.errors import BusyError, contained
 
 _T = TypeVar("_T")
@@ -94,6 +95,23 @@ class Admission:
             ticket.state = "running"
             self._running[client] += 1
             ticket.start()
+
+
+class AnswerMeter:
+    """When one answer entered the queue, where this is made, began to run, and brought its tokens; for `Metrics`."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_new_tokens = 0
+        self.arrival_s = now_s()
+        self.start_s: float | None = None
+        self.first_s: float | None = None
+        self.last_s: float | None = None
+
+    @property
+    def running_s(self) -> float:
+        """Seconds since the answer began to run."""
+        return 0.0 if self.start_s is None else now_s() - self.start_s
 
 
 class Workers:

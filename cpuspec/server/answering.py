@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -15,13 +14,12 @@ from starlette.types import Message, Receive, Scope, Send
 from cpuspec.engine.engine import RequestedAnswer
 from cpuspec.engine.llm import Job
 from cpuspec.errors import CpuspecError
-from cpuspec.metrics import RequestStats
+from cpuspec.server.chunks import Event, Writer
 from cpuspec.server.errors import FAILED, ClientGoneError, EngineFailedError, as_request_error
 from cpuspec.server.figures import log_figures
 from cpuspec.server.gate import context_of
 from cpuspec.server.model import Answers, ServedModel
 from cpuspec.server.replies import STAMP, error_body, event, is_of_ollama, json_response
-from cpuspec.server.writer import Event, Writer
 
 KEEP_ALIVE_S = 10.0  # silence, as while a long prompt is read, before a stream sends a sign of life
 _MANY = 64  # events of a whole answer that a thread puts together
@@ -45,17 +43,16 @@ async def respond(request: Request, answers: Answers, writer: Writer, streams: b
 
     async def whole() -> Response:
         events = [one async for one in _events(request, answers, writer)]
-        make = partial(_whole, writer, events, answers.stats)
-        return await answers.model.in_worker(context_of(request).client, make) if writer.is_long or len(events) > _MANY else make()
+
+        def made() -> Response:
+            return json_response(writer.whole(events, answers.stats))
+
+        return await answers.model.in_worker(context_of(request).client, made) if writer.is_long or len(events) > _MANY else made()
 
     try:
         return await unless_gone(request, whole())
     finally:
         answers.close()
-
-
-def _whole(writer: Writer, events: Sequence[Event], stats: Sequence[RequestStats]) -> Response:
-    return json_response(writer.whole(events, stats))
 
 
 async def _events(request: Request, answers: Answers, writer: Writer) -> AsyncGenerator[Event]:
@@ -109,12 +106,28 @@ class EventStream(StreamingResponse):
         self._answers, self._request_id, self._sign_of_life = answers, context_of(request).id, writer.sign_of_life
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = _LivelySender(send, self._sign_of_life)
+        now_s, last_s = asyncio.get_running_loop().time, 0.0
+        signs: asyncio.Task[None] | None = None  # sends a sign of life whenever the body has been silent for KEEP_ALIVE_S
+
+        async def pass_on(message: Message) -> None:
+            nonlocal last_s
+            await send(message)
+            last_s = now_s()
+
+        async def show_life() -> None:
+            while True:
+                await asyncio.sleep(last_s + KEEP_ALIVE_S - now_s())
+                if now_s() >= last_s + KEEP_ALIVE_S:
+                    await pass_on({"type": "http.response.body", "body": self._sign_of_life().encode(), "more_body": True})
 
         async def send_stamped(message: Message) -> None:
+            nonlocal signs
             if self._answers.stamp is not None:
                 message[STAMP] = self._answers.stamp
-            await sender.send(message)
+            if signs and not message.get("more_body", False):
+                signs.cancel()
+            await pass_on(message)
+            signs = signs or asyncio.create_task(show_life())
 
         try:
             async with asyncio.timeout_at(self._answers.deadline_s + _LAST_S):
@@ -122,39 +135,9 @@ class EventStream(StreamingResponse):
         except TimeoutError:  # even the event about the end of its time could not be sent
             _LOG.warning("request %s ends: its client reads too slowly", self._request_id)
         finally:
-            sender.close()
+            if signs:
+                signs.cancel()
             self._answers.close()
-
-
-class _LivelySender:
-    """Sends the messages of a response, and a sign of life whenever its body has been silent for KEEP_ALIVE_S."""
-
-    def __init__(self, send: Send, sign_of_life: Callable[[], str]) -> None:
-        self._send = send
-        self._sign_of_life = sign_of_life
-        self._last_s = 0.0
-        self._signs: asyncio.Task[None] | None = None
-
-    async def send(self, message: Message) -> None:
-        """Send a message."""
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self.close()
-        await self._send(message)
-        self._last_s = asyncio.get_running_loop().time()
-        if message["type"] == "http.response.start":
-            self._signs = asyncio.create_task(self._show_life())
-
-    def close(self) -> None:
-        """Send no more signs of life. Doing it again changes nothing."""
-        if self._signs is not None:
-            self._signs.cancel()
-
-    async def _show_life(self) -> None:
-        now_s = asyncio.get_running_loop().time
-        while True:
-            await asyncio.sleep(self._last_s + KEEP_ALIVE_S - now_s())
-            if now_s() >= self._last_s + KEEP_ALIVE_S:
-                await self.send({"type": "http.response.body", "body": self._sign_of_life().encode(), "more_body": True})
 
 
 async def run_job(request: Request, model: ServedModel, job: Job) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
@@ -28,9 +29,9 @@ from cpuspec import __version__
 from cpuspec.engine.llm import LLM
 from cpuspec.environment import trusts_proxies
 from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.metrics import now_s
 from cpuspec.platform import SYSTEM
-from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, page, ranking, responses
-from cpuspec.server.connections import close_silent
+from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, page, responses
 from cpuspec.server.errors import FAILED, EngineFailedError, RequestError, UnavailableError, as_request_error
 from cpuspec.server.gate import NOTE, NOTES, Gate, context_of
 from cpuspec.server.model import served
@@ -41,6 +42,9 @@ from cpuspec.server.schema import wrong_field
 from cpuspec.server.server import Server, socket_path
 from cpuspec.settings import ServerConfig
 
+REQUEST_S = 30.0  # the longest time in which the first line and the headers of a request may arrive
+READ_S = 60.0  # the longest time in which a client may read nothing
+_SWEEPS = 4  # how often all connections are looked at within the shorter of these times
 _SWITCH_S = 0.001  # after which a thread lets another one have the interpreter: the engine waits for it several times a step
 _LOG = logging.getLogger("cpuspec.server")
 
@@ -49,16 +53,11 @@ def make_app(server: Server) -> FastAPI:
     """The application of a server. The server's model may be loaded later."""
     # Pages of documentation would load scripts from elsewhere, and the schema takes a fifth of a second to make.
     app = FastAPI(title="cpuspec", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_api_route("/openapi.json", partial(_schema, app), include_in_schema=False)
-    for module in (native, completions, messages, responses, llama_server, ollama, embeddings, ranking, page):
+    app.add_api_route("/openapi.json", lambda: JSONResponse(app.openapi()), include_in_schema=False)  # in a thread
+    for module in (native, completions, messages, responses, llama_server, ollama, embeddings, page):
         app.router.routes += module.router.routes  # `include_router` would build them again, at their first requests
     guard(app, server)
     return app
-
-
-def _schema(app: FastAPI) -> Response:
-    """The API's schema. FastAPI calls what is no coroutine in a thread."""
-    return JSONResponse(app.openapi())
 
 
 def guard(app: Starlette, server: Server) -> None:
@@ -180,7 +179,7 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
     loaded = asyncio.create_task(in_own_thread(load))
     serving = asyncio.create_task(web.serve(sockets=[listener]))
     ending = asyncio.create_task(must_end.wait())
-    helpers = [asyncio.create_task(close_silent(web)), asyncio.create_task(server.unload_idle())]
+    helpers = [asyncio.create_task(_close_silent(web)), asyncio.create_task(server.unload_idle())]
     try:
         async with anyio.create_task_group():  # this and NumPy's `unique` import at their first use, which would be a request's
             np.unique([0])
@@ -219,6 +218,35 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
         sys.setswitchinterval(switch_s)
         for model in server.models.values():
             await asyncio.to_thread(model.close)
+
+
+async def _close_silent(web: uvicorn.Server) -> None:
+    """Close each connection that waits for a request's headers for REQUEST_S, or whose client reads nothing for READ_S.
+
+    The web server itself never does, and it takes a limited number of connections. The answer of one that reads nothing ends as if
+    the client had left. Ends when it is cancelled.
+    """
+    silent: dict[Any, tuple[int, float]] = {}  # what each connection waits for, and since when
+    while True:
+        await asyncio.sleep(min(REQUEST_S, READ_S) / _SWEEPS)
+        try:
+            before, silent = silent, {}
+            for one in web.server_state.connections:
+                unsent = one.transport.get_write_buffer_size()
+                if unsent or _awaits_request(one):
+                    waits = before.get(one)
+                    silent[one] = waits if waits and waits[0] == unsent else (unsent, now_s())
+            for one, (unsent, since_s) in silent.items():
+                if now_s() - since_s > (READ_S if unsent else REQUEST_S):
+                    one.transport.abort()  # `close` would wait until everything is sent
+        except Exception:  # the web server's objects may change; an error must not end this task unseen
+            _LOG.exception("silent connections could not be closed")
+
+
+def _awaits_request(one: Any) -> bool:
+    """Whether no request is being answered. After an answer the web server closes an idle connection itself, and sooner."""
+    answering = one.cycle is not None and not one.cycle.response_complete
+    return not answering and one.timeout_keep_alive_task is None
 
 
 async def _drain(server: Server, web: uvicorn.Server) -> None:

@@ -105,15 +105,11 @@ class _Decoder(json.JSONDecoder):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._values_left, self._holders_left = MOST_VALUES, MOST_HOLDERS
-        self.parse_array = self._array
-        self.parse_object = self._object
+        self.parse_array = lambda begin, scan: decoder.JSONArray(begin, self._counting(scan))  # type: ignore[attr-defined]
+        self.parse_object = lambda begin, strict, scan, *hooks: decoder.JSONObject(  # type: ignore[attr-defined]
+            begin, strict, self._counting(scan), *hooks
+        )
         self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
-
-    def _array(self, begin: Any, scan: _Scan) -> Any:
-        return decoder.JSONArray(begin, self._counting(scan))  # type: ignore[attr-defined]
-
-    def _object(self, begin: Any, strict: bool, scan: _Scan, *hooks: Any) -> Any:
-        return decoder.JSONObject(begin, strict, self._counting(scan), *hooks)  # type: ignore[attr-defined]
 
     def _counting(self, scan: _Scan) -> _Scan:
         self._holders_left -= 1

@@ -15,7 +15,6 @@ from cpuspec.engine.llm import answer_params
 from cpuspec.errors import TokenizerError
 from cpuspec.server.bounds import size_of
 from cpuspec.server.content import content_text, reasoning_text
-from cpuspec.server.custom_tools import as_function
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import loosened
 from cpuspec.server.model import ServedModel
@@ -50,7 +49,7 @@ class ChatPrompt:
     def parser(self) -> AnswerParser:
         """A new parser for one answer."""
         marks = reasoning_marks(self.template)
-        return AnswerParser(self.model.tool_format, self.functions, marks, self.thinking, self.begun)
+        return AnswerParser(self.model.tool_use.form, self.functions, marks, self.thinking, self.begun)
 
     def requested(
         self, params: SamplingParams, shows_progress: bool = False, prediction: Sequence[int] = ()
@@ -60,7 +59,7 @@ class ChatPrompt:
         Raises ConfigError for params that a grammar excludes.
         """
         params = replace(params, **self.keeps_to)
-        calls = [pair for pair in self.model.tool_format.marks if self.functions and all(pair)]
+        calls = [pair for pair in self.model.tool_use.form.marks if self.functions and all(pair)]
         how = RequestedAnswer(
             self.ids,
             params,
@@ -73,7 +72,7 @@ class ChatPrompt:
 
     def call_id(self, digits: str) -> str:
         """An id for a tool call, of the length that the model's template wants, from 32 hexadecimal digits."""
-        num_chars = self.model.tool_format.id_chars
+        num_chars = self.model.tool_use.form.id_chars
         return digits[:num_chars] if num_chars < 16 else f"call_{digits[:num_chars]}"
 
 
@@ -95,8 +94,9 @@ def chat_prompt(
     if not model.llm.tokenizer.chat_template:
         raise RequestError(f"{model.name} has no chat template; use /v1/completions, or an instruct model", "model")
     custom = {str(tool["custom"].get("name")) for tool in tools if isinstance(tool.get("custom"), Mapping)}
-    tools = list(map(as_function, tools))
-    strict = _strict_names(tools)
+    tools = list(map(_as_function, tools))
+    given_functions = [function for tool in tools if isinstance(function := tool.get("function"), Mapping)]
+    strict = {str(one.get("name")) for one in given_functions if one.get("strict") is True}
     tools, tool_choice = _allowed_tools(tools, tool_choice)
     tools, named = _chosen_tools(tools, tool_choice)
     if model.config.drop_changing_lines:
@@ -115,7 +115,7 @@ def chat_prompt(
         first = listed[0] if listed and listed[0]["role"] == "system" else {"role": "system", "content": ""}
         listed = [{**first, "tools": json.dumps(tools, ensure_ascii=False)}, *listed[first in listed :]]
     template = tokenizer.chat_template_for(given) or ""
-    form = model.tool_format
+    form = model.tool_use.form
     if form.channels:
         listed = list(map(_in_channels, listed))
     elif use.place != "words" and not use.shows_calls:
@@ -146,7 +146,7 @@ def _restricted(
 
     answer_format: fields that restrict an answer without calls. thinking: the prompt opens the reasoning. Raises RequestError.
     """
-    form, tokenizer = model.tool_format, model.llm.tokenizer
+    form, tokenizer = model.tool_use.form, model.llm.tokenizer
     marks = reasoning_marks(template)
     reasons, closing = any(mark in template for mark in marks), marks[1]
     closed, prefix = f"\n{closing}\n\n" if thinking else "", ""
@@ -265,10 +265,32 @@ def _chosen_name(choice: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _strict_names(tools: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The functions whose arguments must keep to their schemas."""
-    functions = [tool.get("function") for tool in tools]
-    return {str(one.get("name")) for one in functions if isinstance(one, Mapping) and one.get("strict") is True}
+def _as_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool; of a custom one, which takes a text, the function with one argument, `input`, as which the model knows it.
+
+    The format that the text shall have is described to the model.
+    """
+    own = tool.get("custom") if tool.get("type") == "custom" else None
+    if not isinstance(own, Mapping):
+        return tool
+    form = own.get("format")
+    grammar = form.get("grammar", form) if isinstance(form, Mapping) else {}
+    about = "The tool's input, as one text."
+    if isinstance(grammar, Mapping) and isinstance(grammar.get("definition"), str):
+        about += f" It keeps to this {grammar.get('syntax') or 'lark'} grammar:\n{grammar['definition']}"
+    properties = {"input": {"type": "string", "description": about}}
+    parameters = {"type": "object", "properties": properties, "required": ["input"]}
+    function = {"name": own.get("name"), "description": own.get("description"), "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def custom_input(arguments: str) -> str:
+    """The text that such a call gives its custom tool; arguments of another shape, as of a call that was cut off, as they are."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return found["input"] if isinstance(found, dict) and isinstance(found.get("input"), str) else arguments
 
 
 def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,28 +1,57 @@
-"""OpenAI's chat and plain completions as chunks, and a whole completion as the sum of its chunks."""
+"""What a protocol's writer has to do; OpenAI's chunks of chat and plain completions, and a whole completion as their sum."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
 from cpuspec.sampling import TokenLogprobs
-from cpuspec.server.chat import ChatPrompt
-from cpuspec.server.custom_tools import custom_input
+from cpuspec.server.admission import AnswerMeter
+from cpuspec.server.chat import ChatPrompt, custom_input
+from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import (
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
-    prompt_progress,
     timings,
     token_parts,
     token_text,
     usage,
 )
-from cpuspec.server.meter import AnswerMeter
-from cpuspec.server.parsing import Piece
+from cpuspec.server.parsing.answer import Piece, with_arguments
 from cpuspec.server.schema import StreamOptions
-from cpuspec.server.writer import Event, Writer
 from cpuspec.text import Tokenizer
+
+Event = dict[str, Any]
+
+
+class Writer(Protocol):
+    """Makes events of the outputs of a request. Events are JSON objects; the `type` of one that has it becomes the event's name."""
+
+    closing: str = ""  # the text that ends a stream, after the last event
+    is_long: bool = False  # whether events are long, so that threads make texts of them
+    is_done: bool = False  # set when the answer shall end with the output that was shown last
+
+    def begin(self) -> Iterable[Event]:
+        """The events before the first output."""
+        return ()
+
+    def show(self, index: int, output: Output) -> Iterable[Event]:
+        """The events of an output of the answer with this index."""
+
+    def finish(self, stats: Sequence[RequestStats]) -> Iterable[Event]:
+        """The events after the last output. stats: of all answers, in their order."""
+
+    def whole(self, events: Sequence[Event], stats: Sequence[RequestStats]) -> Event:
+        """One JSON object with what all these events say."""
+
+    def sign_of_life(self) -> str:
+        """The text that a silent stream sends so that its client does not give up: a comment, which clients skip."""
+        return ": keep-alive\n\n"
+
+    def failed(self, error: RequestError) -> Event | None:
+        """The event of an error in a stream; None if the protocol has none besides its error object."""
+        return None
 
 
 class Usages:
@@ -72,33 +101,33 @@ class ChatChunks(Writer):
         self._prompt, self._head, self._usages, self._new_id = prompt, head, usages, new_id
         self._has_logprobs, self._by_token, self._meters = logprobs, by_token, meters
         self._parsers = [prompt.parser() for _ in range(num_answers)]
-        self._custom: set[tuple[int, int]] = set()  # answers and calls of custom tools
 
     def begin(self) -> Iterator[Event]:
         """Each answer's role, and the beginning that was written for the model."""
         for index, parser in enumerate(self._parsers):
             yield self._chunk(index, {"role": "assistant", "content": ""})
-            for piece in parser.push(self._prompt.prefix):
-                yield self._chunk(index, self._delta(index, piece))
+            for delta in self._deltas(parser.push(self._prompt.prefix)):
+                yield self._chunk(index, delta)
 
     def show(self, index: int, output: Output) -> Iterator[Event]:
         """The chunks of an output."""
         parser, tokenizer = self._parsers[index], self._prompt.model.llm.tokenizer
         self._usages.count(index, output)
         if output.num_read_tokens is not None:
-            meter = self._meters[index]
-            progress = prompt_progress(output, meter.num_prompt_tokens, meter.running_s)
+            meter = self._meters[index]  # llama-server's progress; cached tokens are processed from the start
+            counts = {"cache": output.num_cached_tokens, "processed": output.num_read_tokens}
+            progress = {"total": meter.num_prompt_tokens, **counts, "time_ms": 1000 * meter.running_s}
             yield self._chunk(index, {}, prompt_progress=progress)
         for text, tokens, more in token_parts(output) if self._by_token else [(output.text, output.logprobs, {})]:
-            deltas = [self._delta(index, piece) for piece in parser.push(text)]
+            deltas = self._deltas(parser.push(text))
             logprobs = chat_logprobs(tokenizer, tokens) if self._has_logprobs and tokens else None
             if (logprobs or more) and not deltas:
                 deltas = [{"content": ""}]
             for number, delta in enumerate(deltas):
                 yield self._chunk(index, delta, None if number else logprobs, **({} if number else more))
         if output.finish_reason is not None:
-            for piece in parser.finish():
-                yield self._chunk(index, self._delta(index, piece))
+            for delta in self._deltas(parser.finish()):
+                yield self._chunk(index, delta)
             called = parser.num_calls > 0 and output.finish_reason == "stop"
             reason = "tool_calls" if called else output.finish_reason
             yield self._chunk(index, {}, reason=reason, **_timings_of_one([output.stats], len(self._parsers)))
@@ -137,21 +166,19 @@ class ChatChunks(Writer):
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **self._usages.of_chunk(index), **more}
 
-    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
-        match piece.kind:
-            case "content":
-                return {"content": piece.text}
-            case "reasoning":
-                return {"reasoning_content": piece.text}
-            case "call":
-                call = {"index": piece.call, "id": self._prompt.call_id(self._new_id())}
-                if piece.text in self._prompt.custom:
-                    self._custom.add((index, piece.call))
-                    return {"tool_calls": [{**call, "type": "custom", "custom": {"name": piece.text, "input": ""}}]}
-                return {"tool_calls": [{**call, "type": "function", "function": {"name": piece.text, "arguments": ""}}]}
-        if (index, piece.call) in self._custom:
-            return {"tool_calls": [{"index": piece.call, "custom": {"input": custom_input(piece.text)}}]}
-        return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+    def _deltas(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """The parts of a message that these pieces are. A call is whole."""
+        found: list[dict[str, Any]] = []
+        for piece, arguments in with_arguments(pieces):
+            if piece.kind != "call":
+                found.append({"content" if piece.kind == "content" else "reasoning_content": piece.text})
+                continue
+            kind, own = "function", {"arguments": arguments}
+            if piece.text in self._prompt.custom:
+                kind, own = "custom", {"input": custom_input(arguments)}
+            call = {"index": piece.call, "id": self._prompt.call_id(self._new_id()), "type": kind}
+            found.append({"tool_calls": [{**call, kind: {"name": piece.text, **own}}]})
+        return found
 
 
 def _joined(deltas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -162,12 +189,7 @@ def _joined(deltas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name in ("content", "reasoning_content"):
             if delta.get(name):
                 texts.setdefault(name, []).append(delta[name])
-        for call in delta.get("tool_calls", ()):
-            kind, text = ("custom", "input") if "custom" in call else ("function", "arguments")
-            if "id" in call:
-                calls.append({"id": call["id"], "type": kind, kind: dict(call[kind])})
-            else:
-                calls[-1][kind][text] += call[kind][text]
+        calls += [{key: value for key, value in call.items() if key != "index"} for call in delta.get("tool_calls", ())]
     found: dict[str, Any] = {name: "".join(parts) for name, parts in texts.items()}
     if calls:
         found["content"] = found["content"] or None

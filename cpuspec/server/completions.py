@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -94,7 +95,10 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         most, is_answered = max(of_echo or 0, of_prompt or 0), body.max_tokens != 0
         found = await _scores(request, model, prompts, most, len(params), params[0].cache_salt, is_answered)
         if of_echo is not None:
-            echoed = await model.in_worker(context.client, _echoed, model, found, of_echo)
+            own = _cut(found, of_echo)
+            echoed = await model.in_worker(
+                context.client, lambda: [completion_logprobs(model.llm.tokenizer, one, 0) for one in own]
+            )
         scored = [] if of_prompt is None else await model.in_worker(context.client, _cut, found, of_prompt)
     writer = TextChunks(
         model.llm.tokenizer,
@@ -138,7 +142,9 @@ def _asked(
         prompts, params = [model.fill_prompt(str(body.prompt), body.suffix)], model.fill_params(params)
     else:
         prompts = _prompts(model, body)
-    return prompts, [_echo(model, one) for one in given] if body.echo else [""] * len(prompts), answer_params(params)
+    decode = partial(model.llm.tokenizer.decode, skip_special=False)
+    echoes = [one if isinstance(one, str) else decode(one) for one in given] if body.echo else [""] * len(prompts)
+    return prompts, echoes, answer_params(params)
 
 
 async def _scores(
@@ -163,11 +169,6 @@ async def _scores(
 def _cut(scores: list[list[TokenLogprobs]], num_top: int) -> list[list[TokenLogprobs]]:
     """The scores with `num_top` likely tokens each."""
     return [[replace(token, top=token.top[:num_top]) for token in one] for one in scores]
-
-
-def _echoed(model: ServedModel, scores: list[list[TokenLogprobs]], num_top: int) -> list[dict[str, Any]]:
-    """The scores of each prompt as OpenAI's completions show them."""
-    return [completion_logprobs(model.llm.tokenizer, one, 0) for one in _cut(scores, num_top)]
 
 
 def _without_answers(writer: TextChunks, num_answers: int, num_prompt_tokens: int, path: str, streams: bool) -> Response:
@@ -200,8 +201,3 @@ def _prompts(model: ServedModel, body: CompletionBody) -> list[list[int]]:
         model.check_text(len(one) if isinstance(one, str) else 0)
         prompts.append(tokenizer.encode_prompt(one, *special) if isinstance(one, str) else one or tokenizer.encode_prompt(""))
     return prompts
-
-
-def _echo(model: ServedModel, prompt: str | list[int]) -> str:
-    """The prompt's text."""
-    return prompt if isinstance(prompt, str) else model.llm.tokenizer.decode(prompt, skip_special=False)

@@ -57,24 +57,14 @@ class ForbiddenError(RequestError):
     kind = "permission_error"
 
 
-class UnknownModelError(RequestError):
-    """A model or an adapter that this server does not have."""
+class NotFoundError(RequestError):
+    """A model, an adapter or a response that this server does not have."""
 
     status = 404
     kind = "not_found_error"
 
-    def __init__(self, message: str, param: str = "model") -> None:
-        super().__init__(message, param, "model_not_found")
-
-
-class UnknownResponseError(RequestError):
-    """A response that this server does not keep."""
-
-    status = 404
-    kind = "not_found_error"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, "previous_response_id", "previous_response_not_found")
+    def __init__(self, message: str, param: str = "model", code: str = "model_not_found") -> None:
+        super().__init__(message, param, code)
 
 
 class BodyTooLargeError(RequestError):

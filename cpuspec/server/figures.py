@@ -45,16 +45,6 @@ def timings(stats: RequestStats) -> dict[str, Any]:
     }
 
 
-def prompt_progress(output: Output, num_tokens: int, running_s: float) -> dict[str, Any]:
-    """llama-server's progress of a prompt of `num_tokens`; cached tokens are processed from the start."""
-    return {
-        "total": num_tokens,
-        "cache": output.num_cached_tokens,
-        "processed": output.num_read_tokens,
-        "time_ms": 1000 * running_s,
-    }
-
-
 def token_parts(output: Output) -> list[tuple[str, list[TokenLogprobs], dict[str, Any]]]:
     """For each token the text that it added, its log-probabilities, and the `cpuspec` object of its chunk.
 

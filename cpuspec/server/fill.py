@@ -1,9 +1,8 @@
 """Filling in the middle: the tokens around a gap, which make a model write the text that belongs there."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
 
 # The marks of the text before the gap, of the text after it, and of the gap, by model family: Qwen2.5-Coder and CodeGemma;
@@ -57,10 +56,6 @@ class FillTokens:
         elif others:
             found += ids("".join(f"{text}\n" for _, text in others))
         return [*found, self.prefix, *ids(before), self.suffix, *ids(after), self.middle]
-
-    def params(self, params: SamplingParams) -> SamplingParams:
-        """The params, with the tokens that end the text in the gap."""
-        return replace(params, stop_token_ids=(*params.stop_token_ids, *self.ends))
 
 
 def fill_tokens(tokenizer: Tokenizer) -> FillTokens | None:

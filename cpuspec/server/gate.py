@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cpuspec.checkpoints.adapters import AdapterSet
 from cpuspec.metrics import epoch_s, now_s
 from cpuspec.server import page
-from cpuspec.server.errors import BodyTooLargeError, ForbiddenError, RequestError, UnauthorizedError, UnknownModelError
+from cpuspec.server.errors import BodyTooLargeError, ForbiddenError, NotFoundError, RequestError, UnauthorizedError
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
 from cpuspec.server.replies import STAMP, error_response
@@ -80,7 +80,7 @@ async def model_of(request: Request, name: str | None, lora: Mapping[int, float]
     """The model that a request names, loaded if need be. It stays loaded until the request has ended.
 
     name: of the model, of one of its adapters, or MODEL:ADAPTER. lora: scales of adapters by id, which a request may name
-    instead. The context gets the adapters. Raises UnknownModelError or ConfigError for adapters, and as `Server.model`.
+    instead. The context gets the adapters. Raises NotFoundError or ConfigError for adapters, and as `Server.model`.
     """
     server, context = server_of(request), context_of(request)
     own, adapter = server.split_name(name)
@@ -89,7 +89,7 @@ async def model_of(request: Request, name: str | None, lora: Mapping[int, float]
     found.keep_s = None
     context.models.append(found)
     if adapter and adapter not in found.llm.adapters:
-        raise UnknownModelError(f"the model {own} has no adapter {adapter[:200]!r}")
+        raise NotFoundError(f"the model {own} has no adapter {adapter[:200]!r}")
     if adapter and lora:
         raise RequestError("model names an adapter, and lora others; name them in one place", "lora")
     if adapter:

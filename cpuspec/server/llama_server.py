@@ -15,13 +15,13 @@ from cpuspec.metrics import RequestStats, now_s
 from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.bounds import Count, Integers, Most, Name, Range, Schema, Text
+from cpuspec.server.chunks import Writer
 from cpuspec.server.fields import UNLIMITED
 from cpuspec.server.figures import chat_logprobs, timings
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
 from cpuspec.server.schema import Body, Grammar, SamplingFields, Stops, sampling_params
 from cpuspec.server.structured import noted_format
-from cpuspec.server.writer import Writer
 from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
 

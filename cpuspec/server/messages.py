@@ -17,15 +17,15 @@ from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute, ignore
 from cpuspec.server.bounds import Content, Count, Ignored, Listed, Most, Name, Object, Refused, Schema, Strings
 from cpuspec.server.chat import ChatPrompt, chat_prompt
+from cpuspec.server.chunks import Writer
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
-from cpuspec.server.parsing import Piece
+from cpuspec.server.parsing.answer import Piece, with_arguments
 from cpuspec.server.replies import event, json_response
 from cpuspec.server.schema import Body, SamplingFields, ignoring, refuse, sampling_params
 from cpuspec.server.structured import answer_format
-from cpuspec.server.writer import Writer
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -76,7 +76,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     model = await model_of(request, body.model, body.lora_scales)
-    ignore(request, (f"tools.{kind}" for kind in _foreign_kinds(body)))
+    ignore(request, (f"tools.{tool['type']}" for tool in body.tools or () if _is_foreign(tool)))
     prompt, requested = await model.in_worker(context.client, _asked, model, body)
     context.notes |= prompt.notes
     head: dict[str, Any] = {
@@ -184,10 +184,6 @@ def _is_foreign(tool: Mapping[str, Any]) -> bool:
     return str(tool.get("type")).startswith(_FOREIGN_TOOLS)
 
 
-def _foreign_kinds(body: CountBody) -> list[str]:
-    return [str(tool["type"]) for tool in body.tools or () if _is_foreign(tool)]
-
-
 def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
         raise RequestError(f"tools.{number} is of type {str(tool['type'])[:40]!r}, which this server cannot run", "tools")
@@ -205,13 +201,9 @@ def _tool_choice(choice: Mapping[str, Any] | None) -> Any:
     return known[kind]
 
 
-def _usage(stats: RequestStats) -> dict[str, Any]:
-    return {
-        "input_tokens": stats.num_prompt_tokens - stats.num_cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": stats.num_cached_tokens,
-        "output_tokens": stats.num_new_tokens,
-    }
+def _usage(num_prompt: int, num_cached: int = 0, num_new: int = 0) -> dict[str, Any]:
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": num_cached}
+    return {"input_tokens": num_prompt - num_cached, **cached, "output_tokens": num_new}
 
 
 def _ending(last: Output, has_calls: bool) -> dict[str, Any]:
@@ -235,7 +227,7 @@ def _object(arguments: str) -> dict[str, Any]:
 _DELTAS = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
-    "arguments": ("input_json_delta", "partial_json"),
+    "call": ("input_json_delta", "partial_json"),
 }
 
 
@@ -251,8 +243,7 @@ class _MessageWriter(Writer):
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """The message without content, and the beginning that was written for the model."""
-        usage = {"input_tokens": len(self._prompt.ids), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        yield {"type": "message_start", "message": {**self._head, "usage": {**usage, "output_tokens": 0}}}
+        yield {"type": "message_start", "message": {**self._head, "usage": _usage(len(self._prompt.ids))}}
         yield from self._show(self._parser.push(self._prompt.prefix))
 
     def show(self, index: int, output: Output) -> Iterator[dict[str, Any]]:
@@ -263,25 +254,25 @@ class _MessageWriter(Writer):
             yield from self._show(self._parser.finish())
 
     def _show(self, pieces: Sequence[Piece]) -> Iterator[dict[str, Any]]:
-        for piece in pieces:
-            kind = "arguments" if piece.kind == "call" else piece.kind
-            if self._open != (kind, piece.call):
+        for piece, arguments in with_arguments(pieces):
+            if self._open != (piece.kind, piece.call):
                 yield from self._close()
-                yield self._begin_block(kind, piece)
-            if piece.kind != "call":
-                name, key = _DELTAS[kind]
-                self._blocks[-1][2].append(piece.text)
-                yield self._delta({"type": name, key: piece.text})
+                yield self._begin_block(piece)
+            name, key = _DELTAS[piece.kind]
+            text = arguments or piece.text
+            self._blocks[-1][2].append(text)
+            yield self._delta({"type": name, key: text})
 
     def finish(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
         """The end of the last block, why the answer ended, and its usage."""
         yield from self._close()
         if all(kind == "reasoning" for kind, _, _ in self._blocks):  # clients read a text
-            yield self._begin_block("content", Piece("content", ""))
+            yield self._begin_block(Piece("content", ""))
             yield from self._close()
         assert self._last is not None, "an answer has outputs"
         ending = _ending(self._last, self._parser.num_calls > 0)
-        yield {"type": "message_delta", "delta": ending, "usage": _usage(stats[0])}
+        usage = _usage(stats[0].num_prompt_tokens, stats[0].num_cached_tokens, stats[0].num_new_tokens)
+        yield {"type": "message_delta", "delta": ending, "usage": usage}
         yield {"type": "message_stop"}
 
     def sign_of_life(self) -> str:
@@ -293,7 +284,7 @@ class _MessageWriter(Writer):
         content = []
         for kind, block, texts in self._blocks:
             said = "".join(texts)
-            content.append(block | ({"input": _object(said)} if kind == "arguments" else {_DELTAS[kind][1]: said}))
+            content.append(block | ({"input": _object(said)} if kind == "call" else {_DELTAS[kind][1]: said}))
         ending, usage = events[-2]["delta"], events[-2]["usage"]
         return {**self._head, "content": content, **ending, "usage": usage}
 
@@ -306,14 +297,14 @@ class _MessageWriter(Writer):
         self._open = None
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
-    def _begin_block(self, kind: str, piece: Piece) -> dict[str, Any]:
-        self._open = (kind, piece.call)
+    def _begin_block(self, piece: Piece) -> dict[str, Any]:
+        self._open = (piece.kind, piece.call)
         block: dict[str, Any] = {"type": "text", "text": ""}
-        if kind == "reasoning":
+        if piece.kind == "reasoning":
             block = {"type": "thinking", "thinking": "", "signature": ""}
-        elif kind == "arguments":
+        elif piece.kind == "call":
             block = {"type": "tool_use", "id": self._prompt.call_id(self._new_id()), "name": piece.text, "input": {}}
-        self._blocks.append((kind, block, []))
+        self._blocks.append((piece.kind, block, []))
         return {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from cpuspec.engine.engine import Output, Request, RequestedAnswer
 from cpuspec.engine.llm import LLM, Job
 from cpuspec.errors import CpuspecError
 from cpuspec.metrics import RequestStats, now_s
-from cpuspec.server.admission import Admission, Workers
+from cpuspec.server.admission import Admission, AnswerMeter, Workers
 from cpuspec.server.errors import (
     BusyError,
     ContextExceededError,
@@ -30,10 +30,9 @@ from cpuspec.server.errors import (
     contained,
 )
 from cpuspec.server.fill import fill_tokens
-from cpuspec.server.meter import AnswerMeter
-from cpuspec.server.parsing import ToolFormat, shown_tokens
+from cpuspec.server.parsing import shown_tokens
 from cpuspec.server.runner import Runner, in_own_thread
-from cpuspec.server.turns import ToolUse, model_format, tool_use
+from cpuspec.server.turns import ToolUse, tool_use
 from cpuspec.settings import SamplingParams, ServerConfig
 
 _P = ParamSpec("_P")
@@ -93,11 +92,6 @@ class ServedModel:
         return tool_use(self.llm.tokenizer)
 
     @property
-    def tool_format(self) -> ToolFormat:
-        """How it writes calls."""
-        return model_format(self.llm.tokenizer, self.tool_use)
-
-    @property
     def max_prompt_tokens(self) -> int:
         """Tokens that a prompt may have."""
         most = self.llm.context_length - 1
@@ -145,8 +139,9 @@ class ServedModel:
     def _prepared(self, client: str, requested: Sequence[RequestedAnswer], rng: Random | None) -> list[Request]:
         found = []
         for one in requested:
-            salt = self.salt(client, one.params.cache_salt)
-            params = _seeded(one.params, rng)
+            salt, params = self.salt(client, one.params.cache_salt), one.params
+            if rng is not None and not params.greedy and params.seed is None:
+                params = replace(params, seed=rng.getrandbits(64))
             params = params if salt == params.cache_salt else replace(params, cache_salt=salt)
             found.append(self.llm.prepare(replace(one, params=params, shown=self.shown)))
         return found
@@ -178,8 +173,8 @@ class ServedModel:
         return self.fill.prompt(self.llm.tokenizer, before, after, others)
 
     def fill_params(self, params: SamplingParams) -> SamplingParams:
-        """See `FillTokens.params`."""
-        return params if self.fill is None else self.fill.params(params)
+        """The params, with the tokens that end the text in a gap."""
+        return params if self.fill is None else replace(params, stop_token_ids=(*params.stop_token_ids, *self.fill.ends))
 
     def params(self, given: dict[str, Any]) -> SamplingParams:
         """The params of a request with these fields, the model's own recommendations for others.
@@ -356,7 +351,7 @@ class Answers:
     def _submit(self, number: int) -> None:
         """Hand an answer to the engine: its place in the queue has come up."""
         one, model = self._prepared[number], self.model
-        self.meters[number].start()
+        self.meters[number].start_s = now_s()
         tokens = one.seq.tokens.copy()  # of the prompt; the engine adds to its own
         try:
             receive = partial(self._receive, number)
@@ -390,13 +385,6 @@ class Answers:
                 self.model.runner.abort(engine_id)
             slot = self._slots.pop(number)
             slot.meter, slot.request_id = None, ""
-
-
-def _seeded(params: SamplingParams, rng: Random | None) -> SamplingParams:
-    """The same params, with a seed where they sample."""
-    if rng is None or params.greedy or params.seed is not None:
-        return params
-    return replace(params, seed=rng.getrandbits(64))
 
 
 def _by_token(output: Output) -> list[Output]:

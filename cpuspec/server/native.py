@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +17,12 @@ from cpuspec.metrics import now_s
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.bounds import Ids, Listed, Most, Name, Object, Text
 from cpuspec.server.chat import chat_prompt
-from cpuspec.server.errors import ForbiddenError, NotSupportedError, RequestError, UnknownModelError
+from cpuspec.server.errors import ForbiddenError, NotFoundError, NotSupportedError, RequestError
 from cpuspec.server.figures import token_text
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import METRICS_TYPE, metrics_text
-from cpuspec.server.replies import json_response
+from cpuspec.server.replies import json_response, time_text
 from cpuspec.server.runner import in_own_thread
 from cpuspec.server.schema import Body, Choice, Ending, LoraScale
 from cpuspec.server.server import Server, server_of
@@ -116,7 +115,7 @@ async def model(name: str, request: Request) -> Response:
         for one in found.llm.adapters if found else ():
             if one.name == adapter and found:
                 return _one_model(request, _adapter_row(server, one, found) | {"id": name})
-        raise UnknownModelError(f"the model {own} has no loaded adapter {adapter[:200]!r}")
+        raise NotFoundError(f"the model {own} has no loaded adapter {adapter[:200]!r}")
     return _one_model(request, _model_row(server, name))
 
 
@@ -126,8 +125,7 @@ def _one_model(request: Request, row: Mapping[str, Any]) -> Response:
 
 def _for_anthropic(row: Mapping[str, Any]) -> dict[str, Any]:
     """A model in a list as Anthropic's clients read it; they send their API's version."""
-    created = datetime.fromtimestamp(row["created"], UTC).isoformat().replace("+00:00", "Z")
-    return {"type": "model", "id": row["id"], "display_name": row["id"], "created_at": created}
+    return {"type": "model", "id": row["id"], "display_name": row["id"], "created_at": time_text(row["created"])}
 
 
 def _adapter_row(server: Server, one: LoadedAdapter, model: ServedModel) -> dict[str, Any]:
@@ -224,7 +222,7 @@ async def props(request: Request) -> Response:
         "total_slots": llm.max_sequences,
         "context_length": llm.context_length,
         "chat_template": llm.tokenizer.chat_template,
-        "tool_format": found.tool_format.name,
+        "tool_format": found.tool_use.form.name,
         "fills_in_the_middle": found.fill is not None,
         "draft": str(llm.spec),
         "threads": llm.threads,
@@ -272,7 +270,7 @@ async def unload_adapter(body: AdapterBody, request: Request) -> Response:
     _lora_dir(request)
     found = await model_of(request, body.model)
     if body.lora_name not in found.llm.adapters:
-        raise UnknownModelError(f"no adapter is called {body.lora_name[:200]!r}", "lora_name")
+        raise NotFoundError(f"no adapter is called {body.lora_name[:200]!r}", "lora_name")
     found.llm.adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -17,7 +17,7 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import Metric
 
 from cpuspec.metrics import LevelCounters, LevelReads, PrefixStats, now_s
-from cpuspec.server.meter import AnswerMeter
+from cpuspec.server.admission import AnswerMeter
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LOG = logging.getLogger("cpuspec.server")

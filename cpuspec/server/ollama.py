@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Annotated, Any
 
@@ -24,17 +23,16 @@ from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute, ignore
 from cpuspec.server.bounds import Count, Ids, Ignored, Listed, Most, Name, Range, Strings, Text
 from cpuspec.server.chat import ChatPrompt, chat_prompt
-from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
+from cpuspec.server.chunks import ChatChunks, Event, TextChunks, Usages, Writer
 from cpuspec.server.embeddings import MOST_INPUTS, embed
-from cpuspec.server.errors import ForbiddenError, RequestError, UnknownModelError
+from cpuspec.server.errors import ForbiddenError, NotFoundError, RequestError
 from cpuspec.server.figures import chat_logprobs
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
-from cpuspec.server.replies import error_body, json_response
+from cpuspec.server.replies import error_body, json_response, time_text
 from cpuspec.server.schema import Body, ConversationBody, UnusedBody, chat_params, grammar_of, ignoring
 from cpuspec.server.server import Server, server_of
 from cpuspec.server.structured import noted_format
-from cpuspec.server.writer import Event, Writer
 from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
 from cpuspec.text.reasoning import reasoning_marks
@@ -127,7 +125,7 @@ async def _without_prompt(request: Request, body: "OllamaChatBody | GenerateBody
         return None
     own = server.own_name((body.model or "").removesuffix(":latest"))
     await server.unload(own)
-    return {"model": body.model or own, "created_at": _time(context_of(request).created), "done": True, "done_reason": "unload"}
+    return {"model": body.model or own, "created_at": time_text(context_of(request).created), "done": True, "done_reason": "unload"}
 
 
 @router.post("/api/chat")
@@ -172,7 +170,9 @@ def _asked(model: ServedModel, body: OllamaChatBody | GenerateBody) -> tuple[Cha
     turns = [_as_openai(number, one) for number, one in enumerate(messages)]
     prompt = replace(chat_prompt(model, turns, tools, None, body.variables, grammar_of(body), body), custom=frozenset())
     if isinstance(body, GenerateBody) and body.context:
-        prompt = replace(prompt, ids=_checked_ids(model, body.context) + prompt.ids)
+        if not all(0 <= one < model.llm.config.vocab_size for one in body.context):
+            raise RequestError("context has numbers that are no tokens of this model; send what its last answer gave", "context")
+        prompt = replace(prompt, ids=body.context + prompt.ids)
     return prompt, prompt.requested(chat_params(model, body))
 
 
@@ -282,11 +282,7 @@ class _OllamaLines(Writer):
         for choice in (one for chunk in chunks for one in chunk["choices"]):
             self._reason = "length" if choice["finish_reason"] == "length" else self._reason
             delta = choice.get("delta", {"content": choice.get("text", "")})
-            for call in delta.get("tool_calls", ()):
-                if "id" in call:
-                    self._calls.append({"id": call["id"], **call["function"]})
-                else:
-                    self._calls[-1]["arguments"] += call["function"]["arguments"]
+            self._calls += [{"id": call["id"], **call["function"]} for call in delta.get("tool_calls", ())]
             content = delta.get("content", "")
             parts = {"thinking": delta["reasoning_content"]} if delta.get("reasoning_content") else {}
             if content or parts:
@@ -294,7 +290,7 @@ class _OllamaLines(Writer):
 
 
 def _head(request: Request, model: ServedModel) -> dict[str, Any]:
-    return {"model": shown_name(request, model), "created_at": _time(context_of(request).created)}
+    return {"model": shown_name(request, model), "created_at": time_text(context_of(request).created)}
 
 
 def _figures(stats: RequestStats) -> dict[str, Any]:
@@ -332,12 +328,6 @@ def _as_ollama(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         arguments = {"arguments": call["arguments"]}
     return {"id": call["id"], "function": {"index": number, "name": call["name"], "arguments": arguments}}
-
-
-def _checked_ids(model: ServedModel, ids: list[int]) -> list[int]:
-    if not all(0 <= one < model.llm.config.vocab_size for one in ids):
-        raise RequestError("context has numbers that are no tokens of this model; send what its last answer gave", "context")
-    return ids
 
 
 @router.post("/api/embed")
@@ -394,7 +384,7 @@ async def loaded(request: Request) -> Response:
     rows = []
     for model in list(server.models.values()):
         idle_s = model.unload_after_s
-        ends = "9999-12-31T23:59:59Z" if idle_s is None or idle_s > _LONGEST_S else _time(epoch_s() + int(idle_s))
+        ends = "9999-12-31T23:59:59Z" if idle_s is None or idle_s > _LONGEST_S else time_text(epoch_s() + int(idle_s))
         more = {"expires_at": ends, "size_vram": 0, "context_length": model.llm.context_length}
         rows.append(_row(server, server.shown_name(model.name)) | {"size": await model.num_bytes()} | more)
     return json_response({"models": rows})
@@ -431,7 +421,7 @@ async def show(body: NameBody, request: Request) -> Response:
             "model_info": {"general.architecture": config.architecture, "general.parameter_count": llm.num_parameters}
             | {f"{config.architecture}.{name}": value for name, value in info.items()},
             "capabilities": [name for name, has in abilities.items() if has],
-            "modified_at": _time(server_of(request).created),
+            "modified_at": time_text(server_of(request).created),
         }
     )
 
@@ -443,7 +433,7 @@ async def pull(body: NameBody, request: Request) -> Response:
     known = server_of(request).names
     if name not in known:
         shown = ", ".join(map(repr, known))
-        raise UnknownModelError(
+        raise NotFoundError(
             f"this server has {shown}, and pulls no other model; start it with `cpuspec serve MODEL`, got {name[:200]!r}"
         )
     return Response('{"status":"success"}\n', media_type="application/x-ndjson")
@@ -465,7 +455,7 @@ def _row(server: Server, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "model": name,
-        "modified_at": _time(server.created),
+        "modified_at": time_text(server.created),
         "size": server.num_bytes(own),
         "digest": _digest(name),
         "details": _details(model),
@@ -479,21 +469,13 @@ def _digest(name: str) -> str:
 def _details(model: ServedModel | None) -> dict[str, Any]:
     """A model's kind and size; without a loaded model its fields are empty."""
     llm = model.llm if model else None
-    family = llm.config.architecture if llm else ""
+    family, number = (llm.config.architecture, llm.num_parameters) if llm else ("", 0)
+    short = f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
     return {
         "parent_model": "",
         "format": "gguf",
         "family": family,
         "families": [family] if family else [],
-        "parameter_size": _short(llm.num_parameters) if llm else "",
+        "parameter_size": short if llm else "",
         "quantization_level": llm.quantization if llm else "",
     }
-
-
-def _short(number: int) -> str:
-    """A number of weights as people write it."""
-    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
-
-
-def _time(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.responses import Response
@@ -33,6 +34,11 @@ def long_json_text(value: Any, depth: int = 6) -> str:
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A response of JSON."""
     return Response(long_json_text(value), status, headers, "application/json")
+
+
+def time_text(seconds: int) -> str:
+    """A time, in seconds since the epoch, as ISO 8601 writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def error_body(path: str, error: RequestError, request_id: str) -> dict[str, Any]:

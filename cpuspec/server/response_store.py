@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from cpuspec.server.errors import UnknownResponseError
+from cpuspec.server.errors import NotFoundError
 
 _MOST_BYTES = 32 << 20
 
@@ -44,33 +44,36 @@ class ResponseStore:
             self._forget(next(iter(self._stored)))
 
     def get(self, owner: str, response_id: str) -> StoredResponse:
-        """A stored response. Raises UnknownResponseError."""
+        """A stored response. Raises NotFoundError."""
         found = self._stored.get(response_id)
         if found is None or found.owner != owner:
-            raise UnknownResponseError(
-                f"there is no response {response_id[:80]!r}; the latest ones are kept, in memory: send the whole conversation"
-            )
+            raise _absent("response", response_id, "send the whole conversation")
         return found
 
     def item(self, owner: str, given: dict[str, Any]) -> dict[str, Any]:
-        """The item itself, or the stored one that an item_reference names. Raises UnknownResponseError."""
+        """The item itself, or the stored one that an item_reference names. Raises NotFoundError."""
         if given.get("type") != "item_reference" or not isinstance(wanted := given.get("id"), str):
             return given
         for one in reversed(self._stored.values()):
             for item in (*one.response["output"], *one.items) if one.owner == owner else ():
                 if item.get("id") == wanted:
                     return item
-        raise UnknownResponseError(f"there is no item {wanted[:80]!r}; the latest ones are kept, in memory: send the item itself")
+        raise _absent("item", wanted, "send the item itself")
 
     def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
-        """The items of a stored response's conversation, with its output. Raises UnknownResponseError."""
+        """The items of a stored response's conversation, with its output. Raises NotFoundError."""
         found = self.get(owner, response_id)
         return [*found.items, *found.response["output"]]
 
     def delete(self, owner: str, response_id: str) -> None:
-        """Forget a response. Raises UnknownResponseError."""
+        """Forget a response. Raises NotFoundError."""
         self.get(owner, response_id)
         self._forget(response_id)
 
     def _forget(self, response_id: str) -> None:
         self._num_bytes -= self._stored.pop(response_id).num_bytes
+
+
+def _absent(what: str, name: str, remedy: str) -> NotFoundError:
+    message = f"there is no {what} {name[:80]!r}; the latest ones are kept, in memory: {remedy}"
+    return NotFoundError(message, "previous_response_id", "previous_response_not_found")

@@ -16,17 +16,16 @@ from cpuspec.metrics import RequestStats
 from cpuspec.server.answering import respond, submit
 from cpuspec.server.bodies import BodyRoute, ignore
 from cpuspec.server.bounds import Content, Count, Ignored, Listed, Name, Object, Refused, Schema, Text, Unused, size_of
-from cpuspec.server.chat import ChatPrompt, chat_prompt
-from cpuspec.server.custom_tools import custom_input
+from cpuspec.server.chat import ChatPrompt, chat_prompt, custom_input
+from cpuspec.server.chunks import Writer
 from cpuspec.server.errors import ContextExceededError, RequestError
 from cpuspec.server.gate import context_of, model_of, shown_name
 from cpuspec.server.model import ServedModel
-from cpuspec.server.parsing import Piece
+from cpuspec.server.parsing.answer import Piece, with_arguments
 from cpuspec.server.replies import event, json_response
 from cpuspec.server.schema import Body, Choice, Ending, SamplingFields, Stops, UnusedBody, ignoring, refuse, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
-from cpuspec.server.writer import Writer
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -407,13 +406,12 @@ class _ResponseWriter(Writer):
         return self._numbered(_failed(self._head, error))
 
     def _show(self, pieces: Sequence[Piece]) -> Iterator[dict[str, Any]]:
-        for piece in pieces:
-            kind = "arguments" if piece.kind == "call" else piece.kind
-            events = [] if self._open == (kind, piece.call) else [*self._close("completed"), *self._begin_item(kind, piece)]
-            if piece.kind != "call":
-                self._texts.append(piece.text)
-            if piece.kind != "call" and self._item["type"] != "custom_tool_call":  # the text of that one is known at its end
-                events.append({**self._where(f"{self._name()}.delta"), "delta": piece.text} | self._no_logprobs())
+        for piece, arguments in with_arguments(pieces):
+            is_open = self._open == (piece.kind, piece.call)
+            events = [] if is_open else [*self._close("completed"), *self._begin_item(piece)]
+            text = custom_input(arguments) if self._item["type"] == "custom_tool_call" else arguments or piece.text
+            self._texts.append(text)
+            events.append({**self._where(f"{self._name()}.delta"), "delta": text} | self._no_logprobs())
             yield from map(self._numbered, events)
 
     def _close(self, status: str) -> list[dict[str, Any]]:
@@ -421,13 +419,10 @@ class _ResponseWriter(Writer):
         if self._open is None:
             return []
         text, events = "".join(self._texts), []
-        if self._item["type"] == "custom_tool_call":
-            self._item["input"] = custom_input(text)
-            events.append({**self._where(f"{self._name()}.delta"), "delta": self._item["input"]})
-            events.append({**self._where(f"{self._name()}.done"), "input": self._item["input"]})
-        elif self._open[0] == "arguments":
-            self._item["arguments"] = text
-            events.append({**self._where(f"{self._name()}.done"), "arguments": text, "name": self._item["name"]})
+        if self._open[0] == "call":
+            done = {"arguments": text, "name": self._item["name"]} if self._item["type"] == "function_call" else {"input": text}
+            self._item |= done
+            events.append({**self._where(f"{self._name()}.done"), **done})
         else:
             self._item["content"] = [self._part(text)]
             events.append({**self._where(f"{self._name()}.done"), "text": text} | self._no_logprobs())
@@ -438,26 +433,26 @@ class _ResponseWriter(Writer):
         self._open = None
         return events
 
-    def _begin_item(self, kind: str, piece: Piece) -> list[dict[str, Any]]:
-        self._open, self._texts = (kind, piece.call), []
-        if kind == "arguments":
+    def _begin_item(self, piece: Piece) -> list[dict[str, Any]]:
+        self._open, self._texts = (piece.kind, piece.call), []
+        if piece.kind == "call":
             is_custom, call_id = piece.text in self._prompt.custom, self._prompt.call_id(self._new_id())
             own = {"type": "custom_tool_call", "input": ""} if is_custom else {"type": "function_call", "arguments": ""}
             named = {"call_id": call_id, "name": piece.text, **self._tools.names.get(piece.text, {})}
             self._item = {"id": f"{'ctc' if is_custom else 'fc'}_{self._new_id()}", **own, **named}
-        elif kind == "reasoning":
+        elif piece.kind == "reasoning":
             self._item = {"id": f"rs_{self._new_id()}", "type": "reasoning", "summary": [], "content": []}
         else:
             self._item = {"id": f"msg_{self._new_id()}", "type": "message", "role": "assistant", "content": []}
         self._item["status"] = "in_progress"
         events = [{"type": "response.output_item.added", "output_index": len(self._done), "item": dict(self._item)}]
-        if kind != "arguments":
+        if piece.kind != "call":
             events.append({**self._where("response.content_part.added"), "part": self._part("")})
         return events
 
     def _name(self) -> str:
         assert self._open is not None, "a delta belongs to an open item"
-        names = {"arguments": "function_call_arguments", "reasoning": "reasoning_text", "content": "output_text"}
+        names = {"call": "function_call_arguments", "reasoning": "reasoning_text", "content": "output_text"}
         is_custom = self._item["type"] == "custom_tool_call"
         return f"response.{'custom_tool_call_input' if is_custom else names[self._open[0]]}"
 

@@ -54,8 +54,9 @@ class Runner:
 
         `on_output` is called in the event loop. Raises ConfigError, and EngineFailedError if the thread has ended.
         """
-        self._check_alive()
-        request_id = self._llm.submit(prepared, partial(self._receive, on_output))
+        if not self.is_alive and not self._closed:
+            raise EngineFailedError("the engine's thread has ended; restart the server")
+        request_id = self._llm.submit(prepared, lambda output: self._outputs.append((on_output, output)))
         self._wake.set()
         return request_id
 
@@ -69,13 +70,6 @@ class Runner:
         self._closed = True
         self._wake.set()
         self._thread.join()
-
-    def _receive(self, on_output: OnOutput, output: Output) -> None:
-        self._outputs.append((on_output, output))
-
-    def _check_alive(self) -> None:
-        if not self.is_alive and not self._closed:
-            raise EngineFailedError("the engine's thread has ended; restart the server")
 
     def _live(self) -> None:
         try:

@@ -13,7 +13,7 @@ from cpuspec.environment import default_models_bytes
 from cpuspec.errors import CpuspecError
 from cpuspec.metrics import epoch_s
 from cpuspec.server.admission import Workers
-from cpuspec.server.errors import EngineFailedError, UnavailableError, UnknownModelError
+from cpuspec.server.errors import EngineFailedError, NotFoundError, UnavailableError
 from cpuspec.server.model import ServedModel, served
 from cpuspec.server.observe import log_event
 from cpuspec.server.response_store import ResponseStore
@@ -79,11 +79,11 @@ class Server:
         """The own name of the model that a request names.
 
         A request without a name, or with an unknown one where any name is taken, gets the loaded model that was used last, else the
-        first model. Raises UnknownModelError.
+        first model. Raises NotFoundError.
         """
         if name and name not in self.names and not self._takes_any_name:
             known = ", ".join(map(repr, self.names))
-            raise UnknownModelError(f"the model {name[:200]!r} does not exist here; there is {known}")
+            raise NotFoundError(f"the model {name[:200]!r} does not exist here; there is {known}")
         if self._aliases:
             return self.name
         return name if name in self.names else self.loaded.name if self.loaded else self.name
@@ -114,7 +114,7 @@ class Server:
             self.state = "ready"
 
     async def model(self, name: str | None) -> ServedModel:
-        """The model that `own_name` finds, loaded if need be. Raises UnavailableError, UnknownModelError, EngineFailedError."""
+        """The model that `own_name` finds, loaded if need be. Raises UnavailableError, NotFoundError, EngineFailedError."""
         self.check_ready()
         found = self.own_name(name)
         if found not in self.models:

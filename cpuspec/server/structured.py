@@ -108,7 +108,7 @@ def call_grammar(
         lost |= less
         options: dict[str, Any] = _ONE_OF if name in strict else {"lenient": True, **_ONE_OF}
         in_tags = form.tagged and can_be_tagged(kept)
-        head, closes = form.head(name, in_tags), form.tag_closes if in_tags else form.closes
+        head, closes = form.head(name, in_tags), f"</function>\n{form.ends}" if in_tags else form.closes
         names.append(f"call{number}")
         if written is None:
             pattern = _begun(form, name, in_tags).replace("/", r"\/")
@@ -198,13 +198,13 @@ def can_be_tagged(schema: Any) -> bool:
         return False
     properties = schema.get("properties", {})
     return isinstance(properties, Mapping) and all(
-        name.isprintable() and name and not set(name) & set('<>"\\') and (_is_text(one) or not _may_be_text(one, schema))
+        name.isprintable()
+        and name
+        and not set(name) & set('<>"\\')
+        # Texts of another kind would need quotes.
+        and (_is_text(one) or (isinstance(one, Mapping) and "string" not in (value_kinds(one, schema) or {"string"})))
         for name, one in properties.items()
     )
-
-
-def _may_be_text(schema: Any, root: Mapping[str, Any]) -> bool:
-    return not isinstance(schema, Mapping) or "string" in (value_kinds(schema, root) or {"string"})
 
 
 def _is_text(schema: Any) -> bool:

@@ -41,12 +41,13 @@ class ToolUse:
 
     place: where it reads them: "variable", its variable `tools`; "message", a system message's `tools`, as Phi-4-mini's; "words":
     nowhere, so that words must tell of them. shows_calls: whether it shows the calls of earlier messages. role: "system", or "user"
-    where it knows no system message.
+    where it knows no system message. form: how the model writes calls, as the template teaches, or as these words do.
     """
 
     place: str
     shows_calls: bool
     role: str
+    form: ToolFormat
 
 
 _NAME = "cpuspec_probe"
@@ -58,8 +59,9 @@ _ANSWERED = {"role": "tool", "tool_call_id": "abcdef123", "name": "other", "cont
 
 def tool_use(tokenizer: Tokenizer) -> ToolUse:
     """What the tokenizer's template for tools does with one, found out by rendering it."""
+    form = tool_format(tokenizer.chat_template_for({"tools": True}))
     if not tokenizer.has_chat_template:
-        return ToolUse("words", True, "system")
+        return ToolUse("words", True, "system", form)
 
     def shows(*messages: Mapping[str, Any], name: str = _NAME) -> bool:
         parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "a text"}}, "required": ["a"]}
@@ -78,10 +80,6 @@ def tool_use(tokenizer: Tokenizer) -> ToolUse:
         place = "message"
     said = ([_USER, _SAID], [_USER, _SAID, _ANSWERED], [_SYSTEM, _USER, _SAID, _ANSWERED])
     knows_system = "system" in (tokenizer.chat_template or "") and shows(_SYSTEM | {"content": _NAME}, _USER, name="other")
-    return ToolUse(place, any(shows(*messages, name="other") for messages in said), "system" if knows_system else "user")
-
-
-def model_format(tokenizer: Tokenizer, use: ToolUse) -> ToolFormat:
-    """How a model writes calls: as its template teaches, or as the words do that tell of tools."""
-    form = tool_format(tokenizer.chat_template_for({"tools": True}))
-    return form if use.place != "words" or form.channels else TOOL_FORMATS["json"]
+    shows_calls = any(shows(*messages, name="other") for messages in said)
+    form = form if place != "words" or form.channels else TOOL_FORMATS["json"]
+    return ToolUse(place, shows_calls, "system" if knows_system else "user", form)

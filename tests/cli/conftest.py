@@ -32,14 +32,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> str:
-    """Two prompts, as --prompts takes them."""
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"text": "one two one two"}\n{"text": "three"}\n', "utf-8")
-    return f"{path}:text:2"
-
-
-@pytest.fixture
 def kept_kernels(cache: Path) -> None:
     """The kernels that this machine has: half a minute to compile, otherwise."""
     KERNELS.mkdir(parents=True, exist_ok=True)

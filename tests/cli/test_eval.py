@@ -104,8 +104,14 @@ def test_what_cannot_be_measured_is_said_in_a_line(
     command.refused("eval", *(places.get(one, one) for one in arguments), *NUMPY, code=code, message=message)
 
 
-def test_drift_tells_where_two_models_part(model: str, other_model: str, prompts: str) -> None:
-    options = ("--prompts", prompts, "--max-tokens", "6", "--draft", "none", *NUMPY)
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "one two one two"}\n{"text": "three"}\n', "utf-8")
+    return f"{path}:text:2"
+
+
+def test_drift_tells_where_two_models_part(model: str, other_model: str, tmp_path: Path) -> None:
+    options = ("--prompts", prompts(tmp_path), "--max-tokens", "6", "--draft", "none", *NUMPY)
     same, other = (shown("drift", model, one, *options) for one in (model, other_model))
     assert (same["num_identical"], same["edit_distance_mean"], same["first_difference_median"]) == (2, 0, None)
     assert (other["num_prompts"], other["unit"]) == (2, "tokens")

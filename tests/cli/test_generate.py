@@ -225,8 +225,10 @@ ARM = Arm("ngram", 1, 1, num_identical=1, first_differences={0: 3}, num_draft_to
 SAMPLED = Sampled(60, 1e-5, (Comparison(1.0, "token 1", 99.0, 3, 1e-9),), 5, 4)
 
 
-def test_a_certificate_says_what_was_tested_and_how(model: str, prompts: str) -> None:
-    options = ("--draft", "ngram", "--prompts", prompts, "--tokens", "8", "--samples", "60", "--backend", "numpy")
+def test_a_certificate_says_what_was_tested_and_how(model: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "one two one two"}\n{"text": "three"}\n', "utf-8")
+    options = ("--draft", "ngram", "--prompts", f"{prompts}:text:2", "--tokens", "8", "--samples", "60", "--backend", "numpy")
     result = run("certify", model, *options, "--threads", "1", "--json")
     assert result.exit_code == 0, result.output
     shown = json.loads(result.stdout)

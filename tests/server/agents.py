@@ -8,6 +8,8 @@ microsoft/vscode-copilot-chat (src/extension/byok/node/openAIEndpoint.ts) for ag
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 THOUGHT, SAID = "I look at the file first.", "Let me look."
@@ -28,6 +30,9 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 FIND = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+
+
+_IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
 
 
 def codex_body(history: list[dict[str, Any]]) -> dict[str, Any]:
@@ -85,9 +90,10 @@ def codex_history(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if item["type"] == "reasoning":
             item["encrypted_content"] = None
     calls = [item for item in kept if item["type"] == "function_call"]
+    outputs: tuple[Any, ...] = (RESULTS[0], [{"type": "input_text", "text": RESULTS[1]}, _IMAGE])
     results = [
-        {"type": "function_call_output", "call_id": calls[0]["call_id"], "output": RESULTS[0]},
-        {"type": "function_call_output", "call_id": calls[1]["call_id"], "output": [{"type": "input_text", "text": RESULTS[1]}]},
+        {"type": "function_call_output", "call_id": call["call_id"], "output": output}
+        for call, output in zip(calls, outputs, strict=True)
     ]
     # Of other models' turns in the same conversation: a patch, a shell command and a search.
     others = [
@@ -100,8 +106,9 @@ def codex_history(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*kept, *results, *others, _typed("user", "And in short?")]
 
 
-def claude_body(history: list[dict[str, Any]], turn: int) -> dict[str, Any]:
+def claude_body(history: list[dict[str, Any]]) -> dict[str, Any]:
     """A turn of Claude Code. What it says of billing and of tokens that are left is another text each time."""
+    turn = len(history)
     mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     billing = f"x-anthropic-billing-header: cc_version=2.1.280.a{turn}; cc_entrypoint=cli; cch={turn:05x};"
     left = f"\n<total_tokens>{150_000 - 1000 * turn} tokens left</total_tokens>"
@@ -150,7 +157,11 @@ def claude_history(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             "type": "tool_result",
             "tool_use_id": calls[1]["id"],
-            "content": [{"type": "text", "text": RESULTS[1]}, {"type": "tool_reference", "tool_name": "mcp__docs__read"}],
+            "content": [
+                {"type": "text", "text": RESULTS[1]},
+                {"type": "tool_reference", "tool_name": "mcp__docs__read"},
+                {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
+            ],
             "cache_control": {"type": "ephemeral"},
         },
     ]
@@ -176,15 +187,8 @@ CHAT_TOOLS = [
 ]
 # What agents that speak chat completions send besides messages and tools.
 CHAT_AGENTS: dict[str, dict[str, Any]] = {
-    "opencode": {"max_tokens": 32000, "temperature": 0.55, "top_p": 1, "tool_choice": "auto", "reasoning_effort": "medium"},
     "cline": {"temperature": 0, "max_tokens": None, "reasoning_effort": None},
     "roo": {"temperature": 0, "tool_choice": "auto", "parallel_tool_calls": False, "max_completion_tokens": 8192},
-    "copilot": {"temperature": 0.1, "top_p": 1, "n": 1, "max_completion_tokens": 4096, "tool_choice": "auto"},
-    "zed": {
-        **{"max_completion_tokens": 8192, "stop": [], "temperature": 1.0, "parallel_tool_calls": False},
-        "prompt_cache_key": "thread-1",
-    },
-    "continue": {"max_tokens": 4096, "temperature": 0.2, "stop": ["</end>"], "presence_penalty": None, "frequency_penalty": None},
     "aider": {
         "temperature": 0,
         "extra_body": {"reasoning": {"effort": "low"}},
@@ -198,7 +202,6 @@ CHAT_AGENTS: dict[str, dict[str, Any]] = {
         **{"function_calling": "native", "reasoning_effort": "low", "chat_id": "c-1", "session_id": "s-1"},
         "user": {"name": "me", "id": "u-1", "role": "user"},
     },
-    "langchain": {"n": 1, "temperature": 0.7, "logprobs": False, "user": "me", "seed": 7, "store": False, "metadata": {"run": "1"}},
 }
 
 
@@ -228,22 +231,29 @@ def chat_history(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {**message, "cache_control": {"type": "ephemeral"}, "copilot_cache_control": {"type": "ephemeral"}},
         {"role": "tool", "tool_call_id": first["id"], "name": "shell", "content": RESULTS[0]},
-        {"role": "tool", "tool_call_id": second["id"], "content": [{"type": "text", "text": RESULTS[1]}]},
+        {"role": "tool", "tool_call_id": second["id"], "content": [{"type": "text", "text": RESULTS[1]}, {"type": "image_url"}]},
         {"role": "user", "content": [{"type": "text", "text": "And in short?"}]},
     ]
 
 
+# By agent: its protocol, the body of a turn by the history, and the history by the first reply.
+TURNS: dict[str, tuple[str, Callable[[list[Any]], dict[str, Any]], Callable[[dict[str, Any]], list[Any]]]] = {
+    "Codex": ("responses", codex_body, lambda reply: codex_history(reply["output"])),
+    "Claude Code": ("messages", claude_body, lambda reply: claude_history(reply["content"])),
+    **{
+        agent: ("chat completions", partial(chat_body, agent), lambda reply: chat_history(reply["choices"][0]["message"]))
+        for agent in CHAT_AGENTS
+    },
+}
 _FILL = {"temperature": 0.01, "top_p": None, "top_k": None, "num_predict": 8, "stop": ["<|endoftext|>", "\n\n"], "num_ctx": 8192}
 _OPTIONS = {**_FILL, "mirostat": None, "num_thread": None, "use_mmap": None, "min_p": None, "stop": []}
 _ASKED = {"role": "user", "content": "What is in my notes?"}
 _CALLED = {"index": 0, "id": "call_1", "function": {"name": "shell", "arguments": {"command": "ls"}}}
 _TITLE = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"], "additionalProperties": False}
-_IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
 # What else these clients send, and the fields that the server may pass over. Sources: openai/codex (codex-rs/lmstudio and ollama),
 # anthropics/claude-code 52057 and 15862, BerriAI/litellm-docs 993, continuedev/continue (core/llm/llms: Ollama.ts, LlamaCpp.ts,
 # OpenAI.ts), open-webui/open-webui (backend/open_webui/utils/payload.py), litellm's ollama_chat for Aider.
 OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
-    "Codex loads a model": ("/v1/responses", {"model": "tiny", "input": "", "max_output_tokens": 1}, set()),
     "Codex, a picture in a result": (
         "/v1/responses",
         codex_body(
@@ -258,15 +268,10 @@ OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             *(f"tools.{kind}" for kind in ("web_search", "image_generation", "local_shell", "tool_search")),
         },
     ),
-    "Claude Code's probe": (
-        "/v1/messages?beta=true",
-        {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "quota"}], "metadata": {"user_id": "{}"}},
-        {"metadata"},
-    ),
     "Claude Code's title": (
         "/v1/messages?beta=true",
         {
-            **{name: value for name, value in claude_body([], 0).items() if name not in ("diagnostics", "context_management")},
+            **{name: value for name, value in claude_body([]).items() if name not in ("diagnostics", "context_management")},
             **{"tools": [], "thinking": {"type": "disabled"}, "max_tokens": 24},
             "output_config": {"format": {"type": "json_schema", "schema": _TITLE}},
         },
@@ -275,7 +280,7 @@ OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "Claude Code with ENABLE_TOOL_SEARCH": (
         "/v1/messages?beta=true",
         {
-            **claude_body([{"role": "user", "content": [{"type": "text", "text": "", "cache_control": {"type": "ephemeral"}}]}], 1),
+            **claude_body([{"role": "user", "content": [{"type": "text", "text": "", "cache_control": {"type": "ephemeral"}}]}]),
             "tools": [
                 {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
                 {"name": "shell", "description": "runs it", "input_schema": PARAMETERS, "defer_loading": True},
@@ -290,11 +295,6 @@ OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             "tools.tool_search_tool_regex_20251119",
         },
     ),
-    "Aider through Ollama": (
-        "/api/chat",
-        {"model": "tiny", "messages": [_ASKED], "options": {"temperature": 0, "num_ctx": 8192}, "stream": True},
-        {"num_ctx"},
-    ),
     "Continue through Ollama": (
         "/api/chat",
         {"model": "tiny", "messages": [_ASKED], "options": _OPTIONS, "keep_alive": 1800, "stream": False, "tools": CHAT_TOOLS},
@@ -304,19 +304,6 @@ OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         "/api/generate",
         {"model": "tiny", "prompt": "What is in my notes?", "raw": True, "options": _FILL, "keep_alive": 1800, "stream": True},
         {"num_ctx"},
-    ),
-    "Continue through llama.cpp": (
-        "/completion",
-        {"prompt": "What is in my notes?", "stream": True, "n_predict": 8, "stop": ["</s>"], "temperature": 0.5, "top_k": 20},
-        set(),
-    ),
-    "Continue completes": (
-        "/v1/completions",
-        {
-            **{"model": "tiny", "prompt": "What is in my notes?", "max_tokens": 8, "temperature": 0.01, "stream": True},
-            **{"stop": ["<|fim_prefix|>", "/src/", "```"], "presence_penalty": None},
-        },
-        set(),
     ),
     "Open WebUI through Ollama": (
         "/api/chat",
@@ -336,32 +323,17 @@ OTHER_REQUESTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         },
         {"mirostat_eta", "repeat_last_n", "num_gpu", "metadata"},
     ),
-    "Open WebUI's title": (
-        "/v1/chat/completions",
-        {
-            **{"model": "tiny", "messages": [_ASKED], "stream": False, "max_completion_tokens": 8},
-            "metadata": {"task": "title_generation", "chat_id": "c-1"},
-        },
-        {"metadata"},
-    ),
-    "opencode's title": (
-        "/v1/chat/completions",
-        {
-            **{
-                "model": "tiny",
-                "messages": [{"role": "system", "content": SYSTEM}, _ASKED],
-                "max_tokens": 32000,
-                "temperature": 0.5,
-            },
-            **{"stream": True, "stream_options": {"include_usage": True}, "chat_template_kwargs": {"enable_thinking": False}},
-        },
-        set(),
-    ),
 }
 
 
 def read_codex(lines: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The items of a stream and its last response, read as strictly as Codex and other clients do."""
+    fields = {  # of the items whose text comes in these events, their types and the fields that have it
+        "output_text": ("message", "text"),
+        "reasoning_text": ("reasoning", "text"),
+        "function_call_arguments": ("function_call", "arguments"),
+        "custom_tool_call_input": ("custom_tool_call", "input"),
+    }
     items: list[dict[str, Any]] = []
     active: dict[str, Any] | None = None
     parts = ""
@@ -383,27 +355,21 @@ def read_codex(lines: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
                 assert active is not None
                 assert event["item_id"] == active["id"]
                 assert event["part"]["text"] == parts
-            case "output_text.delta" | "reasoning_text.delta" | "function_call_arguments.delta":
+            case _ if kind.endswith((".delta", ".done")) and (what := fields.get(kind.partition(".")[0])):
                 assert active is not None
-                assert {"output_text": "message", "reasoning_text": "reasoning"}.get(kind.split(".")[0], "function_call") == active[
-                    "type"
-                ]
+                assert active["type"] == what[0]
                 assert (event["item_id"], event["output_index"]) == (active["id"], len(items))
-                assert kind.startswith("function") or event["content_index"] == 0
-                parts += event["delta"]
-            case "output_text.done" | "reasoning_text.done":
-                assert event["text"] == parts
-            case "function_call_arguments.done":
-                assert event["arguments"] == parts
+                assert what[1] != "text" or event["content_index"] == 0
+                parts += event.get("delta", "")
+                assert event.get(what[1], parts) == parts
             case "output_item.done":
                 assert active is not None
                 item = event["item"]
                 assert item["id"] == active["id"]
-                text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
-                assert text == parts
+                assert (item["content"][0] if "content" in item else item)[dict(fields.values())[item["type"]]] == parts
                 items.append(item)
                 active = None
-            case "completed":
+            case "completed" | "incomplete":
                 assert active is None
                 response = event["response"]
             case "keepalive":
@@ -491,12 +457,11 @@ def read_chat(lines: list[str]) -> tuple[dict[str, Any], str, dict[str, Any]]:
             message["reasoning_content"] = message.get("reasoning_content", "") + delta["reasoning_content"]
         for call in delta.get("tool_calls") or []:
             calls = message.setdefault("tool_calls", [])
+            kind, text = ("custom", "input") if "custom" in call else ("function", "arguments")
             if call["index"] == len(calls):
-                calls.append(
-                    {"id": call["id"], "type": call["type"], "function": {"name": call["function"]["name"], "arguments": ""}}
-                )
+                calls.append({"id": call["id"], "type": call["type"], kind: {"name": call[kind]["name"], text: ""}})
             assert call["index"] == len(calls) - 1, "calls come one after the other"
-            calls[-1]["function"]["arguments"] += call["function"].get("arguments") or ""
+            calls[-1][kind][text] += call[kind].get(text) or ""
         reason = choice["finish_reason"] or ""
     assert message["role"] == "assistant"
     return message, reason, usage

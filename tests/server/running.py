@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partialmethod
@@ -26,6 +26,7 @@ from tools.loop_watch import watching
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+FILL_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>")
 LONGEST_CALLBACK_S = 0.1  # of processor time; `benchmarks/soak.py` tells how long they are on a machine with nothing else to do
 PATIENCE_S = 300.0  # a machine that is slower than this hangs
 
@@ -40,6 +41,17 @@ def templated_model(directory: Path, template: str, **shape: Any) -> Path:
     found = make_tiny_hf(directory / "hf", **{"context_length": 2048} | shape)
     (found / "chat_template.jinja").write_text(template)
     return found
+
+
+def with_tokens(directory: Path, texts: Sequence[str] = FILL_TOKENS, special: bool = True) -> Path:
+    """The model with tokens for these texts in its vocabulary; by default those that Qwen2.5-Coder has for filling in."""
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text("utf-8"))
+    free = 1 + max([*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])])
+    same = {"special": special, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    content["added_tokens"] += [{"id": free + number, "content": text, **same} for number, text in enumerate(texts)]
+    file.write_text(json.dumps(content))
+    return directory
 
 
 def load(path: Path, **settings: Any) -> LLM:
@@ -82,7 +94,10 @@ class Running:
         return httpx.Client(base_url=self.url, timeout=PATIENCE_S, **options)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """The reply to one request on a connection of its own."""
+        """The reply to one request on a connection of its own. json: a body, which may have what JSON lacks, as NaN."""
+        if "json" in options:
+            options["content"] = json.dumps(options.pop("json"))
+            options["headers"] = {"content-type": "application/json", **options.get("headers", {})}
         with self.client() as client:
             return client.request(method, path, **options)
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from cpuspec import LLM, SamplingParams
 from tests.checkpoints.test_adapters import write_peft
+from tests.conformance.test_protocols import PROTOCOLS
 from tests.server.running import SMALL, Running, load, serving
 from tools.make_tiny_model import make_tiny_hf
 
@@ -56,24 +56,18 @@ def text(running: Running, path: str = "/v1/completions", **more: Any) -> str:
 def test_requests_name_an_adapter_as_a_model_or_behind_the_models_name(running: Running, texts: dict[str, str]) -> None:
     for name, answer in {"tiny": "tiny", "one": "one", "tiny:one": "one"}.items():
         assert text(running, model=name) == texts[answer]
+        assert running.post("/v1/completions", json=BODY | {"model": name}).json()["model"] == answer
         assert text(running, "/completion", model=name, n_predict=6) == texts[answer]
     assert running.post("/v1/completions", json=BODY | {"model": "tiny:two"}).status_code == 404
     assert running.post("/v1/completions", json=BODY | {"model": "two"}).status_code == 404
 
 
-@pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"])
-def test_every_protocol_answers_with_the_adapter_that_the_model_names(running: Running, endpoint: str) -> None:
-    message = [{"role": "user", "content": "the cat"}]
-    more = {"input": message, "max_output_tokens": 12} if endpoint == "/v1/responses" else {"messages": message, "max_tokens": 12}
-    replies = []
-    for name in ("tiny", "one", "tiny:one"):
-        body = {"model": name, "temperature": 0, "stream": False, **more}
-        reply = running.post(endpoint, json=body)
-        assert reply.status_code == 200, reply.text
-        told = reply.json()
-        parts = told.get("choices") or told.get("content") or told.get("output") or [told.get("message")]
-        replies.append([part.get("message", part.get("text", part.get("content"))) for part in parts])
-    assert replies[1] == replies[2] != replies[0]
+@pytest.mark.parametrize("name", ["chat completions", "messages", "responses", "Ollama's chat"])
+def test_every_protocol_answers_with_the_adapter_that_the_model_names(running: Running, name: str) -> None:
+    protocol = PROTOCOLS[name]
+    bodies = [protocol.body("the cat", temperature=0, max_tokens=12) | {"model": model} for model in ("tiny", "one", "tiny:one")]
+    without, *with_adapter = [protocol.read(running.post(protocol.path, json=body).json()) for body in bodies]
+    assert with_adapter[0] == with_adapter[1] != without
 
 
 def test_scores_of_a_prompt_are_the_adapters(running: Running) -> None:
@@ -91,9 +85,6 @@ def test_models_list_adapters_beside_their_model(running: Running) -> None:
     assert rows["one"]["root"] == "one", "and not its directory"
     assert running.get("/v1/models/one").json()["parent"] == running.get("/v1/models/tiny:one").json()["parent"] == "tiny"
     assert running.get("/v1/models/two").status_code == 404
-
-
-def test_ollamas_list_has_them_too(running: Running) -> None:
     assert {"tiny", "one"} <= {row["model"] for row in running.get("/api/tags").json()["models"]}
 
 
@@ -156,14 +147,6 @@ def test_nothing_but_this_models_adapters_in_the_directory_is_loaded(running: Ru
 def test_an_adapter_takes_no_models_name(running: Running) -> None:
     for name in ("", "tiny"):
         assert running.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": "two"}).status_code == 400
-
-
-def test_openais_client_uses_an_adapter_by_its_name(client: openai.OpenAI, texts: dict[str, str]) -> None:
-    more = {"ignore_eos": True}
-    answer = client.completions.create(model="tiny:one", prompt="the cat", max_tokens=6, temperature=0, extra_body=more)
-    assert answer.model == "one"
-    assert answer.choices[0].text == texts["one"]
-    assert {"tiny", "one"} <= {row.id for row in client.models.list()}
 
 
 def test_clients_with_keys_of_their_own_do_not_change_each_others_scales(path: Path, adapters: Path) -> None:

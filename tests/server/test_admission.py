@@ -41,16 +41,17 @@ def test_no_more_run_than_there_are_places() -> None:
     assert (desk.started, desk.admission.num_running, desk.admission.num_waiting) == (["1", "2", "3"], 2, 0)
 
 
-def test_a_full_queue_takes_all_of_a_request_or_nothing() -> None:
-    desk = Desk(1, 2)
-    desk.enter("a", "1", "2")
-    with pytest.raises(BusyError, match="1 answers are running and 1 wait"):
-        desk.enter("a", "3", "4")
-    assert desk.admission.num_waiting == 1
-    desk.enter("a", "3")
-    with pytest.raises(BusyError):
-        desk.enter("a", "5")
-    desk.enter("b", "6", "7")
+def test_a_client_fills_its_own_part_of_the_queue_with_all_of_a_request_or_nothing() -> None:
+    desk = Desk(2, 8)
+    desk.enter("a", *map(str, range(9)))
+    with pytest.raises(BusyError, match="2 answers are running and 7 wait, 7 of them yours"):
+        desk.enter("a", "9", "10")
+    assert desk.admission.num_waiting == 7
+    desk.enter("a", "9")
+    for client in "bcd":
+        desk.enter(client, *map(str, range(8)))
+    with pytest.raises(BusyError):  # of all together, four times as many wait
+        desk.enter("e", "more")
 
 
 def test_who_leaves_the_queue_is_never_started() -> None:

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from cpuspec.server import answering
+from tests.conformance.test_protocols import PROTOCOLS, Answer
 from tests.server.agents import (
     CALLS,
     CHAT_AGENTS,
@@ -18,12 +19,11 @@ from tests.server.agents import (
     SCRIPT,
     SYSTEM,
     THOUGHT,
+    TURNS,
     chat_body,
-    chat_history,
     claude_body,
     claude_history,
     codex_body,
-    codex_history,
     read_chat,
     read_claude,
     read_codex,
@@ -66,60 +66,45 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     script_answers(monkeypatch, SCRIPT)
 
 
-def test_codex_over_two_turns(running: Running, scripted: None) -> None:
-    body = codex_body([])
-    items, _ = read_codex(stream(running, "/v1/responses", body))
-    assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
-    reasoning, message, first, second = items
-    assert reasoning["content"] == [{"type": "reasoning_text", "text": THOUGHT}]
-    assert message["content"][0]["text"].strip() == SAID
-    assert (first["name"], json.loads(first["arguments"])) == CALLS[0]
-    # A tool of a namespace is called by both names.
-    assert (second["namespace"], second["name"], json.loads(second["arguments"])) == ("mcp__docs", "find", CALLS[1][1])
-    assert first["call_id"] != second["call_id"]
-
-    _, response = read_codex(stream(running, "/v1/responses", codex_body(codex_history(items))))
-    prompt = prompt_of(running)
-    assert_in_order(prompt, SYSTEM, "Ask before", "# AGENTS.md\nKeep to tabs.\n<environment_context>", "my notes?", SAID)
-    calls = ("<tool_call>shell", "<tool_call>mcp__docs__find", RESULTS[0], RESULTS[1])
-    others = ("<tool_call>apply_patch", "*** Begin Patch", "patched", "<tool_call>local_shell", '["ls", "-a"]', "notes.txt")
-    assert_in_order(prompt, *calls, *others, "And in short?")
-    assert "mcp__docs__find" in prompt.split(SYSTEM)[0], "the model is told of the namespace's tools"
-    usage = response["usage"]
-    assert usage["input_tokens_details"]["cached_tokens"] > usage["input_tokens"] / 2
+IMAGE = "image here was left out"
+# What the prompt of the second turn has, in this order.
+TOLD = {
+    "Codex": (
+        *(SYSTEM, "Ask before", "# AGENTS.md\nKeep to tabs.\n<environment_context>", "my notes?", SAID, "<tool_call>shell"),
+        *("<tool_call>mcp__docs__find", *RESULTS, IMAGE, "<tool_call>apply_patch", "*** Begin Patch", "patched"),
+        *("<tool_call>local_shell", '["ls", "-a"]', "notes.txt", "And in short?"),
+    ),
+    "Claude Code": (
+        *("You are an agent.\n\n" + SYSTEM.strip(), "Today is a Sunday", "my notes?", SAID, "<tool_call>shell", RESULTS[0]),
+        *(f"{RESULTS[1]}\nmcp__docs__read", IMAGE, "A file changed.", "Found it.", "a note\nAnd in short?"),
+    ),
+    **dict.fromkeys(
+        CHAT_AGENTS, (SYSTEM, "# Now\nWhat is in my notes?", SAID, "<tool_call>shell", *RESULTS, IMAGE, "And in short?")
+    ),
+}
 
 
-def test_claude_code_over_two_turns(running: Running, scripted: None) -> None:
-    blocks, end = read_claude(stream(running, "/v1/messages?beta=true", claude_body([], 0)))
-    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
-    assert (blocks[0]["thinking"], blocks[1]["text"].strip()) == (THOUGHT, SAID)
-    assert [(block["name"], block["input"]) for block in blocks[2:]] == CALLS
-    assert end["delta"]["stop_reason"] == "tool_use"
-
-    body = claude_body(claude_history(blocks), 1)
-    _, end = read_claude(stream(running, "/v1/messages?beta=true", body))
-    prompt = prompt_of(running)
-    assert_in_order(prompt, "You are an agent.\n\n" + SYSTEM.strip(), "Today is a Sunday", "my notes?", SAID, "<tool_call>shell")
-    assert_in_order(prompt, RESULTS[0], f"{RESULTS[1]}\nmcp__docs__read", "A file changed.", "Found it.", "a note\nAnd in short?")
-    assert "billing-header" not in prompt
-    assert "tokens left" not in prompt
-    usage = end["usage"]
-    assert usage["cache_read_input_tokens"] > usage["input_tokens"]
-    counted = {name: body[name] for name in ("model", "messages", "system", "tools", "thinking", "context_management")}
-    reply = running.post("/v1/messages/count_tokens?beta=true", json=counted)
-    assert reply.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+def first_turn(running: Running, agent: str) -> tuple[Answer, dict[str, Any]]:
+    """What an agent reads of its first turn, and what it sends in the second."""
+    name, body, history = TURNS[agent]
+    reply = PROTOCOLS[name].join(stream(running, PROTOCOLS[name].path, body([])))
+    return PROTOCOLS[name].read(reply), body(history(reply))
 
 
-@pytest.mark.parametrize("agent", CHAT_AGENTS)
-def test_agents_that_speak_chat_over_two_turns(running: Running, scripted: None, agent: str) -> None:
-    message, reason, _ = read_chat(stream(running, "/v1/chat/completions", chat_body(agent, [])))
-    assert (message["reasoning_content"], message["content"].strip(), reason) == (THOUGHT, SAID, "tool_calls")
-    functions = [call["function"] for call in message["tool_calls"]]
-    assert [(one["name"], json.loads(one["arguments"])) for one in functions] == CALLS
-
-    _, _, usage = read_chat(stream(running, "/v1/chat/completions", chat_body(agent, chat_history(message))))
-    assert_in_order(prompt_of(running), SYSTEM, "# Now\nWhat is in my notes?", SAID, "<tool_call>shell", *RESULTS, "And in short?")
-    assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] / 2
+@pytest.mark.parametrize("agent", TURNS)
+def test_an_agent_over_two_turns(running: Running, scripted: None, agent: str) -> None:
+    found, asked = first_turn(running, agent)
+    assert (found.thought, found.text.strip(), found.calls, found.end) == (THOUGHT, SAID, CALLS, "calls")
+    protocol = PROTOCOLS[TURNS[agent][0]]
+    again = protocol.read(protocol.join(stream(running, protocol.path, asked)))
+    assert_in_order(prompt_of(running), *TOLD[agent])
+    assert again.cached > again.usage[0] / 2
+    if agent == "Codex":
+        assert "mcp__docs__find" in prompt_of(running).split(SYSTEM)[0], "the model is told of the namespace's tools"
+    if agent == "Claude Code":
+        assert not any(one in prompt_of(running) for one in ("billing-header", "tokens left"))
+        counted = {name: asked[name] for name in ("model", "messages", "system", "tools", "thinking", "context_management")}
+        assert running.post("/v1/messages/count_tokens?beta=true", json=counted).json() == {"input_tokens": again.usage[0]}
 
 
 def test_the_official_clients_accumulate_the_same(running: Running, scripted: None) -> None:
@@ -138,7 +123,7 @@ def test_the_official_clients_accumulate_the_same(running: Running, scripted: No
         assert (called.namespace, called.name, json.loads(called.arguments)) == ("mcp__docs", "find", CALLS[1][1])
 
     theirs = anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=2, timeout=PATIENCE_S)
-    asked = claude_body([], 0)
+    asked = claude_body([])
     asked.pop("stream")
     asked["extra_body"] = {"temperature": asked.pop("temperature")}
     with theirs.beta.messages.stream(**asked, betas=["context-management-2025-06-27"]) as messages:
@@ -165,8 +150,11 @@ def test_agents_find_the_server_and_its_models(running: Running) -> None:
     assert row["max_model_len"] == row["context_length"] == row["meta"]["n_ctx"] == running.model.llm.context_length
     assert row["meta"]["n_ctx_train"] == running.model.llm.config.context_length
     assert row["meta"]["n_params"] == running.model.llm.num_parameters > 0
-    theirs = running.anthropic
-    assert [one.id for one in theirs.models.list(limit=1000)] == ["tiny"]
+    assert [one.id for one in running.anthropic.models.list(limit=1000)] == ["tiny"]
+    for path in ("/api/version", "/api/tags", "/api/ps", "/v1/models?client_version=0.147.0", "/models", "/v1/models?limit=1000"):
+        reply = running.get(path)
+        assert reply.status_code == 200
+        assert "version" in path or "tiny" in reply.text
 
 
 @pytest.mark.parametrize("client", OTHER_REQUESTS)
@@ -185,19 +173,10 @@ def test_other_requests_of_clients_are_answered(running: Running, client: str) -
 
 
 @pytest.mark.parametrize(
-    "path", ["/api/version", "/api/tags", "/api/ps", "/v1/models?client_version=0.147.0", "/models", "/v1/models?limit=1000"]
-)
-def test_clients_find_what_they_look_for_first(running: Running, path: str) -> None:
-    reply = running.get(path)
-    assert reply.status_code == 200
-    assert "version" in path or "tiny" in reply.text
-
-
-@pytest.mark.parametrize(
     ("path", "body", "sign"),
     [
         ("/v1/responses", codex_body([]), '"type":"keepalive"'),  # Codex counts no comments
-        ("/v1/messages", claude_body([], 0), "event: ping"),
+        ("/v1/messages", claude_body([]), "event: ping"),
         ("/v1/chat/completions", chat_body("roo", []), ": keep-alive"),
     ],
 )
@@ -223,7 +202,7 @@ def test_conversations_are_put_into_turns_for_templates_that_want_them(tmp_path:
         assert_in_order(
             prompt_of(strict), "[system] You help", "\n\nAsk before", "[user] # AGENTS.md", "\n\nWhat is in my notes?\n"
         )
-        read_claude(stream(strict, "/v1/messages", claude_body(claude_history(USED), 0)))
+        read_claude(stream(strict, "/v1/messages", claude_body(claude_history(USED))))
         assert_in_order(
             prompt_of(strict), "[system] You are", "[user] <system", RESULTS[0], "A file changed.", "[assistant] Found it."
         )

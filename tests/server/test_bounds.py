@@ -13,32 +13,32 @@ import pytest
 from cpuspec import LLM, SamplingParams
 from cpuspec.batch.answer import answer_lines
 from cpuspec.batch.lines import Line
-from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, ranking, responses, schema
+from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, responses, schema
 from cpuspec.server.bounds import MOST_HOLDERS, MOST_VALUES, Most, Range, Unread, size_of
 from cpuspec.server.errors import RequestError
 from cpuspec.server.fields import _VALUES, SAME_NAMES
 from cpuspec.server.schema import Body
 from tests.server.running import Running, load, serving, with_free_loop
 
-USER = {"role": "user", "content": "the cat"}
+USER = {"role": "user", "content": "the cat sat"}
 # Each endpoint with its body, and a body that is answered.
 ENDPOINTS: dict[str, tuple[type[Body], dict[str, Any]]] = {
-    "/v1/chat/completions": (schema.ChatBody, {"messages": [USER], "max_tokens": 1}),
-    "/v1/completions": (schema.CompletionBody, {"prompt": "the cat", "max_tokens": 1}),
-    "/v1/responses": (responses.ResponsesBody, {"input": "the cat", "max_output_tokens": 1}),
-    "/v1/messages": (messages.MessagesBody, {"messages": [USER], "max_tokens": 1}),
+    "/v1/chat/completions": (schema.ChatBody, {"messages": [USER], "max_tokens": 3}),
+    "/v1/completions": (schema.CompletionBody, {"prompt": "the cat", "max_tokens": 3}),
+    "/v1/responses": (responses.ResponsesBody, {"input": "the cat", "max_output_tokens": 3}),
+    "/v1/messages": (messages.MessagesBody, {"messages": [USER], "max_tokens": 3}),
     "/v1/messages/count_tokens": (messages.CountBody, {"messages": [USER]}),
     "/v1/embeddings": (embeddings.EmbeddingsBody, {"input": "the cat"}),
-    "/v1/rerank": (ranking.RerankBody, {"query": "the cat", "documents": ["a dog"]}),
-    "/v1/score": (ranking.ScoreBody, {"text_1": "the cat", "text_2": "a dog"}),
-    "/api/chat": (ollama.OllamaChatBody, {"messages": [USER], "max_tokens": 1}),
-    "/api/generate": (ollama.GenerateBody, {"prompt": "the cat", "max_tokens": 1}),
+    "/v1/rerank": (embeddings.RerankBody, {"query": "the cat", "documents": ["a dog", "the mat"]}),
+    "/v1/score": (embeddings.ScoreBody, {"text_1": "the cat", "text_2": ["a dog", "the mat"]}),
+    "/api/chat": (ollama.OllamaChatBody, {"messages": [USER], "max_tokens": 3}),
+    "/api/generate": (ollama.GenerateBody, {"prompt": "the cat", "max_tokens": 3}),
     "/api/embed": (ollama.EmbedBody, {"input": "the cat"}),
     "/api/embeddings": (ollama.EmbeddingsBody, {"prompt": "the cat"}),
     "/api/show": (ollama.NameBody, {"model": "tiny"}),
     "/api/pull": (ollama.NameBody, {"model": "tiny"}),
-    "/completion": (llama_server.CompletionBody, {"prompt": "the cat", "n_predict": 1}),
-    "/infill": (llama_server.InfillBody, {"input_prefix": "the", "input_suffix": "cat", "n_predict": 1}),
+    "/completion": (llama_server.CompletionBody, {"prompt": "the cat", "n_predict": 3}),
+    "/infill": (llama_server.InfillBody, {"input_prefix": "the", "input_suffix": "cat", "n_predict": 3}),
     "/tokenize": (native.TokenizeBody, {"content": "the cat"}),
     "/detokenize": (native.DetokenizeBody, {"tokens": [5]}),
     "/apply-template": (native.TemplateBody, {"messages": [USER]}),
@@ -131,7 +131,7 @@ def with_field(body: dict[str, Any], place: tuple[str, ...], value: Any, listed:
 
 
 def test_every_body_of_the_server_is_tested() -> None:
-    modules = (completions, embeddings, llama_server, messages, native, ollama, ranking, responses, schema)
+    modules = (completions, embeddings, llama_server, messages, native, ollama, responses, schema)
     bodies = {one for module in modules for one in vars(module).values() if isinstance(one, type) and issubclass(one, Body)}
     asked = {body for body, _ in ENDPOINTS.values()}
     parts = {
@@ -154,7 +154,7 @@ def test_a_field_takes_its_largest_value_and_no_more(
 ) -> None:
     body = ENDPOINTS[path_][1]
     if isinstance(bound, Unread):
-        assert post(running, path_, {**body, place[0]: ["a" * 100_000] * 10}).status_code < 500
+        assert running.post(path_, json={**body, place[0]: ["a" * 100_000] * 10}).status_code < 500
         return
     part = ENDPOINTS[path_][0].model_fields.get(place[0])
     listed = part is not None and "list[" in str(part.annotation)
@@ -165,20 +165,16 @@ def test_a_field_takes_its_largest_value_and_no_more(
             with suppress(RequestError):
                 assert ENDPOINTS[path_][0].of_fields(with_field(body, place, largest, listed))
             continue
-        taken = post(running, path_, with_field(body, place, largest, listed))
+        taken = running.post(path_, json=with_field(body, place, largest, listed))
         assert taken.status_code < 500, taken.text
         assert "takes at most" not in taken.text or place[-1] not in taken.text.partition(" takes at most")[0], taken.text
-        refused = post(running, path_, with_field(body, place, beyond, listed))
+        refused = running.post(path_, json=with_field(body, place, beyond, listed))
         said = refused.json()["error"]
         said = said if isinstance(said, str) else said["message"]
         assert refused.status_code == 400, said
         assert any(name in said for name in place), said
         assert any(word in said for word in ("takes at most", "must be")), said
         assert ", got " in said, said
-
-
-def _json(body: Any) -> bytes:
-    return json.dumps(body).encode()
 
 
 def bare(annotation: Any) -> list[Any]:
@@ -190,10 +186,6 @@ def bare(annotation: Any) -> list[Any]:
     return [get_origin(annotation) or annotation]
 
 
-def post(running: Running, path: str, body: dict[str, Any]) -> Any:
-    return running.post(path, content=_json(body), headers={"content-type": "application/json"})
-
-
 @pytest.mark.parametrize("path_", sorted(LINES))
 def test_a_line_of_a_batch_has_the_bounds_of_the_server(llm: LLM, path_: str) -> None:
     kind, body = ENDPOINTS[path_]
@@ -202,7 +194,7 @@ def test_a_line_of_a_batch_has_the_bounds_of_the_server(llm: LLM, path_: str) ->
             continue
         _, beyond = values(bound, annotation, place[0])[0]
         line = {"custom_id": "a", "method": "POST", "url": path_, "body": {**body, place[0]: beyond}}
-        (answer,) = answer_lines(llm, iter([Line(1, _json(line), 0)]), {})
+        (answer,) = answer_lines(llm, iter([Line(1, json.dumps(line).encode(), 0)]), {})
         assert answer["response"]["status_code"] == 400, (place, answer)
         said = answer["response"]["body"]["error"]["message"]
         assert place[0] in said, said

@@ -1,55 +1,24 @@
 """Chats of the model families, in every protocol: reasoning, calls, what a second turn tells again. The templates are our own."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
-from tests.server.agents import (
-    CALLS,
-    RESULTS,
-    SAID,
-    SYSTEM,
-    THOUGHT,
-    chat_body,
-    chat_history,
-    claude_body,
-    claude_history,
-    codex_body,
-    codex_history,
-    read_chat,
-    read_claude,
-    read_codex,
-)
-from tests.server.running import Running, assert_in_order, load, prompt_of, script_answers, serving, stream
-from tools.make_tiny_model import make_tiny_hf
-
-
-def in_xml(name: str, arguments: dict[str, Any]) -> str:
-    values = ((key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for key, value in arguments.items())
-    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
-    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
-
-
-def in_tags(name: str, arguments: dict[str, Any]) -> str:
-    values = ((key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for key, value in arguments.items())
-    pairs = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in values)
-    return f"<tool_call>{name}{pairs}</tool_call>"
-
-
-def in_python(name: str, arguments: dict[str, Any]) -> str:
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-
+from tests.conformance.test_protocols import PROTOCOLS
+from tests.server.agents import CALLS, RESULTS, SAID, THOUGHT, TURNS, chat_body
+from tests.server.running import Running, assert_in_order, load, prompt_of, script_answers, serving, stream, templated_model
+from tests.server.test_agents import first_turn
+from tests.server.written import as_json, as_python, as_tags, as_xml
 
 XML_CALLS = (
     "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
     "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
 )
 TAG_CALLS = (
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}"
-    "<arg_key>{{ k }}</arg_key><arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}</tool_call>{% endfor %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}\n{% for k, v in c.function.arguments.items() %}"
+    "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}"
+    "</tool_call>{% endfor %}"
 )
 JSON_CALLS = "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
 JSON_TOOLS = "{% if tools %}<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n</tools>{% endif %}"
@@ -84,10 +53,10 @@ class Family:
 
 
 OPEN, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
-TAGS = tuple(in_tags(name, arguments) for name, arguments in CALLS)
-XML = tuple(in_xml(name, arguments) for name, arguments in CALLS)
-HERMES = tuple(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in CALLS)
-PYTHON = ", ".join(in_python(name, arguments) for name, arguments in CALLS)
+TAGS = tuple(f"<tool_call>{as_tags(call)}</tool_call>" for call in CALLS)
+XML = tuple(f"<tool_call>\n{as_xml(call)}\n</tool_call>" for call in CALLS)
+HERMES = tuple(map(as_json, CALLS))
+PYTHON = ", ".join(map(as_python, CALLS))
 SWITCHED = f"{{% if enable_thinking is defined and not enable_thinking %}}{CLOSED}{{% else %}}{OPEN}{{% endif %}}"
 FAMILIES = {
     "qwen3.5": Family(
@@ -153,45 +122,21 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture(scope="module")
 def running(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    directory = make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=16384)
-    (directory / "chat_template.jinja").write_text(family.template)
+    directory = templated_model(tmp_path_factory.mktemp("model"), family.template, context_length=16384)
     with serving(lambda: load(directory), max_new_tokens=3) as found:
         yield found
 
 
-def test_calls_and_reasoning_come_apart_in_every_protocol_and_are_told_again(
-    family: Family, running: Running, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("agent", ["roo", "Claude Code", "Codex"])
+def test_calls_and_reasoning_come_apart_and_are_told_again(
+    family: Family, running: Running, monkeypatch: pytest.MonkeyPatch, agent: str
 ) -> None:
     script_answers(monkeypatch, family.said)
-    thoughts, texts = [THOUGHT] * family.thinks, [SAID] * (SAID in family.said)
-
-    body = chat_body("roo", [])
-    message, reason, _ = read_chat(stream(running, "/v1/chat/completions", body))
-    with running.client() as client:
-        whole = client.post("/v1/chat/completions", json=body | {"stream": False}).json()["choices"][0]
-    assert reason == whole["finish_reason"] == "tool_calls"
-    for found in (message, whole["message"]):
-        assert [found.get("reasoning_content")] * family.thinks == thoughts
-        assert (found["content"] or "").strip() == "".join(texts)
-        functions = [call["function"] for call in found["tool_calls"]]
-        assert [(one["name"], json.loads(one["arguments"])) for one in functions] == CALLS
-    stream(running, "/v1/chat/completions", chat_body("roo", chat_history(message)))
-    assert_in_order(prompt_of(running), SYSTEM, "my notes?", *family.again, *RESULTS, "And in short?")
-
-    blocks, end = read_claude(stream(running, "/v1/messages", claude_body([], 0)))
-    assert [block["thinking"] for block in blocks if block["type"] == "thinking"] == thoughts
-    assert [block["text"].strip() for block in blocks if block["type"] == "text"] == texts
-    assert [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"] == CALLS
-    assert end["delta"]["stop_reason"] == "tool_use"
-    stream(running, "/v1/messages", claude_body(claude_history(blocks), 1))
-    assert_in_order(prompt_of(running), "my notes?", *family.again, RESULTS[0])
-
-    items, _ = read_codex(stream(running, "/v1/responses", codex_body([])))
-    kinds = ["reasoning"] * family.thinks + ["message"] * len(texts) + ["function_call"] * 2
-    assert [item["type"] for item in items] == kinds
-    assert [json.loads(item["arguments"]) for item in items[-2:]] == [arguments for _, arguments in CALLS]
-    stream(running, "/v1/responses", codex_body(codex_history(items)))
-    assert_in_order(prompt_of(running), "my notes?", *family.again, RESULTS[0])
+    found, asked = first_turn(running, agent)
+    assert (found.thought, found.text.strip()) == (THOUGHT * family.thinks, SAID * (SAID in family.said))
+    assert (found.calls, found.end) == (CALLS, "calls")
+    stream(running, PROTOCOLS[TURNS[agent][0]].path, asked)
+    assert_in_order(prompt_of(running), "my notes?", *family.again, *RESULTS)
 
 
 def test_reasoning_is_switched_by_every_protocol(family: Family, running: Running) -> None:

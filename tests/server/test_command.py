@@ -90,18 +90,8 @@ def test_the_curl_of_the_front_page_is_answered(tmp_path: Path) -> None:
 
 def test_every_setting_of_the_server_is_an_option() -> None:
     shown = ok("serve", "--help-all")
-    for option in (
-        "--host",
-        "--port",
-        "--alias",
-        "--cors",
-        "--max-waiting",
-        "--api-key-file",
-        "--drain-s",
-        "--draft",
-        "--threads",
-        "--uds",
-    ):
+    names = ("host", "port", "alias", "cors", "max-waiting", "api-key-file", "drain-s", "draft", "threads", "uds")
+    for option in (f"--{name}" for name in names):
         assert re.search(rf"{option}[ ,]", shown), option
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from cpuspec import LLM
 from cpuspec.server.parsing import Piece, answer_parser, joined_pieces
 from tests.server.running import Running, load, serving
 from tests.server.test_structured import make_model
@@ -32,14 +31,14 @@ HEAD = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "hf", PLAIN)
+    return make_model(tmp_path_factory.mktemp("model"), PLAIN)
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def templated(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, prompt_arithmetic: str
 ) -> Iterator[tuple[str, Running]]:
-    directory = make_model(tmp_path_factory.mktemp("model") / "hf", TEMPLATES[request.param])
+    directory = make_model(tmp_path_factory.mktemp("model"), TEMPLATES[request.param])
     with serving(lambda: load(directory)) as found:
         yield request.param, found
 
@@ -94,29 +93,11 @@ def test_a_conversation_ends_as_it_is_asked_to(running: Running, messages: list[
 
 
 def test_a_template_that_leaves_the_message_out_is_told_of(tmp_path: Path) -> None:
-    directory = make_model(tmp_path / "hf", PLAIN.replace("{{ m.content }}", "{% if m.role == 'user' %}{{ m.content }}{% endif %}"))
+    directory = make_model(tmp_path, PLAIN.replace("{{ m.content }}", "{% if m.role == 'user' %}{{ m.content }}{% endif %}"))
     with serving(lambda: load(directory)) as running:
         reply = running.post("/v1/chat/completions", json={"messages": [USER, said("On")]})
     assert reply.status_code == 400
     assert "leaves out the last message" in reply.text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_answer_is_what_comes_behind_the_message(running: Running, llm: LLM, stream: bool) -> None:
-    messages: Any = [USER, said("On the")]
-    ids = llm.tokenizer.encode_chat(messages, continues=True)
-    wanted = llm.generate(ids, max_tokens=8)[0].text
-    ask: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 8, "extra_body": {"temperature": 0}}
-    theirs = running.anthropic
-    ours = running.openai
-    if stream:
-        chunks = ours.chat.completions.create(stream=True, **ask)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted
-        with theirs.messages.stream(**ask) as events:
-            assert events.get_final_text() == wanted
-    else:
-        assert ours.chat.completions.create(**ask).choices[0].message.content == wanted
-        assert theirs.messages.create(**ask).content[0].text == wanted
 
 
 # What the prompt ends with, the answer, and its pieces.

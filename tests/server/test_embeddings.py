@@ -1,6 +1,8 @@
-"""`/v1/embeddings` through OpenAI's client and by hand, against `LLM.embed`."""
+"""`/v1/embeddings`, `/v1/rerank` and `/v1/score` as their clients send them, against `LLM.embed` and `LLM.rank`."""
 
 import base64
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from cpuspec import LLM
+from tests.engine.test_ranking import DOCUMENTS, QUERY, by_matrix
 from tests.server.running import Running, load, serving
 
 TEXTS = ["the cat", "the cat sat on the mat and looked at the dog", "x"]
@@ -15,7 +18,7 @@ TEXTS = ["the cat", "the cat sat on the mat and looked at the dog", "x"]
 
 @pytest.fixture(scope="module")
 def embedding(path: Any) -> Any:
-    with serving(lambda: load(path), pooling="mean", max_prompt_tokens=100) as found:
+    with serving(lambda: load(path), pooling="mean") as found:
         yield found
 
 
@@ -55,31 +58,64 @@ def test_dimensions_shorten_a_vector(embedding: Running, llm: LLM) -> None:
     np.testing.assert_array_equal(np.array(row["embedding"], np.float32), llm.embed(TEXTS[1], "mean", 8)[0])
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ({"input": []}, "input has 0 texts"),
-        ({"input": ["a", ""]}, "empty text"),
-        ({"input": [[]]}, "empty text"),
-        ({"input": ["a"] * 2049}, "2049 texts"),
-        ({"input": "x " * 3000}, "characters"),
-        ({"input": [5] * 200}, "the prompt has 200 tokens"),
-        ({"input": [10**9]}, "prompt token ids must be in"),
-        ({"input": [-1]}, "prompt token ids must be in"),
-        ({"input": "a", "dimensions": 10**9}, "dimensions must be"),
-        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": {"a": 1}}, "input"),
-        ({}, "input"),
-    ],
-)
-def test_a_bad_request_says_why(embedding: Running, body: dict[str, Any], said: str) -> None:
-    answer = post(embedding, **body)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
-    assert said in answer.json()["error"]["message"] + str(answer.json()["error"]["param"])
-    assert post(embedding, input="x").status_code == 200
-
-
 def test_a_model_that_writes_makes_no_embeddings_unless_told(running: Running) -> None:
     answer = post(running, input="the cat")
     assert answer.status_code == 501
     assert "--pooling" in answer.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return by_matrix(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def ranking(ranks: Path) -> Iterator[Running]:
+    with serving(lambda: load(ranks)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def scores(ranks: Path) -> Iterator[list[float]]:
+    with load(ranks) as llm:
+        yield llm.rank(QUERY, DOCUMENTS)
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank", "/v1/reranking", "/reranking"])
+def test_the_best_documents_come_first(ranking: Running, scores: list[float], path: str) -> None:
+    best = sorted(range(len(DOCUMENTS)), key=lambda number: -scores[number])
+    reply = ranking.post(path, json={"model": "tiny", "query": QUERY, "documents": DOCUMENTS}).json()
+    assert [(one["index"], one["relevance_score"]) for one in reply["results"]] == [(one, scores[one]) for one in best]
+    assert (reply["object"], reply["model"]) == ("list", "tiny")
+    assert reply["usage"]["total_tokens"] == reply["usage"]["prompt_tokens"] > 0
+    documents = [{"text": one, "title": "a title"} for one in DOCUMENTS]
+    asked = {"query": QUERY, "documents": documents, "top_n": 2, "return_documents": True, "max_tokens_per_doc": 4096}
+    two = ranking.post(path, json=asked).json()["results"]
+    assert [one["index"] for one in two] == best[:2]
+    assert [one["document"]["text"] for one in two] == [DOCUMENTS[one] for one in best[:2]]
+
+
+def test_texts_are_ranked_in_the_form_of_tei(ranking: Running, scores: list[float]) -> None:
+    found = ranking.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS, "return_text": True, "raw_scores": False}).json()
+    assert {one["index"]: one["score"] for one in found} == dict(enumerate(scores))
+    assert all(one["text"] == DOCUMENTS[one["index"]] for one in found)
+
+
+@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
+def test_pairs_are_scored(ranking: Running, scores: list[float], names: tuple[str, str]) -> None:
+    for given in (QUERY, [QUERY], [QUERY] * len(DOCUMENTS)):
+        reply = ranking.post("/v1/score", json={names[0]: given, names[1]: DOCUMENTS}).json()
+        assert [(one["index"], one["score"]) for one in reply["data"]] == list(enumerate(scores))
+    one = ranking.post("/score", json={names[0]: QUERY, names[1]: DOCUMENTS[0]}).json()["data"]
+    assert [(row["object"], row["score"]) for row in one] == [("score", scores[0])]
+
+
+def test_a_model_that_writes_ranks_no_texts_unless_it_embeds(running: Running, path: Path, llm: LLM) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS[:2]}
+    answer = running.post("/v1/rerank", json=body)
+    assert answer.status_code == 501
+    assert "Qwen3-Reranker" in answer.json()["error"]["message"]
+    with serving(lambda: load(path), pooling="mean") as embeds:
+        found = {one["index"]: one["relevance_score"] for one in embeds.post("/v1/rerank", json=body).json()["results"]}
+    query, *documents = llm.embed([QUERY, *DOCUMENTS[:2]], "mean").astype(float)
+    assert found == pytest.approx({number: float(query @ one) for number, one in enumerate(documents)}, abs=1e-6)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx
 import numpy as np
@@ -22,10 +22,9 @@ import pytest
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.errors import BackendError, ConfigError
-from cpuspec.server import answering, connections, gate
+from cpuspec.server import answering, app, gate
 from cpuspec.server.app import listen, serve
 from cpuspec.server.errors import EngineFailedError
-from cpuspec.server.model import Answers
 from cpuspec.server.server import Server
 from cpuspec.settings import ServerConfig
 from tests.processes import interrupt, started, wait_for
@@ -133,7 +132,7 @@ def test_clients_that_send_slowly_hold_up_nobody(running: Running) -> None:
 
 
 def test_a_connection_without_a_request_is_closed_and_an_answer_is_not(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "REQUEST_S", 0.2)
+    monkeypatch.setattr(app, "REQUEST_S", 0.2)
     body = ENDLESS | {"stream": True, "max_tokens": 2000}
     with (
         serving(lambda: load(path)) as running,
@@ -157,7 +156,7 @@ def stuck_reader(running: Running, **changes: Any) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_reads_nothing_is_gone(path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    monkeypatch.setattr(connections, "READ_S", 0.2)
+    monkeypatch.setattr(app, "READ_S", 0.2)
     # An answer that is not streamed is complete before anything is sent, and the connection is what its client holds.
     change = {} if stream else {"stream": False, "max_tokens": 12_000}
     with serving(lambda: load(path), max_connections=2) as running, stuck_reader(running, **change) as connection:
@@ -219,13 +218,9 @@ def test_a_reader_that_is_slow_delays_nobody_and_loses_nothing(running: Running,
         (b'{"prompt": "a"} x', JSON, 400),
         (b'"text"', JSON, 400),
         (b'{"prompt": 5}', JSON, 400),
-        (b'{"prompt": []}', JSON, 400),
-        (b'{"prompt": "a", "temperature": NaN}', JSON, 400),
         (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", JSON, 400),
         (b'{"prompt": "a", "max_tokens": 1' + b"0" * 30 + b"}", JSON, 200),
         (b'{"prompt": "a", "\\ud800": 1}', JSON, 200),
-        (b'{"prompt": [1, "a"]}', JSON, 400),
-        (b'{"prompt": [999999]}', JSON, 400),
         (b'{"prompt": "a"}', {"content-type": "text/plain"}, 200),
         (b"x" * 100_001, JSON, 413),
         (b"x" * 10_000_000, JSON, 413),
@@ -295,10 +290,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_other(path: Path, error: typ
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path_", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_a_request_whose_rows_are_not_finite_gets_its_error_and_the_others_their_answers(
-    path: Path, path_: str, stream: bool
-) -> None:
+def test_a_request_whose_rows_are_not_finite_gets_its_error_and_the_others_their_answers(path: Path, stream: bool) -> None:
     llm = load(path)
     (poison,), whole = llm.tokenizer.encode("~", add_special=False), llm.backend.forward
 
@@ -310,36 +302,16 @@ def test_a_request_whose_rows_are_not_finite_gets_its_error_and_the_others_their
         return replace(output, logits=np.where(rows[:, None], np.float32(np.nan), output.logits), best=None)
 
     good = ENDLESS | {"max_tokens": 60, "logit_bias": {str(poison): -100}}
-    asked = {"/v1/completions": {"prompt": "the ~"}, "/v1/responses": {"input": "the ~"}}
-    bad = asked.get(path_, {"messages": [{"role": "user", "content": "the ~"}]}) | {"max_tokens": 5, "stream": stream}
     with serving(lambda: llm) as running, ThreadPoolExecutor(2) as pool:
         expected = running.post("/v1/completions", json=good).json()["choices"][0]["text"]
         llm.backend.forward = forward  # type: ignore[method-assign]
         others = [pool.submit(running.post, "/v1/completions", json=good | {"stream": one}) for one in (False, True)]
-        reply = running.post(path_, json=bad)
+        reply = running.post("/v1/completions", json=SHORT | {"prompt": "the ~", "stream": stream})
         one, streamed = [other.result() for other in others]
     assert one.json()["choices"][0]["text"] == expected
     assert "".join(choice["text"] for event in events(streamed.text) for choice in event["choices"]) == expected
     assert "NaN or infinite" in reply.text
-    assert reply.status_code == (200 if stream else 500)
-    kind = "api_error" if path_ == "/v1/messages" else "server_error"
-    assert f'"{kind}"' in reply.text
-
-
-@pytest.mark.parametrize(("path_", "wanted"), [("/v1/responses", "response.failed"), ("/v1/messages", "error")])
-def test_a_stream_that_fails_in_a_way_that_nobody_foresaw_ends_with_its_protocols_event(
-    path: Path, path_: str, wanted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(self: Answers) -> NoReturn:
-        raise ZeroDivisionError
-
-    body = {"messages": [{"role": "user", "content": "a"}], "input": "a", "max_tokens": 5}
-    kept = ("input",) if path_ == "/v1/responses" else ("messages", "max_tokens")
-    monkeypatch.setattr(Answers, "outputs", fails)
-    with serving(lambda: load(path)) as running:
-        last = events(running.post(path_, json={name: body[name] for name in kept} | {"stream": True}).text)[-1]
-    assert last["type"] == wanted
-    assert "its log says why" in str(last)
+    assert (reply.status_code, '"server_error"' in reply.text) == (200 if stream else 500, True)
 
 
 @contextmanager
@@ -427,67 +399,6 @@ def test_a_request_that_takes_too_long_is_told_so(path: Path) -> None:
         reply = running.post("/v1/completions", json=ENDLESS)
         assert (reply.status_code, reply.json()["error"]["type"]) == (504, "timeout_error")
         running.eventually(lambda: is_idle(running))
-
-
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(lambda: load(path, context_length=300)) as running:
-
-        def refuse(*arguments: Any, **options: Any) -> Any:
-            raise AssertionError("this text was tokenized")
-
-        monkeypatch.setattr(running.model.llm.tokenizer, "encode", refuse)
-        monkeypatch.setattr(running.model.llm.tokenizer, "encode_chat", refuse)
-        text = "a" * 5000
-        tools = [{"type": "function", "function": {"name": "f", "parameters": {"enum": [text]}}}]
-        for route, body in (
-            ("/v1/completions", {"prompt": text}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": tools}),
-            ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "system": text, "max_tokens": 1}),
-            ("/v1/responses", {"input": text}),
-            ("/tokenize", {"content": text}),
-        ):
-            for stream in (False, True):
-                told = refusal(running, route, body | ({} if route == "/tokenize" else {"stream": stream}))
-                assert re.search(r"3[12]\d tokens", told)
-                assert "it has 50" in told
-
-
-def refusal(running: Running, route: str, body: dict[str, Any]) -> str:
-    """The message of a prompt that is too long, in the words of its protocol."""
-    reply = running.post(route, json=body)
-    if route == "/v1/responses" and body["stream"]:  # Codex shortens its conversation for this event, and for no status
-        assert reply.status_code == 200
-        created, failed = events(reply.text)
-        assert (created["type"], failed["type"]) == ("response.created", "response.failed")
-        error = failed["response"]["error"]
-    else:
-        assert reply.status_code == 400, reply.text
-        error = reply.json()["error"]
-    if route.startswith("/v1/messages"):
-        found = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum", error["message"])
-        assert found
-        assert int(found[1]) > int(found[2])
-        assert error["type"] == "invalid_request_error"
-    else:
-        assert "this model's maximum context length is 300 tokens" in error["message"]
-        assert error["code"] == "context_length_exceeded"
-    return str(error["message"])
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_exceeds_the_context_is_refused_in_words_that_agents_know(path: Path, stream: bool) -> None:
-    words = "cat " * 400
-    bodies = {
-        "/v1/completions": {"prompt": words},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": words}]},
-        "/v1/messages": {"messages": [{"role": "user", "content": words}]},
-        "/v1/responses": {"input": words},
-    }
-    with serving(lambda: load(path, context_length=300)) as running:
-        for route, body in bodies.items():
-            refusal(running, route, body | {"stream": stream})
-        refusal(running, "/v1/completions", {"prompt": [5] * 300, "stream": stream})
 
 
 @pytest.mark.parametrize("stream", [True, False])

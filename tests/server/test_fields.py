@@ -1,6 +1,5 @@
 """Requests as clients of llama.cpp, vLLM, Ollama and others write them: fields that nobody knows, other names, other numbers."""
 
-import inspect
 import json
 import logging
 from collections.abc import Iterator
@@ -10,26 +9,17 @@ import httpx
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from cpuspec.server import completions, embeddings, llama_server, messages, native, ollama, ranking, responses, schema
+from cpuspec.server import messages, responses, schema
 from cpuspec.server.bodies import Body
-from cpuspec.server.fields import NEUTRAL, SAME_NAMES, TRANSLATED, UNLIMITED, read
+from cpuspec.server.fields import NEUTRAL, SAME_NAMES, UNLIMITED, read
 from tests.server.running import Running, events, load, serving
+from tests.server.test_bounds import ENDPOINTS
 
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cat sat on the mat"}], "max_tokens": 3}
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": {"prompt": "the cat", "max_tokens": 3},
-    "/v1/responses": {"input": "the cat", "max_output_tokens": 3},
-    "/v1/messages": CHAT,
-    "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
-    "/v1/embeddings": {"input": "the cat"},
-    "/v1/rerank": {"query": "the cat", "documents": ["a dog", "the mat"]},
-    "/v1/score": {"text_1": "the cat", "text_2": ["a dog", "the mat"]},
-    "/tokenize": {"content": "the cat"},
-    "/detokenize": {"tokens": [5, 6]},
-    "/apply-template": {"messages": CHAT["messages"]},
-    "/api/chat": {"messages": CHAT["messages"], "options": {"num_predict": 3}},
-    "/api/generate": {"prompt": "the cat", "options": {"num_predict": 3}},
+BODIES = {
+    path: body
+    for path, (_, body) in ENDPOINTS.items()
+    if path.startswith(("/v1/", "/tokenize", "/detokenize", "/apply")) or path in ("/api/chat", "/api/generate")
+    if path != "/v1/load_lora_adapter"
 }
 TYPES = (schema.ChatBody, schema.CompletionBody, responses.ResponsesBody, messages.MessagesBody)
 ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -79,7 +69,7 @@ def strict(path: Any) -> Iterator[Running]:
 
 
 def post(running: Running, endpoint: str, **fields: Any) -> httpx.Response:
-    return running.post(endpoint, content=json.dumps(BODIES[endpoint] | fields), headers={"content-type": "application/json"})
+    return running.post(endpoint, json=BODIES[endpoint] | fields)
 
 
 @pytest.mark.parametrize("endpoint", BODIES)
@@ -131,13 +121,7 @@ def test_a_path_without_v1_or_with_two_is_the_same(running: Running, endpoint: s
     assert running.get("/models").json() == running.get("/v1/models").json()
 
 
-def _bodies() -> list[type[Body]]:
-    modules = (completions, embeddings, llama_server, messages, native, ollama, ranking, responses, schema)
-    found = {one for module in modules for one in vars(module).values() if inspect.isclass(one) and issubclass(one, Body)}
-    return sorted(found, key=lambda one: one.__name__)
-
-
-@pytest.mark.parametrize("body", _bodies())
+@pytest.mark.parametrize("body", dict.fromkeys(body for body, _ in ENDPOINTS.values()))
 def test_every_name_of_a_thing_counts_as_the_bodys_own(body: type[Body]) -> None:
     declared = body.declared()
     for names in SAME_NAMES:
@@ -150,8 +134,6 @@ def test_every_name_of_a_thing_counts_as_the_bodys_own(body: type[Body]) -> None
                 assert (found, left) == ({name if name in declared else own: 2}, [])
     for name in declared:
         assert read(declared, {name: None}) == ({}, []), "a null is an absent field"
-    for name, become in TRANSLATED.items():
-        assert name in declared or become(0) is not None or name == "format"
 
 
 def test_a_value_that_changes_nothing_elsewhere_needs_no_note_and_others_do() -> None:
@@ -215,7 +197,7 @@ def test_numbers_as_clients_write_them_give_the_offline_answer(
         bias = dict.fromkeys(llm.tokenizer.encode("a", add_special=False), float("-inf"))
         settings = {"max_tokens": 4, "logit_bias": bias}
     params = SamplingParams(**{"ignore_eos": True, "seed": 3} | settings)
-    wanted = llm.generate("the cat", params)[0] if "prompt" in own else llm.chat(CHAT["messages"], params)
+    wanted = llm.generate("the cat", params)[0] if "prompt" in own else llm.chat(own["messages"], params)
     assert (choice["text"] if "text" in choice else choice["message"]["content"]) == wanted.text
 
 

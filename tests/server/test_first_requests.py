@@ -7,17 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.conformance.test_protocols import PROTOCOLS, STREAMS
 from tests.server.running import templated_model
 from tests.server.test_tools import TEMPLATE
 
-USER = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 2}
 REQUESTS: list[tuple[str, dict[str, Any] | None]] = [
     *((path, None) for path in ("/health", "/v1/models", "/props", "/slots", "/metrics", "/", "/api/tags")),
-    *((path, USER) for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/apply-template")),
-    ("/v1/chat/completions", {**USER, "stream": True}),
-    ("/v1/completions", {"prompt": "the cat", "max_tokens": 2}),
-    ("/v1/responses", {"input": "the cat", "max_output_tokens": 2}),
-    ("/completion", {"prompt": "the cat", "n_predict": 2}),
+    *((one.path, one.body(max_tokens=2)) for one in (PROTOCOLS | STREAMS).values() if one.path != "/infill"),
+    ("/apply-template", {"messages": [{"role": "user", "content": "the cat"}]}),
     ("/tokenize", {"content": "the cat"}),
     ("/openapi.json", None),
 ]

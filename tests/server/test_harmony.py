@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from cpuspec.cli.app import app
 from cpuspec.formats.tensor import F32
+from tests.command import ok, run
+from tests.conformance.test_protocols import PROTOCOLS
 from tests.server.running import Running, load, serving
 from tools.make_tiny_model import random_weights, tiny_config, write_huggingface
 
@@ -81,23 +82,19 @@ def ask(running: Running, **body: Any) -> dict[str, Any]:
     return found
 
 
-def test_reasoning_and_the_answer_come_apart_and_return_ends_it(running: Running) -> None:
-    found = ask(running)
-    assert (found["message"]["reasoning_content"], found["message"]["content"]) == ("Hm.", "Yes.")
-    assert found["finish_reason"] == "stop"
+@pytest.mark.parametrize("streams", [False, True])
+def test_reasoning_and_the_answer_come_apart_and_return_ends_it(running: Running, streams: bool) -> None:
+    found = replace(PROTOCOLS["chat completions"], streams=streams).ask(running, "hello", temperature=0, max_tokens=40)
+    assert (found.thought, found.text, found.end) == ("Hm.", "Yes.", "stop")
 
 
-def test_a_call_ends_the_answer_and_has_its_name_and_arguments(calling: Running) -> None:
-    found = ask(calling, tools=TOOLS)
+@pytest.mark.parametrize("choice", ["auto", {"type": "function", "function": {"name": "f"}}])
+def test_a_call_ends_the_answer_and_has_its_name_and_arguments(calling: Running, choice: Any) -> None:
+    """A demanded one begins behind its header."""
+    found = ask(calling, tools=TOOLS, tool_choice=choice)
     (call,) = found["message"]["tool_calls"]
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"a": 1})
-    assert (found["message"]["reasoning_content"], found["finish_reason"]) == ("Hm.", "tool_calls")
-
-
-def test_a_demanded_call_begins_behind_its_header(calling: Running) -> None:
-    found = ask(calling, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "f"}})
-    (call,) = found["message"]["tool_calls"]
-    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"a": 1})
+    assert choice != "auto" or (found["message"]["reasoning_content"], found["finish_reason"]) == ("Hm.", "tool_calls")
 
 
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}]])
@@ -113,15 +110,6 @@ def test_stop_strings_count_in_content_only(running: Running, calling: Running) 
     found = ask(running, stop=["s."])
     assert (found["message"]["content"], found["finish_reason"]) == ("Ye", "stop")
     assert ask(calling, tools=TOOLS, stop=['"a"'])["finish_reason"] == "tool_calls"
-
-
-def test_channels_are_streamed_as_they_come(running: Running) -> None:
-    body = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 40, "stream": True}
-    with running.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as reply:
-        lines = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
-    deltas = [line["choices"][0]["delta"] for line in lines if line["choices"]]
-    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Hm."
-    assert "".join(delta.get("content") or "" for delta in deltas) == "Yes."
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
@@ -149,10 +137,9 @@ def test_drafts_change_no_answer_in_channels(path: Path) -> None:
 
 
 def test_generate_writes_the_answer_on_stdout_and_reasoning_on_stderr(path: Path) -> None:
-    found = CliRunner().invoke(app, ["generate", "hello", "-m", str(path), "--temperature", "0", "--threads", "1"])
-    assert found.exit_code == 0, found.output
-    assert found.stdout == "Yes.\n"
+    command = ("generate", "hello", "-m", str(path), "--temperature", "0", "--threads", "1")
+    found = run(*command)
+    assert (found.exit_code, found.stdout) == (0, "Yes.\n")
     assert "Hm." in found.stderr
-    found = CliRunner().invoke(app, ["generate", "hello", "-m", str(path), "--temperature", "0", "--threads", "1", "--json"])
-    told = json.loads(found.stdout)
+    told = json.loads(ok(*command, "--json"))
     assert (told["content"], told["reasoning"]) == ("Yes.", "Hm.")

@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from cpuspec.server import completions, embeddings, llama_server, messages, ollama, ranking, responses
 from cpuspec.server.model import Answers
 from cpuspec.server.schema import Body, body_in, is_ignored
-from tests.server.running import Running, load, serving, templated_model
+from tests.server.running import Running, load, serving, templated_model, with_tokens
 from tests.server.test_bounds import ENDPOINTS as BOUNDED
-from tests.server.test_fields import BODIES as FEW
-from tests.server.test_infill import with_fill_tokens
 
 # A template that reads whatever a request may give it.
 TEMPLATE = (
@@ -24,11 +21,7 @@ TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": 
 FLAT = {"type": "function", "name": "find", "parameters": {"type": "object"}}
 NO_ANSWERS = {"/api/pull", "/v1/load_lora_adapter", "/slots/0?action=save"}
 WHOLE = {"/api/show": {"model": None}, "/api/chat": {"stream": False}, "/api/generate": {"stream": False}}
-ENDPOINTS = {
-    path: (kind, few | (FEW.get(path, {}) if path.startswith("/v1/") else {}) | WHOLE.get(path, {}))
-    for path, (kind, few) in BOUNDED.items()
-    if path not in NO_ANSWERS
-}
+ENDPOINTS = {path: (kind, few | WHOLE.get(path, {})) for path, (kind, few) in BOUNDED.items() if path not in NO_ANSWERS}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 LONG = "a dog " * 3000
@@ -116,7 +109,7 @@ def _with(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    directory = with_fill_tokens(templated_model(tmp_path_factory.mktemp("model"), TEMPLATE, vocab_size=512))
+    directory = with_tokens(templated_model(tmp_path_factory.mktemp("model"), TEMPLATE, vocab_size=512))
     with serving(lambda: load(directory, prefix_cache_gb=0), pooling="mean") as found:
         yield found
 
@@ -179,12 +172,3 @@ def test_each_field_has_an_effect_or_is_named(running: Running, asked: list[Any]
         if not named and after == known[key]:
             silent.append(path)
     assert silent == []
-
-
-def test_every_body_of_a_protocol_is_tried() -> None:
-    modules = (completions, embeddings, llama_server, messages, ollama, ranking, responses)
-    bodies = {one for module in modules for name, one in vars(module).items() if isinstance(one, type) and name.endswith("Body")}
-    own = {one for one in bodies if issubclass(one, Body) and one is not Body and not one.__name__.startswith("_")}
-    tried = {kind for kind, _ in ENDPOINTS.values()}
-    shared = {one for one in own if any(one in kind.__mro__[1:] for kind in tried)}
-    assert own - shared <= tried

@@ -1,56 +1,29 @@
 """Filling the gap between two texts, through `/infill` and through the suffix of a plain completion."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from tests.server.running import Running, load, serving, tiny_model
+from tests.server.running import Running, load, serving, tiny_model, with_tokens
 from tools.make_tiny_model import make_tiny_hf
 
-MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>")
 BODY: dict[str, Any] = {"input_prefix": "def f(", "input_suffix": "return 1", "n_predict": 8, "temperature": 0, "samplers": ["x"]}
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with the tokens that Qwen2.5-Coder has for this."""
-    return with_fill_tokens(make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048, vocab_size=512))
+    return with_tokens(make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048, vocab_size=512))
 
 
-def with_fill_tokens(directory: Path, marks: tuple[str, ...] = MARKS) -> Path:
-    """The model with the marks in its vocabulary."""
-    file = directory / "tokenizer.json"
-    content = json.loads(file.read_text("utf-8"))
-    free = 1 + max([*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])])
-    same = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    content["added_tokens"] += [{"id": free + number, "content": text, **same} for number, text in enumerate(marks)]
-    file.write_text(json.dumps(content))
-    return directory
-
-
-def wanted(llm: LLM, text: str, num_tokens: int = 8) -> Any:
+def wanted(llm: LLM, text: str) -> Any:
     """The offline answer to the marked text."""
-    tokenizer = llm.tokenizer
-    ids = tokenizer.encode(text, parse_special=True)
-    ends = tuple(
-        found for name in ("<|file_sep|>", "<|repo_name|>", "<|endoftext|>") if (found := tokenizer.token_id(name)) is not None
-    )
-    (answer,) = llm.generate([ids], SamplingParams(max_tokens=num_tokens, stop_token_ids=ends))
+    tokens = [llm.tokenizer.token_id(name) for name in ("<|file_sep|>", "<|repo_name|>", "<|endoftext|>")]
+    params = SamplingParams(max_tokens=8, stop_token_ids=tuple(one for one in tokens if one is not None))
+    (answer,) = llm.generate([llm.tokenizer.encode(text, parse_special=True)], params)
     return answer
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_gap_is_filled_as_the_marks_ask(running: Running, llm: LLM, stream: bool) -> None:
-    answer = wanted(llm, "<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>")
-    reply = running.post("/infill", json=BODY | {"stream": stream}).text
-    events = [json.loads(line.removeprefix("data: ")) for line in reply.splitlines() if line]
-    assert "".join(event["content"] for event in events) == answer.text
-    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
-    assert events[-1]["tokens_predicted"] == len(answer.token_ids)
-    assert events[-1]["timings"]["predicted_n"] == len(answer.token_ids)
 
 
 def test_other_files_come_first(running: Running, llm: LLM) -> None:
@@ -72,7 +45,7 @@ OTHERS = (
 
 @pytest.mark.parametrize("marks", OTHERS)
 def test_marks_of_other_families_are_known(tmp_path: Path, marks: tuple[str, ...]) -> None:
-    directory = with_fill_tokens(make_tiny_hf(tmp_path / "hf", "starcoder2", context_length=512, vocab_size=512), marks)
+    directory = with_tokens(make_tiny_hf(tmp_path / "hf", "starcoder2", context_length=512, vocab_size=512), marks)
     prefix, suffix, middle, *others = marks
     files = f"{others[0]}project\n{others[1]}a.py\nx = 1\n{others[1]}file\n" if others else ""
     with serving(lambda: load(directory)) as running:

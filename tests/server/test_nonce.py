@@ -7,44 +7,41 @@ from typing import Any
 
 import pytest
 
+from tests.conformance.test_protocols import CHAT, PLAIN, PROTOCOLS, RESPONSES, TIME
 from tests.server.asgi import Application, application, parts, said
-from tests.server.running import templated_model
-from tests.server.test_infill import with_fill_tokens
-from tests.server.test_tools import TEMPLATE, TOOL
+from tests.server.running import templated_model, with_tokens
+from tests.server.test_tools import TEMPLATE
 
-CHAT, PLAIN, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 TALK = {"messages": [{"role": "user", "content": "the cat sat on the mat and the cat sat on the mat"}], "max_tokens": 40}
-OPENAI_TOOL = {"type": "function", "name": "get_time", "parameters": {"type": "object"}, "strict": False}
-CLAUDE_TOOL = {"name": "get_time", "input_schema": {"type": "object"}}
 LONG = TALK | {"ignore_eos": True}
-INPUT = {"input": "the cat sat", "max_output_tokens": 40}
+
+
+def demanding(name: str) -> tuple[str, dict[str, Any]]:
+    """A request for a call."""
+    protocol = PROTOCOLS[name]
+    return protocol.path, protocol.body(max_tokens=80) | {"tools": [protocol.tool(TIME)], "tool_choice": protocol.choice("")}
+
+
 STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": (CHAT, LONG | {"stream_options": {"include_usage": True}}),
+    **{name: (one.path, one.body(TALK["messages"][0]["content"], max_tokens=40)) for name, one in PROTOCOLS.items()},
+    **{f"{name} with a call": demanding(name) for name in ("chat completions", "responses", "messages")},
+    "chat with usage": (CHAT, LONG | {"stream_options": {"include_usage": True}}),
     "chat with reasoning": (CHAT, LONG | {"chat_template_kwargs": {"think": True}}),
-    "chat with a call": (CHAT, TALK | {"tools": [TOOL], "tool_choice": "required"}),
     "chat with logprobs": (CHAT, LONG | {"logprobs": True, "top_logprobs": 2}),
     "chat with levels": (CHAT, LONG | {"cpuspec": {"tokens": True}}),
     "chat with progress": (CHAT, LONG | {"return_progress": True, "n": 2}),
     "more chats than places": (CHAT, LONG | {"n": 6}),
-    "plain": (PLAIN, {"prompt": "the cat", "max_tokens": 40, "ignore_eos": True, "logprobs": 1}),
+    "plain with logprobs": (PLAIN, {"prompt": "the cat", "max_tokens": 40, "ignore_eos": True, "logprobs": 1}),
     "plain with stops": (PLAIN, {"prompt": "the cat", "max_tokens": 40, "stop": ["cat", "e "]}),
     "several prompts": (PLAIN, {"prompt": ["the cat", "a dog"], "n": 2, "max_tokens": 20, "echo": True}),
     "suffix": (PLAIN, {"prompt": "the cat sat ", "suffix": "dog", "max_tokens": 40}),
-    "responses": (RESPONSES, INPUT),
-    "responses with a call": (RESPONSES, INPUT | {"tools": [OPENAI_TOOL], "tool_choice": "required"}),
-    "messages": (MESSAGES, TALK),
-    "messages with a call": (MESSAGES, TALK | {"tools": [CLAUDE_TOOL], "tool_choice": {"type": "any"}}),
-    "ollama's chat": ("/api/chat", {"messages": TALK["messages"], "options": {"num_predict": 40}}),
-    "ollama's prompt": ("/api/generate", {"prompt": "the cat", "options": {"num_predict": 40}, "logprobs": True}),
-    "completion": ("/completion", {"prompt": "the cat", "n_predict": 40}),
-    "infill": ("/infill", {"input_prefix": "the cat sat ", "input_suffix": "dog", "n_predict": 40}),
 }
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with tools, reasoning and the tokens of filling in."""
-    return with_fill_tokens(templated_model(tmp_path_factory.mktemp("model"), TEMPLATE, vocab_size=512))
+    return with_tokens(templated_model(tmp_path_factory.mktemp("model"), TEMPLATE, vocab_size=512))
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +70,13 @@ def test_a_nonce_decides_every_event(twins: tuple[Application, Application], nam
 
 def test_drafts_were_accepted(twins: tuple[Application, Application]) -> None:
     """Else the test above would not show that events do not depend on them."""
-    path, body = STREAMS["chat"]
+    path, body = STREAMS["chat with usage"]
     last = twins[0].messages(path, body | {"stream": True, "temperature": 0}, "a nonce")[-3]["body"]
     assert b'"accepted_prediction_tokens":0' not in last
     assert b'"accepted_prediction_tokens":' in last
 
 
-@pytest.mark.parametrize("name", ["chat", "plain", "several prompts", "responses", "messages"])
+@pytest.mark.parametrize("name", ["chat with usage", "completions", "several prompts", "responses", "messages"])
 def test_without_a_nonce_a_slow_reader_gets_what_has_come_as_one_event(twins: tuple[Application, Application], name: str) -> None:
     path, body = STREAMS[name]
     body = body | {"stream": True, "temperature": 0}
@@ -90,13 +87,6 @@ def test_without_a_nonce_a_slow_reader_gets_what_has_come_as_one_event(twins: tu
 
 
 def test_without_a_nonce_what_is_drawn_differs(twins: tuple[Application, Application]) -> None:
-    path, body = STREAMS["chat"]
-    first, second = (
-        [
-            said(message["body"])
-            for message in twins[1].messages(path, body | {"stream": True, "temperature": 1}, None)
-            if "body" in message
-        ]
-        for _ in range(2)
-    )
-    assert first != second
+    path, body = STREAMS["chat with usage"]
+    first, second = (twins[1].messages(path, body | {"stream": True, "temperature": 1}, None) for _ in range(2))
+    assert [said(one["body"]) for one in first[1:]] != [said(one["body"]) for one in second[1:]]

@@ -16,13 +16,10 @@ from cpuspec.engine.engine import Engine
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.sequence import Sequence
 from cpuspec.server import completions
-from cpuspec.server.errors import BusyError
 from cpuspec.server.figures import completion_logprobs
-from cpuspec.server.response_store import ResponseStore
 from cpuspec.settings import SamplingParams, SpecConfig
 from cpuspec.text.tokenizer import Tokenizer
 from tests.server.running import LONGEST_CALLBACK_S, Running, load, serving, with_free_loop
-from tests.server.test_admission import Desk
 
 CHAT, PLAIN, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 USER = {"role": "user", "content": "the cat"}
@@ -102,18 +99,6 @@ def test_texts_and_grammars_are_read_beside_the_event_loop(
     assert {name.partition("_")[0] for name in seen} <= {"cpuspec-tokenizer", "cpuspec-grammar"}
 
 
-def test_a_client_fills_its_own_part_of_the_queue() -> None:
-    desk = Desk(2, 8)
-    desk.enter("a", *map(str, range(10)))
-    with pytest.raises(BusyError, match="8 wait, 8 of them yours"):
-        desk.enter("a", "more")
-    desk.enter("b", *map(str, range(8)))
-    desk.enter("c", *map(str, range(8)))
-    desk.enter("d", *map(str, range(8)))
-    with pytest.raises(BusyError):  # of all together, four times as many wait
-        desk.enter("e", "more")
-
-
 def test_eighty_answers_of_one_client_leave_the_queue_to_others(path: Path) -> None:
     with serving(lambda: load(path), ("first", "second"), max_waiting=8) as running:
         first, second = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
@@ -124,15 +109,6 @@ def test_eighty_answers_of_one_client_leave_the_queue_to_others(path: Path) -> N
             running.model.admission.check("second", 8)
             with client.stream("POST", PLAIN, json=endless, headers=second) as other:
                 assert other.status_code == 200
-
-
-def test_a_stored_response_that_comes_again_takes_its_memory_once() -> None:
-    store = ResponseStore(1000)
-    for _ in range(50):
-        store.store("me", {"id": "one", "output": []}, [], 200)
-    store.store("me", {"id": "two", "output": []}, [], 200)
-    assert store.get("me", "one")
-    assert store.get("me", "two")
 
 
 def test_a_response_has_an_id_that_no_client_chooses(running: Running) -> None:
@@ -150,16 +126,6 @@ def test_scoring_has_a_budget(running: Running) -> None:
         reply = running.post(PLAIN, json=body | {"echo": True, "max_tokens": 0})
         assert reply.status_code == 400
         assert "at most" in reply.json()["error"]["message"]
-
-
-def test_slots_of_clients_with_keys_are_their_own(path: Path, tmp_path: Path) -> None:
-    with serving(lambda: load(path), ("first", "second"), slot_save_path=str(tmp_path)) as running:
-        first, second = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
-        assert running.post(PLAIN, json={"prompt": "the cat " * 50, "max_tokens": 2}, headers=first).status_code == 200
-        assert running.post("/slots/0?action=save", json={"filename": "one"}, headers=first).status_code == 200
-        assert running.post("/slots/0?action=restore", json={"filename": "one"}, headers=second).status_code == 400
-        assert running.post("/slots/0?action=restore", json={"filename": "one"}, headers=first).status_code == 200
-        assert running.post("/slots/0?action=erase", headers=first).status_code == 403
 
 
 def test_a_page_of_another_origin_changes_nothing_by_a_form(path: Path, tmp_path: Path) -> None:

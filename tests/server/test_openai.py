@@ -1,4 +1,4 @@
-"""OpenAI's protocol through its official client, against the answers that the Python interface gives."""
+"""What OpenAI's chat and plain completions alone have, through its official client, against the answers of the Python interface."""
 
 import re
 from typing import Any
@@ -12,53 +12,6 @@ from tests.server.running import Running
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the cat sat on the mat"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
 IGNORE = {"extra_body": {"ignore_eos": True}}
-
-
-def expected(llm: LLM, **settings: Any) -> Any:
-    return llm.chat(MESSAGES, SamplingParams(ignore_eos=True, **settings))
-
-
-def test_a_greedy_chat_is_the_offline_answer(client: openai.OpenAI, llm: LLM) -> None:
-    wanted = expected(llm, max_tokens=20)
-    answer = client.chat.completions.create(messages=MESSAGES, max_tokens=20, **GREEDY, **IGNORE)  # type: ignore[call-overload]
-    choice = answer.choices[0]
-    assert (choice.message.content, choice.message.role, choice.finish_reason) == (wanted.text, "assistant", "length")
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (wanted.stats.num_prompt_tokens, 20)
-    details = answer.usage.completion_tokens_details
-    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == answer.timings["draft_n"]
-    assert answer.timings["draft_n_accepted"] == details.accepted_prediction_tokens
-    assert answer.model == "tiny"
-    assert answer._request_id in answer.id
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_streams_add_up_to_the_whole_answers(client: openai.OpenAI, llm: LLM, n: int) -> None:
-    settings: dict[str, Any] = {"temperature": 0.9, "seed": 11, "max_tokens": 15}
-    wanted = llm.chat(MESSAGES, SamplingParams(ignore_eos=True, n=n, **settings))
-    texts, reasons = [""] * n, [None] * n
-    usage = None
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    stream = client.chat.completions.create(model="tiny", messages=MESSAGES, n=n, **settings, **IGNORE, **options)  # type: ignore[call-overload]
-    for chunk in stream:
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
-    assert texts == [one.text for one in wanted.outputs]
-    assert reasons == ["length"] * n
-    assert usage.completion_tokens == 15 * n  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_are_those_of_the_offline_answer(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
-    wanted = expected(llm, max_tokens=6, logprobs=2)
-    options: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "stream": stream}
-    answer = client.chat.completions.create(messages=MESSAGES, max_tokens=6, **options, **GREEDY, **IGNORE)
-    parts = [chunk.choices[0] for chunk in answer] if stream else answer.choices
-    content = [token for part in parts if part.logprobs for token in part.logprobs.content]
-    assert [one.logprob for one in content] == [one.logprob for one in wanted.logprobs]
-    assert [[top.logprob for top in one.top_logprobs] for one in content] == [[lp for _, lp in one.top] for one in wanted.logprobs]
-    assert bytes(byte for one in content for byte in one.bytes).decode(errors="replace") == wanted.text
 
 
 def test_plain_completions_take_texts_ids_and_lists(client: openai.OpenAI, llm: LLM) -> None:
@@ -210,7 +163,7 @@ def test_state_and_metrics_tell_what_happened(running: Running, client: openai.O
 
 
 def test_a_predicted_output_changes_no_answer_and_saves_steps(client: openai.OpenAI, llm: LLM) -> None:
-    wanted = expected(llm, max_tokens=40)
+    wanted = llm.chat(MESSAGES, SamplingParams(max_tokens=40, ignore_eos=True))
     accepted = []
     for prediction in (None, wanted.text, [{"type": "text", "text": wanted.text}], "something else"):
         given = {} if prediction is None else {"prediction": {"type": "content", "content": prediction}}

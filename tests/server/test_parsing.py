@@ -12,15 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpuspec.server.parsing import (
-    TOOL_FORMATS,
-    AnswerParser,
-    Piece,
-    ToolFormat,
-    answer_parser,
-    joined_pieces,
-    tool_format,
-)
+from cpuspec.server.parsing import TOOL_FORMATS, AnswerParser, Piece, ToolFormat, answer_parser, joined_pieces, tool_format
 from cpuspec.text.reasoning import opens_reasoning, reasoning_marks
 from tests.server.written import FUNCTIONS, PARTS, WAYS, WORDS, damaged, random_call
 
@@ -42,87 +34,38 @@ NAMES = {
 }
 ARGUMENTS = '{"city": "Paris, \\"}]{[\\\\", "deep": {"list": [1, 2.5, null, "</tool_call>"]}}'
 
-# format, text, what it holds
+GIVEN = json.loads(ARGUMENTS)
+
+# Format, text, and what it holds, as `plain` tells it.
 SAMPLES = [
-    ("hermes", "Just text, <b>with</b> marks < and <tool", [("content", "Just text, <b>with</b> marks < and <tool")]),
-    (
-        "hermes",
-        f'Let me look.\n\n<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n<tool_call>\n'
-        '{"arguments": {"a": 1}, "name": "f"}\n</tool_call>',
-        [("content", "Let me look."), ("call", "get_weather"), ("arguments", ARGUMENTS), ("call", "f"), ("arguments", '{"a": 1}')],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call> and on',
-        [("call", "f"), ("arguments", '{"a": 1}'), ("content", "and on")],
-    ),
-    ("hermes", '<tool_call>{"name": "f"}</tool_call>', [("call", "f"), ("arguments", "{}")]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ', [("content", '<tool_call>{"name": "f", "arguments": {"a": ')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call> and on', [("f", {"a": 1}), "and on"]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', [("f", {})]),
     (
         "hermes",
         '```json\n{\n  "name": "f",\n  "arguments": {"a": 1}\n}\n```\nor <tool_call>{"name": "search"}</tool_call>',
-        [("call", "f"), ("arguments", '{"a": 1}'), ("content", "or"), ("call", "search"), ("arguments", "{}")],
+        [("f", {"a": 1}), "or", ("search", {})],
     ),
-    ("hermes", '{"name": "Bob"} <tool_call>{"name": "f"}', [("content", '{"name": "Bob"}'), ("call", "f"), ("arguments", "{}")]),
-    ("hermes", "<tool_call>sorry</tool_call>", [("content", "<tool_call>sorry</tool_call>")]),
+    ("hermes", '{"name": "Bob"} <tool_call>{"name": "f"}', ['{"name": "Bob"}', ("f", {})]),
     (  # Falcon-H1's marks hold a list
         "hermes",
         'So:\n<tool_call>\n[\n  {"name": "f", "arguments": {"a": 1}},\n  {"name": "search", "arguments": {}}\n]\n'
         "</tool_call>\nNow, wait.",
-        [
-            *(("content", "So:"), ("call", "f"), ("arguments", '{"a": 1}'), ("call", "search"), ("arguments", "{}")),
-            ("content", "Now, wait."),
-        ],
+        [*("So:", ("f", {"a": 1}), ("search", {})), "Now, wait."],
     ),
-    ("hermes", "<tool_call>[1, 2]</tool_call>", [("content", "<tool_call>[1, 2]</tool_call>")]),
-    ("nemotron2", '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>', [("call", "f"), ("arguments", '{"a": 1}')]),
-    ("hermes", '<tool_call>{"nam', [("content", '<tool_call>{"nam')]),
-    ("hermes", '<tool_call>{"name": 5, "x" 6} ', [("content", '<tool_call>{"name": 5, "x" 6} ')]),
-    (
-        "mistral",
-        f'[TOOL_CALLS] [{{"name": "f", "arguments": {ARGUMENTS}}}, {{"name": "search", "arguments": {{}}, "id": "abc"}}]',
-        [("call", "f"), ("arguments", ARGUMENTS), ("call", "search"), ("arguments", "{}")],
-    ),
-    (
-        "mistral",
-        f"Well.[TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]search[CALL_ID]x1[ARGS]{{}}",
-        [("content", "Well."), ("call", "f"), ("arguments", ARGUMENTS), ("call", "search"), ("arguments", "{}")],
-    ),
-    (
-        "llama3",
-        f'<|python_tag|>{{"name": "f", "parameters": {ARGUMENTS}}}; {{"name": "search", "parameters": {{"q": "x"}}}}',
-        [("call", "f"), ("arguments", ARGUMENTS), ("call", "search"), ("arguments", '{"q": "x"}')],
-    ),
-    ("llama3", ' {"name": "Bob", "parameters": {"age": 3}}', [("content", ' {"name": "Bob", "parameters": {"age": 3}}')]),
-    ("llama3", "{'name': 'f'} is no JSON", [("content", "{'name': 'f'} is no JSON")]),
-    ("json", '```json\n{"name": "f", "parameters": {"a": 1}}\n```', [("call", "f"), ("arguments", '{"a": 1}')]),
-    ("json", '```python\nprint("x")\n```', [("content", '```python\nprint("x")\n```')]),
-    ("json", "[1] is a note", [("content", "[1] is a note")]),
     (
         "qwen3_coder",
         "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nNew\nYork 12\n</parameter>\n"
         "<parameter=days>\n3\n</parameter>\n"
         "</function>\n</tool_call>\n<tool_call>\n<function=search>\n<parameter=q>\n[1, 2]\n"
         "<parameter=r>\nTrue\n</function>\n</tool_call>",
-        [
-            ("content", "I look."),
-            ("call", "get_weather"),
-            ("arguments", '{"city": "New\\nYork 12", "days": 3}'),
-            ("call", "search"),
-            ("arguments", '{"q": [1, 2], "r": true}'),
-        ],
+        ["I look.", ("get_weather", {"city": "New\nYork 12", "days": 3}), ("search", {"q": [1, 2], "r": True})],
     ),
-    (
-        "qwen3_coder",
-        "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>",
-        [("call", "f"), ("arguments", '{"a": "7"}')],
-    ),
-    ("qwen3_coder", "<tool_call>none</tool_call>", [("content", "<tool_call>none</tool_call>")]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>", [("f", {"a": "7"})]),
     (  # values that hold the format's own tags, and HTML
         "qwen3_coder",
         "<tool_call>\n<function=f>\n<parameter=a>\n<p>\n</parameter> or <function=g> <parameter=b>\n\n"
         "</parameter>\n</function>\n</tool_call>",
-        [("call", "f"), ("arguments", '{"a": "<p>\\n</parameter> or <function=g> <parameter=b>\\n"}')],
+        [("f", {"a": "<p>\n</parameter> or <function=g> <parameter=b>\n"})],
     ),
     (  # what a schema says of a value counts, by whatever keyword it says it
         "qwen3_coder",
@@ -130,128 +73,103 @@ SAMPLES = [
         "<parameter=where>\n[1]\n</parameter>\n<parameter=empty>\nnull\n</parameter>\n<parameter=flag>\nTrue\n</parameter>\n"
         "<parameter=list>\n['a', {'b': None}]\n</parameter>\n<parameter=wrong>\n1 or 2\n</parameter>\n</function>\n</tool_call>",
         [
-            ("call", "typed"),
             (
-                "arguments",
-                '{"maybe": "12", "one": "7", "where": "[1]", "empty": null, "flag": true, "list": ["a", {"b": null}], '
-                '"wrong": "1 or 2"}',
-            ),
+                "typed",
+                {
+                    "maybe": "12",
+                    "one": "7",
+                    "where": "[1]",
+                    "empty": None,
+                    "flag": True,
+                    "list": ["a", {"b": None}],
+                    "wrong": "1 or 2",
+                },
+            )
         ],
     ),
     (  # models forget the opening mark
         "qwen3_coder",
         "I look.\n\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=search>\n"
         "</function>\n</tool_call>",
-        [("content", "I look."), ("call", "f"), ("arguments", '{"a": "x"}'), ("call", "search"), ("arguments", "{}")],
+        ["I look.", ("f", {"a": "x"}), ("search", {})],
     ),
-    (
-        "qwen3_coder",
-        "Write <function=NAME> ... </function> there.",
-        [("content", "Write <function=NAME> ... </function> there.")],
-    ),
-    ("qwen3_coder", '<tool_call>\n[{"name": "f", "arguments": {}}]\n</tool_call>', [("call", "f"), ("arguments", "{}")]),
+    ("qwen3_coder", '<tool_call>\n[{"name": "f", "arguments": {}}]\n</tool_call>', [("f", {})]),
     (
         "glm",
         "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>42</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n"
         "</tool_call><tool_call>f</tool_call>",
-        [("call", "get_weather"), ("arguments", '{"city": "42", "days": 2}'), ("call", "f"), ("arguments", "{}")],
+        [("get_weather", {"city": "42", "days": 2}), ("f", {})],
     ),
     (
         "lfm2",
         "<|tool_call_start|>[get_weather(city='Paris', days=-2), f(a=[1, {'k': null}], b=true)]<|tool_call_end|>Done",
-        [
-            ("call", "get_weather"),
-            ("arguments", '{"city": "Paris", "days": -2}'),
-            ("call", "f"),
-            ("arguments", '{"a": [1, {"k": null}], "b": true}'),
-            ("content", "Done"),
-        ],
+        [("get_weather", {"city": "Paris", "days": -2}), ("f", {"a": [1, {"k": None}], "b": True}), "Done"],
     ),
     (  # quotes that the template does not escape, keywords as names, lines in a text, numbers with zeros
         "lfm2",
         '<|tool_call_start|>[f(a=\'It\'s \\n "so"\', class="two\nlines"), files.open(n=007)]<|tool_call_end|>',
-        [
-            ("call", "f"),
-            ("arguments", '{"a": "It\'s \\n \\"so\\"", "class": "two\\nlines"}'),
-            ("call", "files.open"),
-            ("arguments", '{"n": 7}'),
-        ],
+        [("f", {"a": 'It\'s \n "so"', "class": "two\nlines"}), ("files.open", {"n": 7})],
     ),
     (
         "lfm2",
         '[{"name": "f", "arguments": {"a": "b"}}]\n<|tool_call_start|>[ {"name": "search", "arguments": {}}]<|tool_call_end|>',
-        [("call", "f"), ("arguments", '{"a": "b"}'), ("call", "search"), ("arguments", "{}")],
+        [("f", {"a": "b"}), ("search", {})],
     ),
-    *(
-        ("lfm2", text, [("content", text)])
-        for text in (
-            "<|tool_call_start|>[f('x')]<|tool_call_end|>",
-            "<|tool_call_start|>[f(a='x'",
-            "<|tool_call_start|>f[0]<|tool_call_end|>",
-        )
-    ),
-    (
-        "lfm2",
-        "<|tool_call_start|>[f(a=open('x'))]<|tool_call_end|>",
-        [("content", "<|tool_call_start|>[f(a=open('x'))]<|tool_call_end|>")],
-    ),
-    (
-        "hunyuan",
-        'I look.\n<tool_calls>[{"name": "f", "arguments": {"a": 1}}, {"name": "search", "arguments": {}}]</tool_calls>',
-        [("content", "I look."), ("call", "f"), ("arguments", '{"a": 1}'), ("call", "search"), ("arguments", "{}")],
-    ),
-    (
-        "gemma4",
-        '<|tool_call>call:f{a:<|"|>say "{b:1}", c<|"|>,list:[1,{k:<|"|><|"|>}],n: 2.5}<tool_call|>',
-        [("call", "f"), ("arguments", '{"a": "say \\"{b:1}\\", c", "list": [1, {"k": ""}], "n": 2.5}')],
-    ),
-    (
-        "granite",
-        '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "search", "arguments": {}}]',
-        [("call", "f"), ("arguments", '{"a": 1}'), ("call", "search"), ("arguments", "{}")],
-    ),
-    (
-        "command",
-        '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>',
-        [("call", "f"), ("arguments", '{"a": 1}')],
-    ),
-    (
-        "deepseek",
-        'Well.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n'
-        '<｜tool▁call▁begin｜>search<｜tool▁sep｜>{"q": "x"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        [("content", "Well."), ("call", "f"), ("arguments", '{"a": 1}'), ("call", "search"), ("arguments", '{"q": "x"}')],
-    ),
-    ("harmony", "No channel < at all.", [("content", "No channel < at all.")]),
     (
         "harmony",
         "<|channel|>analysis<|message|>Think <b>.<|end|><|start|>assistant<|channel|>commentary<|message|>I will look.<|end|>"
         f"<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ARGUMENTS}<|call|>",
-        [("reasoning", "Think <b>."), ("content", "I will look."), ("call", "f"), ("arguments", ARGUMENTS)],
+        [("reasoning", "Think <b>."), "I will look.", ("f", GIVEN)],
     ),
-    (
-        "harmony",
-        ' to=functions.search<|channel|>analysis json<|message|>{"q": "x"}',
-        [("call", "search"), ("arguments", '{"q": "x"}')],
-    ),
+    ("harmony", ' to=functions.search<|channel|>analysis json<|message|>{"q": "x"}', [("search", {"q": "x"})]),
     (
         "harmony",
         "<|channel|>analysis<|message|>one<|end|><|start|>assistant<|channel|>analysis<|message|>two<|end|><|start|>assistant"
         "<|channel|>final<|message|>Yes.<|return|>",
-        [("reasoning", "one\n\ntwo"), ("content", "Yes.")],
+        [("reasoning", "one\n\ntwo"), "Yes."],
     ),
-    ("json", '{"name": "f", "parameters": {}} Done.', [("call", "f"), ("arguments", "{}"), ("content", "Done.")]),
+    ("json", '{"name": "f", "parameters": {}} Done.', [("f", {}), "Done."]),
 ]
-F = [("call", "f"), ("arguments", '{"a": "x"}')]
-G = [("call", "search"), ("arguments", "{}")]
+F = ("f", {"a": "x"})
+G = ("search", {})
 _X = '{"name": "f", "arguments": {"a": "x"}}'
-_NL = [("call", "f"), ("arguments", '{"a": "x\\ny\\t\\\\d"}')]
+_NL = [("f", {"a": "x\ny\t\\d"})]
 _CUT = '{"name": "f", "arguments": {"a": "x"}'
 
 
-def content(text: str) -> list[tuple[str, str]]:
-    return [("content", text)]
-
-
+NOT_LITERAL = (
+    "'x'",
+    *(f"a={one}" for one in ("b'x'", "1j", "...", "{(1,): 2}", "{1: 2}", "open('x')", "1) + f(a=2", "[" * 1100 + "]" * 1100)),
+)
+# What is no call, and stays as it is.
+TEXTS = [
+    ("hermes", "Just text, <b>with</b> marks < and <tool"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": '),
+    ("hermes", "<tool_call>sorry</tool_call>"),
+    ("hermes", "<tool_call>[1, 2]</tool_call>"),
+    ("hermes", '<tool_call>{"nam'),
+    ("hermes", '<tool_call>{"name": 5, "x" 6} '),
+    ("llama3", ' {"name": "Bob", "parameters": {"age": 3}}'),
+    ("llama3", "{'name': 'f'} is no JSON"),
+    ("json", '```python\nprint("x")\n```'),
+    ("json", "[1] is a note"),
+    ("qwen3_coder", "<tool_call>none</tool_call>"),
+    ("qwen3_coder", "Write <function=NAME> ... </function> there."),
+    *(("lfm2", f"<|tool_call_start|>[f({value})]<|tool_call_end|>") for value in NOT_LITERAL),
+    ("lfm2", "<|tool_call_start|>[f(a='x'"),
+    ("lfm2", "<|tool_call_start|>f[0]<|tool_call_end|>"),
+    ("harmony", "No channel < at all."),
+    ("hermes", '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>'),
+    ("hermes", 'So:\n```json\n{"name": "Bob"}\n```'),
+    ("phi4", "from functools import cache"),
+    ("harmony", "assistants help."),
+    ("harmony", "to=everyone: hi"),
+    # Arguments that are no object; tools that the request does not have.
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "g", "arguments": {"a": "<tool_call>"}}</tool_call>'),
+    ("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>"),
+    ("llama3", '{"name": "g", "parameters": {}}'),
+]
 # What models write beside their formats, as public reports about parsers tell it, in texts of our own.
 ODD = [
     # A line end, a tab and an escape that JSON lacks, in a text.
@@ -268,166 +186,108 @@ ODD = [
     (
         "hermes",
         '```json\n{\n  "name": "f",\n  "arguments": {\n    "a": """\nprint("x")\n"""\n  }\n}\n```',
-        [("call", "f"), ("arguments", '{"a": "\\nprint(\\"x\\")\\n"}')],
+        [("f", {"a": '\nprint("x")\n'})],
     ),
-    (
-        "hermes",
-        '{"name": "f", "arguments": {"a": """d = {"k": [1, "v"]}\n"""}}',
-        [("call", "f"), ("arguments", '{"a": "d = {\\"k\\": [1, \\"v\\"]}\\n"}')],
-    ),
-    ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': 'x'}}</tool_call> ok", [*F, *content("ok")]),
-    ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': None, }}</tool_call>", [("call", "f"), ("arguments", '{"a": null}')]),
-    ("hermes", f"<tool_call>{_CUT}\n</tool_call> and <tool_call>{_X}</tool_call>", [*F, *content("and"), *F]),
-    ("hermes", f"<tool_call>{_CUT[:-1]}\n</tool_call>\nSo.<tool_call>{_X}</tool_call>", [*F, *content("So."), *F]),
-    ("hermes", f"<tool_call>{_X}}}\n</tool_call>\nSo.", [*F, *content("So.")]),
-    ("hermes", f"<tool_call>{{{_X}}}</tool_call>", F),
-    ("mistral", f"[TOOL_CALLS][{_X}}}] So", [*F, *content("So")]),
-    ("mistral", f"[TOOL_CALLS][{_CUT}]", F),
-    ("llama3", '{"name": "f", "parameters": {"a": "x"}}} So', [*F, *content("So")]),
-    ("llama3", '{"name": "f", "parameters": {"a": "x"}', F),
-    ("hermes", f"<tool_call>\n```json\n{_X}\n```\n</tool_call>\nSo", [*F, *content("So")]),
-    ("hermes", f'<tool_call>{{"type": "function", "function": {_X}}}</tool_call>', F),
-    (
-        "hermes",
-        '<tool_call>{"name": "f", "arguments": {"a": "say "x" now"}}</tool_call>',
-        [("call", "f"), ("arguments", '{"a": "say \\"x\\" now"}')],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>',
-        content('<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>'),
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "search"}</tool_call>\nx\n<tool_call>\n{"name": "search"}</tool_call>',
-        [*G, *content("x"), *G],
-    ),
+    ("hermes", '{"name": "f", "arguments": {"a": """d = {"k": [1, "v"]}\n"""}}', [("f", {"a": 'd = {"k": [1, "v"]}\n'})]),
+    ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': 'x'}}</tool_call> ok", [F, "ok"]),
+    ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': None, }}</tool_call>", [("f", {"a": None})]),
+    ("hermes", f"<tool_call>{_CUT}\n</tool_call> and <tool_call>{_X}</tool_call>", [F, "and", F]),
+    ("hermes", f"<tool_call>{_CUT[:-1]}\n</tool_call>\nSo.<tool_call>{_X}</tool_call>", [F, "So.", F]),
+    ("hermes", f"<tool_call>{_X}}}\n</tool_call>\nSo.", [F, "So."]),
+    ("hermes", f"<tool_call>{{{_X}}}</tool_call>", [F]),
+    ("mistral", f"[TOOL_CALLS][{_X}}}] So", [F, "So"]),
+    ("mistral", f"[TOOL_CALLS][{_CUT}]", [F]),
+    ("llama3", '{"name": "f", "parameters": {"a": "x"}}} So', [F, "So"]),
+    ("llama3", '{"name": "f", "parameters": {"a": "x"}', [F]),
+    ("hermes", f"<tool_call>\n```json\n{_X}\n```\n</tool_call>\nSo", [F, "So"]),
+    ("hermes", f'<tool_call>{{"type": "function", "function": {_X}}}</tool_call>', [F]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "say "x" now"}}</tool_call>', [("f", {"a": 'say "x" now'})]),
+    ("hermes", '<tool_call>{"name": "search"}</tool_call>\nx\n<tool_call>\n{"name": "search"}</tool_call>', [G, "x", G]),
     # Arguments that are no object.
-    ("hermes", '<tool_call>{"name": "search", "arguments": null}</tool_call>', G),
-    *(("hermes", text, content(text)) for text in ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>',)),
+    ("hermes", '<tool_call>{"name": "search", "arguments": null}</tool_call>', [G]),
     # Numbers that are not finite, halves of characters, values and keys that JSON lacks.
-    (
-        "hermes",
-        '<tool_call>{"name": "f", "arguments": {"a": NaN, "b": -1e999}}</tool_call>',
-        [("call", "f"), ("arguments", '{"a": null, "b": null}')],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>',
-        [("call", "f"), ("arguments", '{"a": "\ufffd"}')],
-    ),
-    ("lfm2", "<|tool_call_start|>[f(a={'y', 'x'})]<|tool_call_end|>", [("call", "f"), ("arguments", '{"a": ["y", "x"]}')]),
-    ("lfm2", "<|tool_call_start|>[f(**{'a': 'x'})]<|tool_call_end|>", F),
-    *(
-        (
-            "lfm2",
-            f"<|tool_call_start|>[f(a={value})]<|tool_call_end|>",
-            content(f"<|tool_call_start|>[f(a={value})]<|tool_call_end|>"),
-        )
-        for value in ("b'x'", "1j", "...", "{(1,): 2}", "{1: 2}", "open('x')", "1) + f(a=2", "[" * 1100 + "]" * 1100)
-    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN, "b": -1e999}}</tool_call>', [("f", {"a": None, "b": None})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', [("f", {"a": "\ufffd"})]),
+    ("lfm2", "<|tool_call_start|>[f(a={'y', 'x'})]<|tool_call_end|>", [("f", {"a": ["y", "x"]})]),
+    ("lfm2", "<|tool_call_start|>[f(**{'a': 'x'})]<|tool_call_end|>", [F]),
     (
         "qwen3_coder",
         "<tool_call>\n<function=search>\n<parameter=q>\n{'x': {1}}\n</parameter>\n</function>\n</tool_call>",
-        [("call", "search"), ("arguments", '{"q": {"x": [1]}}')],
+        [("search", {"q": {"x": [1]}})],
     ),
     (
         "glm",
         "<tool_call>search<arg_key>q</arg_key><arg_value>{['a']: 1}</arg_value></tool_call>",
-        [("call", "search"), ("arguments", '{"q": "{[\'a\']: 1}"}')],
+        [("search", {"q": "{['a']: 1}"})],
     ),
     # Tools that the request does not have; a malformed sibling.
-    *(
-        (name, text, content(text))
-        for name, text in (
-            ("hermes", '<tool_call>{"name": "g", "arguments": {"a": "<tool_call>"}}</tool_call>'),
-            ("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>"),
-            ("llama3", '{"name": "g", "parameters": {}}'),
-        )
-    ),
-    ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", content("print(1)")),
-    ("harmony", "<|channel|>commentary to=functions.g<|message|>{}<|call|>", content("{}")),
+    ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", ["print(1)"]),
+    ("harmony", "<|channel|>commentary to=functions.g<|message|>{}<|call|>", ["{}"]),
     (
         "hunyuan",
         f'<tool_calls>[{{"name": "f", "arguments": {{"a" "x"}}}}, {_X}]</tool_calls>',
-        [*content('{"name": "f", "arguments": {"a" "x"}}'), *F],
+        ['{"name": "f", "arguments": {"a" "x"}}', F],
     ),
     (
         "deepseek",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{x}<｜tool▁call▁end｜>"
         '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": "```"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        [*content("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{x}<｜tool▁call▁end｜>"), ("call", "f"), ("arguments", '{"a": "```"}')],
+        ["<｜tool▁call▁begin｜>f<｜tool▁sep｜>{x}<｜tool▁call▁end｜>", ("f", {"a": "```"})],
     ),
     # Marks that are left out, doubled, or part of a value.
-    ("glm", "<tool_call>f<arg_key><arg_key>a</arg_key></arg_key><arg_value>x</arg_value></tool_call>", F),
-    ("glm", "<tool_call>f<arg_key>a</arg_key>x</arg_value></tool_call>", F),
+    ("glm", "<tool_call>f<arg_key><arg_key>a</arg_key></arg_key><arg_value>x</arg_value></tool_call>", [F]),
+    ("glm", "<tool_call>f<arg_key>a</arg_key>x</arg_value></tool_call>", [F]),
     (
         "glm",
         "<tool_call>f<arg_key>a</arg_key><arg_value></arg_value></tool_call>.</arg_value></tool_call>",
-        [("call", "f"), ("arguments", '{"a": "</arg_value></tool_call>."}')],
+        [("f", {"a": "</arg_value></tool_call>."})],
     ),
     (
         "qwen3_coder",
         "<tool_call>\n<function=f>\n<parameter=a>\nx</parameter></function></tool_call>y\n</parameter>\n</function>\n</tool_call>\nSo",
-        [("call", "f"), ("arguments", '{"a": "x</parameter></function></tool_call>y"}'), *content("So")],
+        [("f", {"a": "x</parameter></function></tool_call>y"}), "So"],
     ),
     (
         "qwen3_coder",
         "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>\n</tool_call>\nSo",
-        [*F, *content("So")],
+        [F, "So"],
     ),
-    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n\nSo", [*F, *content("So")]),
-    ("gemma4", '<|tool_call>call:f{a:x<|"|>}<tool_call|>', F),
-    ("gemma4", "<|tool_call>call:f{a:'x',}<tool_call|>", F),
-    ("gemma4", "<|tool_call>call:f{a:x}<tool_call|>", F),
-    ("gemma4", '<|tool_call>call:f{a:<|"|>x<|"|>b:2}<tool_call|>', [("call", "f"), ("arguments", '{"a": "x", "b": 2}')]),
-    (
-        "gemma4",
-        '<|tool_call>call:f{a:<|"|>s = <|"|>x<|"|>\n<|"|>}<tool_call|>',
-        [("call", "f"), ("arguments", '{"a": "s = <|\\"|>x<|\\"|>\\n"}')],
-    ),
-    (
-        "gemma4",
-        '<|tool_call>call:f{a:<|"|>x<tool_call|><|"|>}<tool_call|>So',
-        [("call", "f"), ("arguments", '{"a": "x<tool_call|>"}'), *content("So")],
-    ),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n\nSo", [F, "So"]),
+    ("gemma4", '<|tool_call>call:f{a:x<|"|>}<tool_call|>', [F]),
+    ("gemma4", "<|tool_call>call:f{a:'x',}<tool_call|>", [F]),
+    ("gemma4", "<|tool_call>call:f{a:x}<tool_call|>", [F]),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>x<|"|>b:2}<tool_call|>', [("f", {"a": "x", "b": 2})]),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>s = <|"|>x<|"|>\n<|"|>}<tool_call|>', [("f", {"a": 's = <|"|>x<|"|>\n'})]),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>x<tool_call|><|"|>}<tool_call|>So', [("f", {"a": "x<tool_call|>"}), "So"]),
     # Words before calls, beside them, and after them.
-    ("llama3", 'I look.\n<|python_tag|>{"name": "f", "parameters": {"a": "x"}}', [*content("I look."), *F]),
-    (
-        "llama3",
-        'I look.\n\n{"name": "f", "parameters": {"a": "x"}}\n\nSo  it\n is.',
-        [*content("I look."), *F, *content("So  it\n is.")],
-    ),
-    ("llama3", '<|python_start|>{"name": "f", "parameters": {"a": "x"}}<|python_end|>', F),
-    ("hermes", f"I look:\n```json\n{_X}\n```\nSo.", [*content("I look:"), *F, *content("So.")]),
-    ("hermes", f"<tools>\n{_X}\n</tools>", F),
-    ("hermes", 'So:\n```json\n{"name": "Bob"}\n```', content('So:\n```json\n{"name": "Bob"}\n```')),
-    ("granite", f"<tool_call>[{_X}]", F),
-    ("phi4", f"functools[{_X}]", F),
-    ("phi4", "from functools import cache", content("from functools import cache")),
-    ("olmo3", "<function_calls>\nf(a='x')\nsearch()\n</function_calls>\nSo", [*F, *G, *content("So")]),
-    ("seed", "<seed:tool_call>\n<function=f>\n<parameter=a>x</parameter>\n</function>\n</seed:tool_call>So", [*F, *content("So")]),
+    ("llama3", 'I look.\n<|python_tag|>{"name": "f", "parameters": {"a": "x"}}', ["I look.", F]),
+    ("llama3", 'I look.\n\n{"name": "f", "parameters": {"a": "x"}}\n\nSo  it\n is.', ["I look.", F, "So  it\n is."]),
+    ("llama3", '<|python_start|>{"name": "f", "parameters": {"a": "x"}}<|python_end|>', [F]),
+    ("hermes", f"I look:\n```json\n{_X}\n```\nSo.", ["I look:", F, "So."]),
+    ("hermes", f"<tools>\n{_X}\n</tools>", [F]),
+    ("granite", f"<tool_call>[{_X}]", [F]),
+    ("phi4", f"functools[{_X}]", [F]),
+    ("olmo3", "<function_calls>\nf(a='x')\nsearch()\n</function_calls>\nSo", [F, G, "So"]),
+    ("seed", "<seed:tool_call>\n<function=f>\n<parameter=a>x</parameter>\n</function>\n</seed:tool_call>So", [F, "So"]),
     # Headers that are malformed, doubled or missing.
     (
         "harmony",
         "<|channel|>final<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi",
-        [("reasoning", "Hm."), *content("Hi")],
+        [("reasoning", "Hm."), "Hi"],
     ),
     (
         "harmony",
         "<|channel|>commentary<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Hi",
-        [("reasoning", "Hm."), *content("Hi")],
+        [("reasoning", "Hm."), "Hi"],
     ),
-    ("harmony", "assistants help.", content("assistants help.")),
-    ("harmony", "to=everyone: hi", content("to=everyone: hi")),
 ]
 REASONED = [
     ("", False, []),
-    ("\n<think>\nI must <think> hard.\n</think>\n\nYes.", False, [("reasoning", "I must <think> hard."), ("content", "Yes.")]),
-    ("so </thin king </think> 42", True, [("reasoning", "so </thin king"), ("content", "42")]),
-    ("<think></think>x", False, [("content", "x")]),
+    ("\n<think>\nI must <think> hard.\n</think>\n\nYes.", False, [("reasoning", "I must <think> hard."), "Yes."]),
+    ("so </thin king </think> 42", True, [("reasoning", "so </thin king"), "42"]),
+    ("<think></think>x", False, ["x"]),
     ("<think>never ends ", False, [("reasoning", "never ends ")]),
-    ("  no <think>here</think>", False, [("content", "  no <think>here</think>")]),
+    ("  no <think>here</think>", False, ["  no <think>here</think>"]),
 ]
 
 
@@ -436,8 +296,11 @@ def parse(parser: AnswerParser, parts: list[str]) -> list[Piece]:
     return joined_pieces(pieces + parser.finish())
 
 
-def plain(pieces: list[Piece]) -> list[tuple[str, str]]:
-    return [(piece.kind, piece.text) for piece in pieces]
+def plain(pieces: list[Piece]) -> list[Any]:
+    """The pieces: of content their texts, of reasoning that word and the text, of a call its name and its arguments."""
+    names = iter([piece.text for piece in pieces if piece.kind == "call"])
+    first = {"content": lambda text: text, "arguments": lambda text: (next(names), json.loads(text))}
+    return [first.get(piece.kind, lambda text: ("reasoning", text))(piece.text) for piece in pieces if piece.kind != "call"]
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -449,8 +312,8 @@ def parser_of(name: str, thinking: bool = False) -> AnswerParser:
     return AnswerParser(TOOL_FORMATS[name], NAMES, thinking=thinking)
 
 
-@pytest.mark.parametrize(("name", "text", "wanted"), [*SAMPLES, *ODD])
-def test_calls_are_found_whatever_pieces_they_come_in(name: str, text: str, wanted: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(("name", "text", "wanted"), [*SAMPLES, *ODD, *((name, text, [text]) for name, text in TEXTS)])
+def test_calls_are_found_whatever_pieces_they_come_in(name: str, text: str, wanted: list[Any]) -> None:
     whole = parse(parser_of(name), [text])
     assert plain(whole) == wanted
     calls = [piece.call for piece in whole if piece.kind == "call"]
@@ -460,8 +323,18 @@ def test_calls_are_found_whatever_pieces_they_come_in(name: str, text: str, want
         assert parse(parser_of(name), [text[:at], text[at:]]) == whole
 
 
-@pytest.mark.parametrize(("name", "text", "wanted"), [*SAMPLES, *ODD])
-def test_an_answer_that_is_cut_off_has_no_broken_call(name: str, text: str, wanted: list[tuple[str, str]]) -> None:
+CALLS = [(call, {"a": "x }\n", "b": [1, {"c": None}]}) for call in ("f", "search")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *TEXTS,
+        *((name, text) for name, text, _ in (*SAMPLES, *ODD)),
+        *((name, way(CALLS)) for name, ways in WAYS.items() for way in ways),
+    ],
+)
+def test_an_answer_that_is_cut_off_has_no_broken_call(name: str, text: str) -> None:
     whole = [piece.text for piece in parse(parser_of(name), [text]) if piece.kind == "arguments"]
     for at in range(0, len(text), 1 + len(text) // 400):
         pieces = parse(parser_of(name), [text[:at]])
@@ -471,66 +344,39 @@ def test_an_answer_that_is_cut_off_has_no_broken_call(name: str, text: str, want
 
 
 @pytest.mark.parametrize(("text", "thinking", "wanted"), REASONED)
-def test_reasoning_comes_first_and_apart(text: str, thinking: bool, wanted: list[tuple[str, str]]) -> None:
+def test_reasoning_comes_first_and_apart(text: str, thinking: bool, wanted: list[Any]) -> None:
     for parts in ([text], list(text)):
         assert plain(parse(AnswerParser(TOOL_FORMATS["json"], {}, thinking=thinking), parts)) == wanted
 
 
-CALLED = {
-    "hermes": ('{"name": "f", "arguments": {"a": 1}}', '{"a": 1}'),
-    "qwen3_coder": ("\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n", '{"a": "1"}'),
-    "glm": ("f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", '{"a": "1"}'),
-    "lfm2": ("[f(a=1)]", '{"a": 1}'),
-    "gemma4": ("call:f{a:1}", '{"a": 1}'),
-    "seed": ("<function=f><parameter=a>1</parameter></function>", '{"a": "1"}'),
-    "olmo3": ("f(a=1)", '{"a": 1}'),
-    "command": ('[{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}]', '{"a": 1}'),
-    "deepseek": ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>', '{"a": 1}'),
-    "dsml": ('<｜DSML｜invoke name="f"><｜DSML｜parameter name="a">1</｜DSML｜parameter></｜DSML｜invoke>', '{"a": "1"}'),
-    **dict.fromkeys(("nemotron2", "hunyuan", "phi4"), ('[{"name": "f", "arguments": {"a": 1}}]', '{"a": 1}')),
-}
-
-
 @pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if form.ends])
 def test_calls_that_end_an_unclosed_reasoning_are_calls_and_others_are_part_of_it(name: str) -> None:
-    form, (text, arguments) = TOOL_FORMATS[name], CALLED[name]
-    call = form.mark + text + form.ends
-    found = [("call", "f"), ("arguments", arguments)]
-    spoken = f"Say {form.mark} or `{form.mark}`, as in {call}, and so on."
+    mark, call, found = TOOL_FORMATS[name].mark, WAYS[name][0]([F]), [F]
+    spoken = f"Say {mark} or `{mark}`, as in {call}, and so on."
     for said, wanted in (
         (f"I look.\n\n{call}\n", [("reasoning", "I look."), *found]),
         (f"{call}{call}", [*found, *found]),
         (f"{spoken}\n{call}", [("reasoning", spoken), *found]),
         (spoken, [("reasoning", spoken)]),
-        (f"I would {call}\n</think>\nNo.", [("reasoning", f"I would {call}"), ("content", "No.")]),
-        (f"I look. {(half := call[: len(form.mark) + len(text) // 2])}", [("reasoning", f"I look. {half}")]),
+        (f"I would {call}\n</think>\nNo.", [("reasoning", f"I would {call}"), "No."]),
+        (f"I look. {(half := call[: len(call) // 2])}", [("reasoning", f"I look. {half}")]),
         (f"So.\n</think>\n\n{call}", [("reasoning", "So."), *found]),
     ):
         for parts in ([said], list(said), [said[: len(said) // 2], said[len(said) // 2 :]]):
             parser = parser_of(name, thinking=True)
             assert plain(parse(parser, parts)) == wanted
-            assert parser.num_calls == sum(kind == "call" for kind, _ in wanted)
+            assert parser.num_calls == sum(one[0] == "f" for one in wanted)
 
 
-FRAGMENTS = st.lists(
-    st.sampled_from(
-        [
-            *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json", "```"),
-            *(
-                '{"name": "f", "arguments": {"a": [1, "}"]}}',
-                *('{"name": "f", "parameters": {}}', '{"a": 1}', "f", "[", "]", "{", "}"),
-            ),
-            *(
-                *("<function=f>", "<parameter=a>", "</parameter>", "</function>", "<TOOLCALL>", "</TOOLCALL>", "<arg_key>"),
-                *("</arg_key>", "<arg_value>", "f(a=1)"),
-            ),
-            *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "call:f{a:1}", "<|end|>"),
-            *("<|start|>assistant", "<|channel|>analysis", "<|channel|>final", " to=functions.f", "<|message|>", "<|tool_call|>"),
-            *('"', "\\", ",", ";", " ", "\n", ":", "text", '"name"', "<", "tool", "é"),
-        ]
-    ),
-    max_size=12,
-).map("".join)
+MARKS = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json", "```", "f", "["),
+    *("<function=f>", "<parameter=a>", "</parameter>", "</function>", "<TOOLCALL>", "</TOOLCALL>", "<arg_key>", "</arg_key>", "]"),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "call:f{a:1}", "<|end|>", "<arg_value>"),
+    *("<|start|>assistant", "<|channel|>analysis", "<|channel|>final", " to=functions.f", "<|message|>", "<|tool_call|>", "f(a=1)"),
+    *('"', "\\", ",", ";", " ", "\n", ":", "text", '"name"', "<", "tool", "é", "{", "}"),
+)
+OBJECTS = ('{"name": "f", "arguments": {"a": [1, "}"]}}', '{"name": "f", "parameters": {}}', '{"a": 1}')
+FRAGMENTS = st.lists(st.sampled_from([*MARKS, *OBJECTS]), max_size=12).map("".join)
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -594,7 +440,7 @@ def test_the_gates_check_would_notice_what_is_no_call() -> None:
 @pytest.mark.parametrize("row", TOOL_FORMATS.values(), ids=lambda row: row.name)
 def test_a_demanded_call_is_begun_in_the_format_itself(row: ToolFormat) -> None:
     text = row.mark + row.head("f") + '{"a": 1}' + row.closes
-    assert plain(parse(parser_of(row.name), [text])) == [("call", "f"), ("arguments", '{"a": 1}')]
+    assert plain(parse(parser_of(row.name), [text])) == [("f", {"a": 1})]
 
 
 @pytest.mark.parametrize(
@@ -627,34 +473,28 @@ def test_the_format_of_calls_is_the_templates(template: str | None, name: str) -
     assert tool_format(template).name == name
 
 
+GEMMA = "{{ message.split('<channel|>') }}<|channel>{{ tools }}<|tool_call>call:"
+GEMMAS = '<|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>'
+
+
 @pytest.mark.parametrize(
     ("template", "text", "wanted"),
     [
-        ("[THINK]", "[THINK]a[/THINK]b", [("reasoning", "a"), ("content", "b")]),
-        ("<|channel>thought", "<|channel>thought\na<channel|>b", [("reasoning", "a"), ("content", "b")]),
-        ("{{ x.split('</think>') }}", "<think>a</think>b", [("reasoning", "a"), ("content", "b")]),
-        (None, "<think>a</think>b", [("reasoning", "a"), ("content", "b")]),
+        ("[THINK]", "[THINK]a[/THINK]b", [("reasoning", "a"), "b"]),
+        ("<|channel>thought", "<|channel>thought\na<channel|>b", [("reasoning", "a"), "b"]),
+        ("{{ x.split('</think>') }}", "<think>a</think>b", [("reasoning", "a"), "b"]),
+        (None, "<think>a</think>b", [("reasoning", "a"), "b"]),
+        (GEMMA, f"<|channel>thought\na\n<channel|>b{GEMMAS}", [("reasoning", "a"), "b", F]),
+        (GEMMA, f"<|channel>thought\n<channel|>b{GEMMAS}", ["b", F]),  # an empty channel, where thinking is off
     ],
 )
-def test_reasoning_has_the_marks_of_the_template(template: str | None, text: str, wanted: list[tuple[str, str]]) -> None:
-    assert plain(parse(answer_parser(template, {}), list(text))) == wanted
+def test_reasoning_has_the_marks_of_the_template(template: str | None, text: str, wanted: list[Any]) -> None:
+    assert plain(parse(answer_parser(template, NAMES), list(text))) == wanted
     begun = reasoning_marks(template)[0]
     for prompt, opened in ((f"assistant\n{begun}\n", True), ("assistant\n", False)):
         tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special, prompt=prompt: prompt)
         assert opens_reasoning(tokenizer, template, [0]) == opened
-    assert plain(parse(answer_parser(template, {}, thinking=True), list(text.removeprefix(begun)))) == wanted
-
-
-@pytest.mark.parametrize("thought", ["I look.\n", ""])
-def test_an_answer_of_gemma_4_has_its_channel_its_text_and_its_calls(thought: str) -> None:
-    """Larger models open an empty channel where thinking is off."""
-    template = "{{ message.split('<channel|>') }}<|channel>{{ tools }}<|tool_call>call:"
-    text = f'<|channel>thought\n{thought}<channel|>Well.<|tool_call>call:f{{a:<|"|>x<|"|>}}<tool_call|>'
-    functions = {"f": {"type": "object", "properties": {"a": {"type": "string"}}}}
-    wanted = [("content", "Well."), ("call", "f"), ("arguments", '{"a": "x"}')]
-    wanted = [("reasoning", thought.strip()), *wanted] if thought else wanted
-    for pieces in (list(text), [text]):
-        assert plain(parse(answer_parser(template, functions), pieces)) == wanted
+    assert plain(parse(answer_parser(template, NAMES, thinking=True), list(text.removeprefix(begun)))) == wanted
 
 
 def work(name: str, num_lines: int) -> int:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from cpuspec import LLM, SamplingParams
+from cpuspec import SamplingParams
 from cpuspec.engine.engine import RequestedAnswer
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import plain_pattern
@@ -23,9 +23,9 @@ from cpuspec.server.structured import call_grammar, call_trigger
 from cpuspec.text import MOST_BYTES, GrammarConstraint, Grammars
 from tests.oracles import PieceTokenizer
 from tests.server.asgi import application
-from tests.server.running import PATIENCE_S, Running, load, serving
+from tests.server.running import PATIENCE_S, Running, load, serving, templated_model, with_tokens
 from tests.server.test_tools import TEMPLATE
-from tools.make_tiny_model import CONTROL_TOKENS, make_tiny_hf
+from tests.server.written import as_xml
 
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 MESSAGES: Any = [{"role": "user", "content": "the cat sat on the mat"}]
@@ -59,26 +59,18 @@ STRICT: Any = {"type": "function", "function": {**TOOL["function"], "strict": Tr
 
 def make_model(directory: Path, template: str) -> Path:
     """A model whose vocabulary has tokens for reasoning and tool calls."""
-    make_tiny_hf(directory, context_length=4096)
-    (directory / "chat_template.jinja").write_text(template)
-    tokenizer = json.loads((file := directory / "tokenizer.json").read_text("utf-8"))
-    like = next(one for one in tokenizer["added_tokens"] if one["content"] == CONTROL_TOKENS[-1])
-    tokenizer["added_tokens"] += [
-        {**like, "id": like["id"] + number, "content": text, "special": False} for number, text in enumerate(ADDED, 1)
-    ]
-    file.write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
-    return directory
+    return with_tokens(templated_model(directory, template, context_length=4096), ADDED, special=False)
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_model(tmp_path_factory.mktemp("model") / "hf", TEMPLATE.replace("<think>", ""))
+    return make_model(tmp_path_factory.mktemp("model"), TEMPLATE.replace("<think>", ""))
 
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server of a model that reasons."""
-    path = make_model(tmp_path_factory.mktemp("model") / "hf", TEMPLATE)
+    path = make_model(tmp_path_factory.mktemp("model"), TEMPLATE)
     with serving(lambda: load(path)) as found:
         yield found
 
@@ -139,93 +131,37 @@ def test_any_object_is_an_object(client: openai.OpenAI, body: dict[str, Any]) ->
     assert all(map(is_object, texts))
 
 
-def test_an_answer_is_the_offline_one(client: openai.OpenAI, llm: LLM) -> None:
-    wanted = llm.chat(MESSAGES, SamplingParams(max_tokens=200, json_schema=SCHEMA))
-    for draft in ("auto", "none"):
-        extra = {"response_format": NAMED, "speculation": {"draft": draft}}
-        answer = client.chat.completions.create(max_tokens=200, extra_body=extra, **ASK)
-        assert answer.choices[0].message.content == wanted.text
+def test_official_clients_parse_answers_and_their_streams(client: openai.OpenAI, theirs: anthropic.Anthropic) -> None:
+    def streamed(opened: Any) -> Any:
+        with opened as stream:
+            for _ in stream:
+                pass
+            return stream
 
+    ask: dict[str, Any] = {"max_tokens": 200, **ASK}
+    chat = client.chat.completions.parse(response_format=House, **ask).choices[0].message.parsed
+    assert isinstance(chat, House)
+    stream = streamed(client.chat.completions.stream(response_format=House, **ask))
+    assert stream.get_final_completion().choices[0].message.parsed == chat
+    tools = [openai.pydantic_function_tool(House)]
+    (call,) = client.chat.completions.parse(tools=tools, tool_choice="required", **ask).choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, House)
 
-def test_openai_parses_chats_and_their_streams(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.parse(response_format=House, max_tokens=200, **ASK)
-    assert isinstance(answer.choices[0].message.parsed, House)
-    with client.chat.completions.stream(response_format=House, max_tokens=200, **ASK) as stream:
-        for _ in stream:
-            pass
-        assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
-
-
-def test_openai_parses_responses_and_their_streams(client: openai.OpenAI) -> None:
-    ask: dict[str, Any] = {"model": "tiny", "input": "the cat", "temperature": 0, "max_output_tokens": 200}
+    ask = {"model": "tiny", "input": "the cat", "temperature": 0, "max_output_tokens": 200}
     answer = client.responses.parse(text_format=House, **ask)
     assert isinstance(answer.output_parsed, House)
-    assert answer.text is not None
-    assert answer.text.format.type == "json_schema"  # type: ignore[union-attr]
-    with client.responses.stream(text_format=House, **ask) as stream:
-        for _ in stream:
-            pass
-        assert stream.get_final_response().output_parsed == answer.output_parsed
-    loose = client.responses.create(text={"format": {"type": "text"}}, **ask)
-    assert loose.output_text != answer.output_text
+    assert answer.text.format.type == "json_schema"
+    assert streamed(client.responses.stream(text_format=House, **ask)).get_final_response().output_parsed == answer.output_parsed
 
-
-def test_anthropic_parses_messages_and_their_streams(theirs: anthropic.Anthropic) -> None:
-    ask: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200}
-    answer = theirs.messages.parse(output_format=House, **ask)
-    assert isinstance(answer.parsed_output, House)
-    with theirs.messages.stream(output_format=House, **ask) as stream:
-        assert stream.get_final_message().parsed_output == answer.parsed_output
-    beta = theirs.beta.messages.parse(output_format=House, **ask)
-    assert beta.parsed_output == answer.parsed_output
-    old = theirs.messages.create(extra_body={"output_format": {"type": "json_schema", "schema": SCHEMA}}, **ask)
-    assert is_house(old.content[0].text)  # type: ignore[union-attr]
-    counted = theirs.messages.count_tokens(
-        model="tiny", messages=MESSAGES, output_config={"format": {"type": "json_schema", "schema": SCHEMA}}
-    )
-    assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}], ids=["required", "named"])
-@pytest.mark.parametrize("tool", [TOOL, STRICT], ids=["loose", "strict"])
-def test_a_demanded_call_keeps_to_its_schema(client: openai.OpenAI, tool: Any, choice: Any) -> None:
-    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}
-    tools = [tool, other] if choice != "required" else [tool]
-    ask = {"tools": tools, "tool_choice": choice, "max_tokens": 200, **ASK}
-    whole = client.chat.completions.create(**ask).choices[0]
-    assert whole.finish_reason == "tool_calls"
-    assert whole.message.content is None
-    (call,) = whole.message.tool_calls or []
-    parts = [part.choices[0] for part in client.chat.completions.create(stream=True, **ask)]
-    deltas = [one for part in parts for one in part.delta.tool_calls or []]
-    assert parts[-1].finish_reason == "tool_calls"
-    assert "".join(one.function.arguments or "" for one in deltas) == call.function.arguments  # type: ignore[union-attr]
-    assert call.function.name == deltas[0].function.name == "get_time"  # type: ignore[union-attr]
-    found = json.loads(call.function.arguments)  # type: ignore[union-attr]
-    assert found["zone"] in ("CET", "UTC")
-    assert 10 <= found["title"] <= 99
-
-
-def test_clients_parse_the_arguments_of_strict_tools(client: openai.OpenAI, theirs: anthropic.Anthropic) -> None:
-    tools = [openai.pydantic_function_tool(House)]
-    answer = client.chat.completions.parse(tools=tools, tool_choice="required", max_tokens=200, **ASK)
-    (call,) = answer.choices[0].message.tool_calls or []
-    assert isinstance(call.function.parsed_arguments, House)
-    function: Any = {"type": "function", "name": "House", "parameters": SCHEMA, "strict": True}
-    reply = client.responses.create(
-        model="tiny", input="the cat", tools=[function], tool_choice="required", max_output_tokens=200, temperature=0
-    )
-    assert [one.type for one in reply.output] == ["function_call"]
-    assert is_house(reply.output[0].arguments)  # type: ignore[union-attr]
-    message = theirs.messages.create(
-        model="tiny",
-        messages=MESSAGES,
-        max_tokens=200,
-        tools=[{"name": "House", "input_schema": SCHEMA, "strict": True}],
-        tool_choice={"type": "any"},
-    )
-    assert message.stop_reason == "tool_use"
-    assert is_house(json.dumps(message.content[0].input))  # type: ignore[union-attr]
+    ask = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200}
+    message = theirs.messages.parse(output_format=House, **ask)
+    assert isinstance(message.parsed_output, House)
+    assert streamed(theirs.messages.stream(output_format=House, **ask)).get_final_message().parsed_output == message.parsed_output
+    assert theirs.beta.messages.parse(output_format=House, **ask).parsed_output == message.parsed_output
+    form = {"type": "json_schema", "schema": SCHEMA}
+    assert is_house(theirs.messages.create(extra_body={"output_format": form}, **ask).content[0].text)
+    counted = theirs.messages.count_tokens(model="tiny", messages=MESSAGES, output_config={"format": form})
+    assert counted.input_tokens == message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
 
 
 def test_a_strict_tool_is_kept_to_in_calls_that_the_model_begins(client: openai.OpenAI, running: Running) -> None:
@@ -323,36 +259,23 @@ def of(**keywords: Any) -> Any:
     return {"type": "object", "properties": {"a": keywords}, "required": ["a"], "additionalProperties": False}
 
 
+COLORS = {"red", "green"}
 WORDS = {"enum": ["red", "green"]}
-# Schemas with keywords that llguidance cannot keep: their names, and what of the rest is kept all the same.
-LOOSE: dict[str, tuple[Any, str, Any]] = {
-    "uniqueItems": (
-        of(type="array", items=WORDS, maxItems=2, uniqueItems=True),
-        "uniqueItems",
-        lambda a: set(a) <= {"red", "green"},
-    ),
-    "propertyNames": (
-        of(type="object", propertyNames={"pattern": "^x"}, additionalProperties=WORDS, maxProperties=1),
-        "propertyNames",
-        lambda a: set(a.values()) <= {"red", "green"},
-    ),
-    "a format": (of(type="string", format="iri", maxLength=3), "format", lambda a: len(a) <= 3),
-    "look-around": (of(type="string", pattern="^(?!green)(red|green)$"), "pattern", lambda a: a in ("red", "green")),
-    "a reference": (of(type="string", pattern="^(a)\\1$", maxLength=3), "pattern", lambda a: len(a) <= 3),
-    "names by look-around": (
-        {"type": "object", "patternProperties": {"^(?!x)": WORDS}, "additionalProperties": False, "maxProperties": 1},
-        "additionalProperties, patternProperties",
-        lambda a: True,
-    ),
-    "not": (of(**WORDS, **{"not": {"const": "red"}}), "not", lambda a: a in ("red", "green")),
-    "a condition": (of(**WORDS, **{"if": {"const": "a"}, "then": False}), "if", lambda a: a in ("red", "green")),
-    "overlapping branches": (of(oneOf=[{"enum": ["red"]}, {"enum": ["red", "green"]}]), "oneOf", lambda a: a in ("red", "green")),
-    "several": (
-        of(type="array", items=WORDS, maxItems=1, uniqueItems=True, contains=WORDS),
-        "contains, uniqueItems",
-        lambda a: True,
-    ),
-}
+PROPERTIES = {"propertyNames": {"pattern": "^x"}, "additionalProperties": WORDS, "maxProperties": 1}
+BY_LOOK_AROUND = {"type": "object", "patternProperties": {"^(?!x)": WORDS}, "additionalProperties": False, "maxProperties": 1}
+# Keywords that llguidance cannot keep, a schema with them, and what of the rest is kept all the same.
+LOOSE: list[tuple[str, Any, Callable[[Any], bool]]] = [
+    ("uniqueItems", of(type="array", items=WORDS, maxItems=2, uniqueItems=True), COLORS.issuperset),
+    ("propertyNames", of(type="object", **PROPERTIES), lambda a: COLORS.issuperset(a.values())),
+    ("format", of(type="string", format="iri", maxLength=3), lambda a: len(a) <= 3),
+    ("pattern", of(type="string", pattern="^(?!green)(red|green)$"), lambda a: a in COLORS),
+    ("pattern", of(type="string", pattern="^(a)\\1$", maxLength=3), lambda a: len(a) <= 3),
+    ("additionalProperties, patternProperties", BY_LOOK_AROUND, lambda a: True),
+    ("not", of(**WORDS, **{"not": {"const": "red"}}), lambda a: a in COLORS),
+    ("if", of(**WORDS, **{"if": {"const": "a"}, "then": False}), lambda a: a in COLORS),
+    ("oneOf", of(oneOf=[{"enum": ["red"]}, {"enum": ["red", "green"]}]), lambda a: a in COLORS),
+    ("contains, uniqueItems", of(type="array", items=WORDS, maxItems=1, uniqueItems=True, contains=WORDS), COLORS.issuperset),
+]
 KEPT = {
     "uniqueItems: false": of(type="array", items=WORDS, maxItems=2, uniqueItems=False),
     "a number's format": of(type="integer", format="int32", minimum=1, maximum=5),
@@ -364,8 +287,8 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize(("schema", "lost", "holds"), LOOSE.values(), ids=LOOSE)
-def test_the_rest_of_a_schema_is_kept_and_a_header_names_what_is_not(running: Running, schema: Any, lost: str, holds: Any) -> None:
+@pytest.mark.parametrize(("lost", "schema", "holds"), LOOSE)
+def test_the_rest_of_a_schema_is_kept_and_a_header_names_what_is_not(running: Running, lost: str, schema: Any, holds: Any) -> None:
     form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     ask = {**ASK, "max_tokens": 60, "logit_bias": {"92": 20, "93": 10}}
@@ -432,9 +355,7 @@ VALUES = {"text": "<p>\n</para \\n{", "kind": "red", "size": 12, "at": {"x": 3}}
 
 
 def in_tags(name: str, arguments: dict[str, Any]) -> str:
-    values = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in arguments.items())
-    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
-    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+    return f"<tool_call>\n{as_xml((name, arguments))}\n</tool_call>"
 
 
 def accepts(grammar: str, text: str) -> bool:

@@ -8,16 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.errors import TokenizerError
 from cpuspec.server.chat import chat_prompt
-from cpuspec.server.parsing import tool_format
-from cpuspec.server.turns import model_format, tool_use
-from cpuspec.text import make_tokenizer
-from tests.server.running import Running, load, script_answers, serving, templated_model, tiny_model
+from cpuspec.server.turns import tool_use
+from cpuspec.text import Tokenizer, make_tokenizer
+from tests.server.running import Running, load, serving, templated_model
 from tools.make_tiny_model import CHAT_TEMPLATE, make_tiny_gguf
 
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -49,12 +47,20 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def untold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model whose template does not."""
-    path = tiny_model(tmp_path_factory.mktemp("model"))
-    with serving(lambda: load(path)) as found:
-        yield found
+def tokenizer_with(tmp_path: Path, **templates: str) -> Tokenizer:
+    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf"))
+    return make_tokenizer(replace(checkpoint, vocabulary=replace(checkpoint.vocabulary, chat_templates=templates)))
+
+
+def stand_in(tokenizer: Tokenizer) -> Any:
+    """What `chat_prompt` reads of a server's model."""
+    return SimpleNamespace(
+        name="m",
+        llm=SimpleNamespace(tokenizer=tokenizer),
+        config=SimpleNamespace(drop_changing_lines=False),
+        tool_use=tool_use(tokenizer),
+        check_text=lambda num_chars: None,
+    )
 
 
 def prompt_of(running: Running, **body: Any) -> str:
@@ -70,38 +76,6 @@ def test_the_template_gets_tools_calls_and_results(running: Running) -> None:
     assert "<|im_start|>tool\nnoon<|im_end|>" in text
     assert "is how you call" not in prompt_of(running, messages=CONVERSATION, tools=[TOOL], tool_choice="none")
     assert "is how you call" not in prompt_of(running, messages=CONVERSATION)
-
-
-def test_a_template_without_tools_is_told_in_words(untold: Running) -> None:
-    text = prompt_of(untold, messages=CONVERSATION, tools=[TOOL])
-    assert "You have access to functions" in text
-    assert '{"name": "get_time", "parameters": {"zone": "CET"}}' in text
-    assert "<|im_start|>user\n```tool_output\nnoon\n```<|im_end|>" in text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("server", ["running", "untold"])
-def test_a_demanded_call_comes_in_the_shape_of_the_protocol(server: str, stream: bool, request: pytest.FixtureRequest) -> None:
-    running: Running = request.getfixturevalue(server)
-    choice = {"type": "function", "function": {"name": "get_time"}}
-    answer = running.openai.chat.completions.create(  # type: ignore[call-overload]
-        model="tiny",
-        messages=CONVERSATION,
-        tools=[TOOL, OTHER],
-        tool_choice=choice,
-        max_tokens=8,
-        temperature=0,
-        stream=stream,
-    )
-    if stream:
-        calls = [call for chunk in answer for call in chunk.choices[0].delta.tool_calls or []]
-        assert calls[0].id
-        assert calls[0].type == "function"
-        name, arguments = calls[0].function.name, "".join(call.function.arguments for call in calls)
-    else:
-        (call,) = answer.choices[0].message.tool_calls
-        name, arguments = call.function.name, call.function.arguments
-    assert (name, json.loads(arguments)) == ("get_time", {})
 
 
 def test_reasoning_that_the_prompt_opens_comes_apart(running: Running) -> None:
@@ -158,22 +132,9 @@ def test_special_tokens_show_where_they_are_asked_for(running: Running) -> None:
 
 def test_answers_are_parsed_as_the_template_that_made_the_prompt_writes_them(tmp_path: Path) -> None:
     """A model may have a template of its own for tools."""
-    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf"))
-    templates = {
-        "default": "{% for m in messages %}{{ m.content }}{% endfor %}",
-        "tool_use": "{{ tools | tojson }}<tool_call></tool_call>{% for m in messages %}{{ m.content }}{% endfor %}",
-    }
-    vocabulary = replace(checkpoint.vocabulary, chat_templates=templates)  # type: ignore[type-var, arg-type]
-    tokenizer = make_tokenizer(replace(checkpoint, vocabulary=vocabulary))
-    form = tool_format(tokenizer.chat_template_for({"tools": True}))
-    model: Any = SimpleNamespace(
-        name="m",
-        llm=SimpleNamespace(tokenizer=tokenizer),
-        config=SimpleNamespace(drop_changing_lines=False),
-        tool_format=form,
-        tool_use=tool_use(tokenizer),
-        check_text=lambda num_chars: None,
-    )
+    contents = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    templates = {"default": contents, "tool_use": "{{ tools | tojson }}<tool_call></tool_call>" + contents}
+    model = stand_in(tokenizer_with(tmp_path, **templates))
     asked = [{"role": "user", "content": "a"}]
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     for tools, kinds in (([{"type": "function", "function": {"name": "f"}}], ["call", "arguments"]), ([], ["content"])):
@@ -202,38 +163,6 @@ def test_only_allowed_tools_are_told_of(running: Running) -> None:
 
 DEFINITION = {"syntax": "lark", "definition": "start: /.+/"}
 PATCH = {"type": "custom", "custom": {"name": "apply_patch", "format": {"type": "grammar", "grammar": DEFINITION}}}
-PATCHED = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin\\n+a \\"b\\""}}\n</tool_call>'
-CALLED = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "CET"}}\n</tool_call>'
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_custom_tool_of_a_chat_is_called_with_a_text(running: Running, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    """Beside a function; and it is sent back."""
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-    script_answers(monkeypatch, f"{PATCHED}\n{CALLED}")
-    ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "mend it"}], "tools": [PATCH, TOOL]}
-    calls: list[dict[str, Any]] = []
-    if stream:
-        for chunk in client.chat.completions.create(**ask, stream=True):
-            assert chunk.choices[0].finish_reason in (None, "tool_calls")
-            for part in chunk.choices[0].delta.tool_calls or []:
-                told = part.model_dump(exclude_none=True)
-                if part.id:
-                    calls.append(told)
-                    continue
-                (kind,) = told.keys() - {"index"}
-                for name, text in told[kind].items():
-                    calls[part.index][kind][name] += text
-    else:
-        found = client.chat.completions.create(**ask)
-        calls = [one.model_dump(exclude_none=True) for one in found.choices[0].message.tool_calls or []]
-    patch, function = calls
-    assert (patch["type"], patch["custom"]) == ("custom", {"name": "apply_patch", "input": '*** Begin\n+a "b"'})
-    assert (function["type"], function["function"]) == ("function", {"name": "get_time", "arguments": '{"zone": "CET"}'})
-    messages = [*ask["messages"], {"role": "assistant", "tool_calls": [patch]}]
-    messages.append({"role": "tool", "tool_call_id": patch["id"], "content": "patched"})
-    prompt = prompt_of(running, messages=messages, tools=[PATCH])
-    assert all(one in prompt for one in ("apply_patch", "lark grammar", "start: /.+/", '{"input": "*** Begin', "patched"))
 
 
 def test_a_custom_tool_of_a_chat_can_be_demanded_and_allowed(running: Running) -> None:
@@ -254,15 +183,6 @@ def test_a_custom_tool_of_a_chat_can_be_demanded_and_allowed(running: Running) -
     ]
     for fields in wrong:
         assert running.post("/v1/chat/completions", json={"messages": CONVERSATION, **fields}).status_code == 400, fields
-
-
-def test_ollama_gets_a_custom_tools_call_as_a_functions(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    script_answers(monkeypatch, PATCHED)
-    reply = running.post(
-        "/api/chat", json={"messages": [{"role": "user", "content": "mend it"}], "tools": [PATCH], "stream": False}
-    )
-    (call,) = reply.json()["message"]["tool_calls"]
-    assert (call["function"]["name"], call["function"]["arguments"]) == ("apply_patch", {"input": '*** Begin\n+a "b"'})
 
 
 HEADS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -298,20 +218,11 @@ def published_templates() -> dict[str, tuple[str, str | None, bool | None]]:
 def test_every_template_gets_tools_where_it_reads_them(
     template: str, place: str | None, shows_calls: bool | None, tmp_path: Path
 ) -> None:
-    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf"))
-    vocabulary = replace(checkpoint.vocabulary, chat_templates={"default": template})  # type: ignore[type-var, arg-type]
-    tokenizer = make_tokenizer(replace(checkpoint, vocabulary=vocabulary))
-    use = tool_use(tokenizer)
+    tokenizer = tokenizer_with(tmp_path, default=template)
+    model = stand_in(tokenizer)
+    use = model.tool_use
     assert place in (None, use.place)
     assert shows_calls in (None, use.shows_calls)
-    model: Any = SimpleNamespace(
-        name="m",
-        llm=SimpleNamespace(tokenizer=tokenizer),
-        config=SimpleNamespace(drop_changing_lines=False),
-        tool_use=use,
-        tool_format=model_format(tokenizer, use),
-        check_text=lambda num_chars: None,
-    )
 
     def prompt(messages: list[dict[str, Any]], *tools: Any) -> str:
         return tokenizer.decode(chat_prompt(model, messages, tools).ids, skip_special=False)
@@ -323,3 +234,7 @@ def test_every_template_gets_tools_where_it_reads_them(
         assert "what time is it" in prompt(messages, TOOL)
     assert "zone" in prompt(CONVERSATION, OTHER)
     assert "noon" in prompt(CONVERSATION, OTHER)
+    if use.place == "words":
+        assert "You have access to functions" in prompt(CONVERSATION, OTHER)
+        assert '{"name": "get_time", "parameters": {"zone": "CET"}}' in prompt(CONVERSATION, OTHER)
+        assert "```tool_output\nnoon\n```" in prompt(CONVERSATION, OTHER)

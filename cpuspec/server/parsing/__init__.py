@@ -3,14 +3,8 @@
 The result does not depend on the pieces in which a text arrives: `tests/server/test_parsing.py` tests every split.
 """
 
-from cpuspec.server.parsing.answer import (
-    MARKS,
-    AnswerParser,
-    answer_parser,
-    shown_tokens,
-)
+from cpuspec.server.parsing.answer import MARKS, AnswerParser, Piece, answer_parser, joined_pieces, shown_tokens
 from cpuspec.server.parsing.calls import TOOL_FORMATS, ToolFormat, tool_format
-from cpuspec.server.parsing.pieces import Piece, joined_pieces
 
 __all__ = [
     "MARKS",

@@ -6,13 +6,13 @@ the pieces do not depend on the parts in which the text arrives. A call is held 
 
 import logging
 import re
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cpuspec.engine.text import overlap
 from cpuspec.server.parsing.calls import TOOL_FORMATS, ToolFormat, tool_format
-from cpuspec.server.parsing.converted import SPACE, Functions, Scan, call_end, checked, marked_end, read_value
-from cpuspec.server.parsing.pieces import Piece, joined_pieces
+from cpuspec.server.parsing.converted import SPACE, Functions, Scan, call_end, checked, from_json, marked_end, read_value
 from cpuspec.text import Tokenizer
 from cpuspec.text.reasoning import REASONING, reasoning_marks
 
@@ -46,6 +46,38 @@ MARKS = frozenset(
         *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"),
     )
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer.
+
+    kind: "reasoning" or "content", more text of it; "call", a tool call whose function has the name `text`; "arguments", which
+    follows it, the call's arguments as one JSON object. call: which tool call it belongs to, counted from 0.
+    """
+
+    kind: str
+    text: str
+    call: int = 0
+
+
+def joined_pieces(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces that are not empty, with neighbours of one kind joined. Two calls are never joined."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if not piece.text:
+            continue
+        if found and piece.kind != "call" and (found[-1].kind, found[-1].call) == (piece.kind, piece.call):
+            found[-1] = replace(piece, text=found[-1].text + piece.text)
+        else:
+            found.append(piece)
+    return found
+
+
+def with_arguments(pieces: Sequence[Piece]) -> list[tuple[Piece, str]]:
+    """The pieces that a parser has returned at once; each with the arguments of the call that it is, else ""."""
+    given = iter([piece.text for piece in pieces if piece.kind == "arguments"])
+    return [(piece, next(given) if piece.kind == "call" else "") for piece in pieces if piece.kind != "arguments"]
 
 
 def shown_tokens(tokenizer: Tokenizer) -> frozenset[int]:
@@ -293,7 +325,8 @@ class AnswerParser:
             items = [text]
         for number, item in enumerate(items, 1):
             try:
-                call = convert(item, self._functions, is_whole or number < len(items))
+                own = from_json if item.startswith("{") else convert  # a demanded call is in JSON, and others may be
+                call = own(item, self._functions, is_whole or number < len(items))
                 if self._is_bare and call[1] is None:
                     raise ValueError("an object without arguments may be one about anything")
                 name, arguments = checked(call, self._functions)

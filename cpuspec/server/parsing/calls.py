@@ -78,11 +78,6 @@ class ToolFormat:
         """The text that begins a call of any function."""
         return self.mark if self.tagged else self.mark + self.opens
 
-    @property
-    def tag_closes(self) -> str:
-        """As `closes`, of a call in tags."""
-        return f"</function>\n{self.ends}"
-
     def head(self, name: str, in_tags: bool = False) -> str:
         """A call's text between its mark and the arguments."""
         return f"\n<function={name}>\n" if in_tags else self.opens + name + self.arguments

@@ -24,6 +24,7 @@ Call = tuple[str, Any]  # a name and arguments
 # Reads one call. The last argument: whether the call's end was seen, else the answer's end cut it off. Raises for what is no call.
 Convert = Callable[[str, Functions, bool], Call]
 
+_JSON_TYPES = ((bool, "boolean"), (str, "string"), (int | float, "number"), (list, "array"), (dict, "object"))
 _MOST_SCHEMAS = 100  # that are read to find the types of one value
 _PAIRS = {"{": "}", "[": "]", "(": ")"}
 _GEMMA_QUOTE = '<|"|>'
@@ -321,8 +322,6 @@ def python_items(text: str) -> list[str]:
 
 def from_python(text: str, functions: Functions, is_whole: bool) -> Call:
     """`name(key='value', ...)` of LFM2 and OLMo 3: a call with literal keyword arguments."""
-    if text.startswith("{"):
-        return from_json(text, functions, is_whole)
     name, _, _ = text.partition("(")
     given = text[len(name) :]
     if not re.fullmatch(r"[\w.-]+", name) or call_end(given, (), True, True) != (len(given), len(given)):
@@ -356,8 +355,6 @@ _PARAMETER = re.compile(
 
 def from_xml(text: str, functions: Functions, is_whole: bool) -> Call:
     """`<function=NAME><parameter=KEY>VALUE</parameter>...</function>` of Qwen3-Coder. Values are lines of their own."""
-    if text.startswith("{"):
-        return from_json(text, functions, is_whole)
     head = re.match(r"<function=([^>]*)>", text)
     if head is None or not (is_whole or text.endswith(("</parameter>", "</function>"))):
         raise ValueError("it is not a function in tags, or the answer ends in it")
@@ -382,8 +379,6 @@ def invocations(text: str) -> list[str]:
 
 def from_invocation(text: str, functions: Functions, is_whole: bool) -> Call:
     """`<invoke name="NAME"><parameter name="KEY" string="true">VALUE</parameter>...</invoke>`."""
-    if text.startswith("{"):
-        return from_json(text, functions, is_whole)
     found = _INVOCATION.match(text)
     if found is None or not (is_whole or text.endswith("invoke>")):
         raise ValueError("it is not an invocation, or the answer ends in it")
@@ -401,8 +396,6 @@ _PAIR = re.compile(
 
 def from_argument_tags(text: str, functions: Functions, is_whole: bool) -> Call:
     """`NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...` of GLM-4.5 and 4.7."""
-    if text.startswith("{"):
-        return from_json(text, functions, is_whole)
     head = text.partition("<arg_key>")[0]
     if not is_whole and not text.endswith("</arg_value>"):
         raise ValueError("the answer ends in it")
@@ -417,8 +410,6 @@ def from_gemma(text: str, functions: Functions, is_whole: bool) -> Call:
 
     Models leave out commas, the mark before a text, and quotes.
     """
-    if text.startswith("{"):
-        return from_json(text, functions, is_whole)
     name, brace, rest = text.removeprefix("call:").partition("{")
     text, parts, at, has_value = brace + rest, list[str](), 0, False
     quoted = {start: (end, what) for start, end, what in tokens(text) if what in ('"', "'", _GEMMA_QUOTE)}
@@ -492,7 +483,8 @@ def value_kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
         one, num_read = left.pop(), num_read + 1
         if not isinstance(one, Mapping):
             continue
-        kinds |= {json_type(value) for value in (*_list(one.get("enum")), *([one["const"]] if "const" in one else []))}
+        values = (*_list(one.get("enum")), *([one["const"]] if "const" in one else []))
+        kinds |= {next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), "null") for value in values}
         kinds |= {kind for kind in (one.get("type"), *_list(one.get("type"))) if isinstance(kind, str)}
         left += [branch for word in ("anyOf", "oneOf", "allOf") for branch in _list(one.get(word))]
         left += [] if (referred := referred_schema(one, root)) is one else [referred]
@@ -507,14 +499,6 @@ def referred_schema(schema: Any, root: Any) -> Any:
     for name in target[2:].split("/"):
         root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
     return root
-
-
-def json_type(value: Any) -> str:
-    """The name of a value's type in JSON schemas."""
-    return next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), "null")
-
-
-_JSON_TYPES = ((bool, "boolean"), (str, "string"), (int | float, "number"), (list, "array"), (dict, "object"))
 
 
 def _list(value: Any) -> Sequence[Any]:
