@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -16,7 +17,16 @@ from cpuspec.model.cache import KVCache
 from cpuspec.platform import SYSTEM
 from cpuspec.settings import EngineConfig, memory_limit_bytes
 
-BACKENDS = ("numba", "numpy", "torch", "onnxruntime", "openvino")
+# The module of each backend, which is imported once the backend is asked for, and its class.
+_MAKERS = {
+    "numba": ("numba_backend", "NumbaBackend"),
+    "numpy": ("numpy_backend", "NumpyBackend"),
+    "torch": ("torch_backend", "TorchBackend"),
+    "onnxruntime": ("graph_backend", "OnnxruntimeBackend"),
+    "openvino": ("graph_backend", "OpenvinoBackend"),
+}
+BACKENDS = tuple(_MAKERS)
+SHARING = ("numba", "numpy", "torch")  # backends of which two share weights; graph engines rearrange weights for themselves
 
 # What a backend needs beyond this package's own dependencies: modules, and the extra that installs them.
 _EXTRAS = {
@@ -180,22 +190,8 @@ def make_backend(
     if scaling is not None and scaling.kind == "longrope" and length and length < checkpoint.config.context_length:
         # The context length that was asked for chooses LongRoPE's factors (`RopeScaling.for_context`), not the number of tokens.
         checkpoint = replace(checkpoint, config=replace(checkpoint.config, context_length=length))
-    if name == "torch":
-        from cpuspec.backends.torch_backend import TorchBackend
-
-        return TorchBackend(checkpoint, engine, share if isinstance(share, TorchBackend) else None, casts)
-    if name == "numba":
-        from cpuspec.backends.numba_backend import NumbaBackend
-
-        return NumbaBackend(checkpoint, engine, share if isinstance(share, NumbaBackend) else None, casts)
-    if name == "onnxruntime":
-        from cpuspec.backends.onnxruntime_backend import OnnxruntimeBackend
-
-        return OnnxruntimeBackend(checkpoint, engine, casts)
-    if name == "openvino":
-        from cpuspec.backends.openvino_backend import OpenvinoBackend
-
-        return OpenvinoBackend(checkpoint, engine, casts)
-    from cpuspec.backends.numpy_backend import NumpyBackend
-
-    return NumpyBackend(checkpoint, engine, share=share if isinstance(share, NumpyBackend) else None, casts=casts)
+    module, maker = _MAKERS[name]
+    kind = getattr(import_module(f"cpuspec.backends.{module}"), maker)
+    shared = {"share": share if isinstance(share, kind) else None} if name in SHARING else {}
+    made: HeadBackend = kind(checkpoint, engine, casts=casts, **shared)
+    return made

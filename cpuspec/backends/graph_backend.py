@@ -1,27 +1,43 @@
-"""What graph engines share: a cache beside the graph of `onnx_graph`, and a batch as one run for each of its sequences.
+"""Engines that run the graph of `onnx_graph`: a cache beside it, and a batch as one run for each of its sequences.
 
 The graph gives back the keys and values of the rows; the cache is kept here, so that truncating it is setting a length.
+
+What optimum-intel exports runs in OpenVINO, too, read as a checkpoint (`checkpoints.openvino`): its own graph keeps the cache
+inside and takes a mask of one dimension, so that it can neither score a tree nor forget tokens without copying all others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.backends.onnx_export import export_onnx
+from cpuspec.backends.onnx_graph import build_graph, external_tensor, read_bytes
+from cpuspec.backends.weights import weight_tensors
+from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import ModelConfig
-from cpuspec.environment import usable_cores
+from cpuspec.environment import cache_dir, usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Format
-from cpuspec.formats.kv import rounded
+from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.settings import EngineConfig
+
+if TYPE_CHECKING:
+    import onnx
 
 # From inputs and the names of outputs to these outputs, which may be overwritten by the next run.
 Run = Callable[[Mapping[str, NDArray[Any]], Sequence[str]], Sequence[F32]]
 
 _GROWTH = 128  # tokens by which a slot's arrays grow
+
+# Inputs of a matrix under one scale where activations become int8, as OpenVINO chooses by itself; 0 leaves them f32.
+_QUANTIZATION_GROUPS: Mapping[str, int] = MappingProxyType({"auto": 32, "int8": 32, "f32": 0})
 
 
 class _Storage:
@@ -40,7 +56,7 @@ class _Storage:
 
 
 class GraphBackend:
-    """A backend but for how its engine is made and run, which is up to `_run`.
+    """A backend but for its engine, which `_run` runs. `EngineConfig.activations` are what matrices in groups are multiplied with.
 
     Not row-invariant: the libraries take other kernels for one row than for several. Nothing is shared with another backend: they
     rearrange weights for each compiled graph.
@@ -156,3 +172,74 @@ def _copy_prefix(source: _Storage, storage: _Storage, length: int) -> None:
     storage.provide(0, length)
     for array, other in zip(source.arrays, storage.arrays, strict=True):
         other[:, :length] = array[:, :length]
+
+
+class OnnxruntimeBackend(GraphBackend):
+    """The transformer in ONNX Runtime's CPU provider. casts: matrices that are cast to another format at load, by name."""
+
+    name = "onnxruntime"
+
+    def __init__(self, checkpoint: Checkpoint, engine: EngineConfig, casts: Mapping[str, Format] = MappingProxyType({})) -> None:
+        import onnxruntime
+
+        super().__init__(checkpoint.config, engine)
+        held: dict[str, onnxruntime.OrtValue] = {}  # some of which the session reads where they are
+
+        def hold(name: str, array: NDArray[Any], type: int) -> "onnx.TensorProto":
+            held[name] = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, type)
+            return external_tensor(name, array.shape, type, location="memory")
+
+        weights = weight_tensors(checkpoint, casts)
+        self._encoder = weights["encode"].dequantize() if "encode" in weights else None
+        graph = build_graph(self.config, weights, hold, engine.activations, get_kv_format(engine.kv_format).name)
+        self.weight_bytes, self.inner_bytes = read_bytes(graph)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        options.log_severity_level = 3  # warnings tell of optimizations, on a stream that is not ours
+        # Threads that wait for the next run would take the cores from the other models of a chain.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.add_external_initializers(list(held), list(held.values()))
+        session = onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+        def run(inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str], held: object = held) -> list[F32]:
+            results: list[F32] = session.run(outputs, dict(inputs))
+            return results
+
+        self._run = run
+
+
+class OpenvinoBackend(GraphBackend):
+    """The transformer in OpenVINO, compiled for the processor. casts: matrices that are cast to another format at load, by name.
+
+    The library computes f32 where a graph says f16, so keys and values are rounded when they are stored: the rows of a run see each
+    other's unrounded.
+    """
+
+    name = "openvino"
+
+    def __init__(self, checkpoint: Checkpoint, engine: EngineConfig, casts: Mapping[str, Format] = MappingProxyType({})) -> None:
+        import onnx
+        import openvino
+
+        super().__init__(checkpoint.config, engine, get_kv_format(engine.kv_format))
+        settings = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": self.threads,
+            "ENABLE_CPU_PINNING": False,
+            "INFERENCE_PRECISION_HINT": "f32",  # where there is AMX, it would compute everything in bf16
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": _QUANTIZATION_GROUPS[engine.activations],
+        }
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        # OpenVINO reads more than 2 GB of weights from files only, and keeps none of them.
+        with TemporaryDirectory(prefix="openvino-", dir=cache_dir(), ignore_cleanup_errors=True) as directory:
+            path = Path(directory) / "model.onnx"
+            export_onnx(checkpoint, path, engine.activations, engine.kv_format, casts)
+            self.weight_bytes, self.inner_bytes = read_bytes(onnx.load(path, load_external_data=False))
+            core = openvino.Core()
+            request = core.compile_model(core.read_model(path), "CPU", settings).create_infer_request()
+
+        def run(inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[F32]:
+            request.infer({name: np.ascontiguousarray(array) for name, array in inputs.items()}, share_inputs=True)
+            return [request.get_tensor(name).data for name in outputs]
+
+        self._run = run
