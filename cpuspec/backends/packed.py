@@ -4,8 +4,8 @@ A file holds the matrices of one model: an index, checksums, then each matrix at
 are computed from the tensors; a file that has another size or index is written anew. All processes that run the model share the
 pages of the mapped file.
 
-The first start after each boot compares the weights with their checksums, before anything is computed from them: a damaged file is
-removed and written anew. Where a directory cannot be written or a disk is full, every start packs in memory.
+`verify_packed` compares files with their checksums. Where a directory cannot be written or a disk is full, every start packs in
+memory.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -32,11 +32,10 @@ from cpuspec.checkpoints.fields import Fields, parse_json_object
 from cpuspec.checkpoints.mapped import give_back_pages, map_all_pages, place_in_file
 from cpuspec.environment import cache_dir, packed_limit_bytes, sources_digest, who_else_writes
 from cpuspec.errors import BackendError, CheckpointError, FormatError
-from cpuspec.files import replacing, write_file
+from cpuspec.files import replacing
 from cpuspec.formats import Cast
 from cpuspec.formats.packing import PackedTensor, aligned_bytes, num_tiles, pack, round_up, tile_bytes
 from cpuspec.formats.tensor import U8
-from cpuspec.platform import SYSTEM
 
 # Packing fewer bytes takes no longer than looking for them on the disk.
 _SMALLEST_BYTES = 8 << 20
@@ -45,7 +44,6 @@ _LAYOUT = 2  # version of the file's layout: files of another version keep names
 _PAGE = 4096
 _CHECKED_BYTES = 4 << 20  # that one checksum covers
 _CHECKSUM_BYTES = 8
-_VERIFIED_S = 86400.0  # a verification counts for this long where the system has no boot id
 _MAX_HEAD_BYTES = 1 << 24
 _ABANDONED_S = 3600.0  # an unfinished file that was not written to for this long counts as abandoned
 
@@ -53,6 +51,8 @@ _ABANDONED_S = 3600.0  # an unfinished file that was not written to for this lon
 _ODD = np.arange(1, _PAGE // 4, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 _log = logging.getLogger(__name__)
+
+_Way = TypeVar("_Way")
 
 # Taken once: sources that are edited while a process runs did not make its weights.
 _FINGERPRINT = sources_digest(formats)
@@ -72,7 +72,7 @@ def packed_matrices(
             file = _PackedFile(name, tensors, pool, mmap)
             check_room(file.num_bytes, from_disk=mmap)
             try:
-                return file.read() or file.write()
+                return file.found_or_made(file.read)
             except (OSError, ValueError) as error:
                 why = str(error)
         check_room(sum(map(packed_bytes, tensors.values())), why_not_on_disk=why)
@@ -92,43 +92,29 @@ def packed_file(name: str, tensors: Mapping[str, WeightTensor], threads: int) ->
     with ThreadPoolExecutor(threads) as pool:
         file = _PackedFile(name, tensors, pool, mmap=False)
         try:
-            found = file.open()
-            if found is None:
-                file.write_only()
-                found = file.open()
-            if found is None:
-                raise OSError("packed weights that were written cannot be read")
+            return file.found_or_made(file.open), file.places
         except (OSError, ValueError) as error:
             raise BackendError(
                 f"experts that stay on the disk need {file.num_bytes / 1e9:.1f} GB of packed weights in {packed_directory()}, and "
                 f"there are none: {error}; raise CPUSPEC_PACKED_GB, or set CPUSPEC_CACHE to a directory with room"
             ) from error
-        return found, file.places
 
 
-def verify_packed(name: str, threads: int) -> dict[Path, bool]:
-    """Compare every file of packed weights of a model with its checksums, and remove those that are damaged.
+def verify_packed(threads: int, name: str = "") -> dict[Path, bool]:
+    """Compare every file of packed weights with its checksums, and remove those that are damaged.
 
-    name: the one given to `packed_matrices`. Returns for each file whether it was sound.
+    name: of a model, as `packed_matrices` was given it; "" for all. Returns for each file whether it was sound.
     """
-    found = {}
+    found, names = {}, re.escape(_readable(name)) if name else ".*"
     with ThreadPoolExecutor(threads) as pool:
         for path, _ in packed_files():
-            if re.fullmatch(rf"{re.escape(_readable(name))}-[0-9a-f]{{32}}\.packed", path.name):
-                try:
+            if re.fullmatch(rf"{names}-[0-9a-f]{{32}}\.packed", path.name):
+                with suppress(OSError):  # another process has removed it, or has it mapped
                     found[path] = _is_sound(path, pool)
-                except FileNotFoundError:  # another process has removed it
-                    continue
-                if not found[path]:
-                    _remove_damaged(path)
+                    if not found[path]:
+                        _log.warning("packed weights %s are damaged and removed; the model is packed anew", path)
+                        path.unlink()
     return found
-
-
-def verify_again() -> None:
-    """Make the next start of every model compare its packed weights with their checksums again, though this boot has done so."""
-    for marker in packed_directory().glob("*.verified"):
-        with suppress(OSError):
-            marker.unlink()
 
 
 def packed_directory() -> Path:
@@ -170,8 +156,18 @@ class _PackedFile:
         self.places = {tensor_name: self._start + offset for tensor_name, offset in self._offsets.items()}
         self._path = packed_directory() / f"{_readable(name)}-{key}.packed"
 
+    def found_or_made(self, look: Callable[[], _Way | None]) -> _Way:
+        """What `read` or `open` finds, once everything is packed into the file. Raises OSError where that cannot be done."""
+        found = look()
+        if found is None:
+            self._write()
+            found = look()
+        if found is None:
+            raise OSError("packed weights that were written cannot be read")
+        return found
+
     def read(self) -> dict[str, PackedTensor] | None:
-        """The matrices of the file; None if there is no such file, or its index or a checksum is another."""
+        """The matrices of the file; None if there is no such file, or its size or index is another."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -180,13 +176,8 @@ class _PackedFile:
                 data = self._bytes_of(file)
         except OSError:
             return None
-        weights = data[self._start :]
-        checksums = data[len(self._head) : self._start].tobytes()
-        if not self._accepts(status, lambda: checksums == _checksums(weights, self._pool)):
-            del data, weights  # a file that is mapped cannot be removed everywhere
-            _remove_damaged(self._path)
-            return None
-        return self._matrices(weights)
+        self._note_use(status)
+        return self._matrices(data[self._start :])
 
     def open(self) -> DiskFile | None:
         """The file to be read piece by piece; None as `read` says."""
@@ -194,43 +185,23 @@ class _PackedFile:
             file = DiskFile(self._path)
             if file.status.st_size != self.num_bytes or file.bytes_at(0, len(self._head)).tobytes() != self._head:
                 return None
-            checksums = file.bytes_at(len(self._head), self._start - len(self._head)).tobytes()
         except OSError:
             return None
-
-        def bytes_at(at: int) -> U8:
-            return file.bytes_at(self._start + at, min(_CHECKED_BYTES, self.num_bytes - self._start - at))
-
-        if not self._accepts(file.status, lambda: checksums == _checksums_of(bytes_at, self.num_bytes - self._start, self._pool)):
-            _remove_damaged(self._path)
-            return None
+        self._note_use(file.status)
         return file
 
-    def _accepts(self, status: os.stat_result, is_sound: Callable[[], bool]) -> bool:
-        """Whether the file is sound, or was so in this boot; then a note that it is used."""
+    def _note_use(self, status: os.stat_result) -> None:
+        """Make the file the one that was used last, and warn of others who may write it."""
         if others := who_else_writes(status):
             _log.warning(
                 "packed weights are read from %s, which %s; if you trust nobody, set CPUSPEC_CACHE to a directory of yours",
                 self._path,
                 others,
             )
-        if not _is_verified(self._path, status):
-            if not is_sound():
-                return False
-            _note_verified(self._path, status)
         with suppress(OSError):
-            os.utime(self._path, ns=(time.time_ns(), status.st_mtime_ns))  # used just now
-        return True
+            os.utime(self._path, ns=(time.time_ns(), status.st_mtime_ns))
 
-    def write(self) -> dict[str, PackedTensor]:
-        """Pack everything into the file and read it. Raises OSError where that cannot be done, leaving nothing behind."""
-        self.write_only()
-        matrices = self.read()
-        if matrices is None:
-            raise OSError("packed weights that were written cannot be read")
-        return matrices
-
-    def write_only(self) -> None:
+    def _write(self) -> None:
         """Pack everything into the file. Raises OSError where that cannot be done, leaving nothing behind."""
         self._path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         _make_room(self._path.parent, self.num_bytes)
@@ -291,13 +262,8 @@ def _checksum_bytes(num_bytes: int) -> int:
 
 def _checksums(data: U8, pool: Executor) -> bytes:
     """The checksums of `data`, which is whole pages, padded with zeros to whole pages."""
-    return _checksums_of(lambda at: data[at : at + _CHECKED_BYTES], len(data), pool)
-
-
-def _checksums_of(bytes_at: Callable[[int], U8], num_bytes: int, pool: Executor) -> bytes:
-    """The checksums of `num_bytes` bytes, of which `bytes_at` gives those of one checksum, from an offset on."""
-    found = pool.map(lambda at: _checksum(bytes_at(at)), range(0, num_bytes, _CHECKED_BYTES))
-    return b"".join(found).ljust(_checksum_bytes(num_bytes), b"\0")
+    found = pool.map(lambda at: _checksum(data[at : at + _CHECKED_BYTES]), range(0, len(data), _CHECKED_BYTES))
+    return b"".join(found).ljust(_checksum_bytes(len(data)), b"\0")
 
 
 def _checksum(data: U8) -> bytes:
@@ -332,39 +298,6 @@ def _is_sound(path: Path, pool: Executor) -> bool:
         raise
     except (CheckpointError, OSError, ValueError):
         return False
-
-
-def _remove_damaged(path: Path) -> None:
-    _log.warning("packed weights %s are damaged and removed; the model is packed anew", path)
-    for one in (path, _marker(path)):
-        with suppress(OSError):
-            one.unlink()
-
-
-def _marker(path: Path) -> Path:
-    """The file that says when a file of packed weights was verified."""
-    return path.with_suffix(".verified")
-
-
-def _verification(status: os.stat_result) -> dict[str, object]:
-    """Which file was verified, and in which boot."""
-    identity = {"device": status.st_dev, "inode": status.st_ino, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
-    return {"boot": SYSTEM.boot_id(), **identity}
-
-
-def _is_verified(path: Path, status: os.stat_result) -> bool:
-    """Whether a file was verified in this boot; where the system has no boot id, within a day."""
-    try:
-        recent = bool(SYSTEM.boot_id()) or 0 <= time.time() - _marker(path).stat().st_mtime < _VERIFIED_S
-        return recent and parse_json_object(_marker(path).read_bytes(), path.name) == _verification(status)
-    except (OSError, CheckpointError):
-        return False
-
-
-def _note_verified(path: Path, status: os.stat_result) -> None:
-    """Remember that a file was verified. In a cache that cannot be written, the file is verified at every start."""
-    with suppress(OSError):
-        write_file(_marker(path), json.dumps(_verification(status)))
 
 
 def _pack(name: str, tensor: WeightTensor) -> PackedTensor:
@@ -407,6 +340,5 @@ def _make_room(directory: Path, num_bytes: int) -> None:
             if time.time() - path.stat().st_mtime > _ABANDONED_S if unfinished else kept + num_bytes > limit:
                 path.unlink()
                 kept -= size
-                _marker(path).unlink(missing_ok=True)
     if shutil.disk_usage(directory).free < 2 * num_bytes:
         raise OSError(f"packed weights of {num_bytes / 1e9:.2f} GB would fill the disk of {directory}")

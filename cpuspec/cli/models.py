@@ -254,7 +254,7 @@ def verify_model(checkpoint: Checkpoint, threads: int) -> Report:
     files = file_identity(checkpoint.path)
     recipe = recipe_of(checkpoint.path)
     wanted = recipe.sha256 if recipe else None
-    packed = [{"path": str(path), "sound": sound} for path, sound in verify_packed(checkpoint.name, threads).items()]
+    packed = [{"path": str(path), "sound": sound} for path, sound in verify_packed(threads, checkpoint.name).items()]
     return {
         "files": files,
         "recipe": recipe and recipe.name,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cpuspec.backends import Backend
-from cpuspec.backends.packed import verify_again
+from cpuspec.backends.packed import verify_packed
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.engine.llm import LLM, load_target
 from cpuspec.environment import usable_cores
@@ -171,15 +171,15 @@ def certify(
 ) -> Certificate:
     """Test that drafting with `spec` changes nothing: greedy answers to `prompts`, `num_samples` sampled ones a temperature.
 
-    Packed weights, drafts' too, are compared with their checksums as they are loaded.
+    Packed weights on the disk are compared with their checksums before they are loaded.
     The settings' `max_sequences` and `context_length` are replaced.
     Raises ConfigError for numbers that prove nothing, and what making an LLM raises.
     """
     if num_samples < MIN_SAMPLES:
         raise ConfigError(f"frequencies of {num_samples} samples prove nothing; wanted at least {MIN_SAMPLES}")
-    verify_again()
     settings = settings or EngineConfig()
     threads = settings.threads or usable_cores()
+    verify_packed(threads)
     settings = replace(settings, threads=threads)
     greedy = check_greedy(checkpoint, spec, prompts, max_tokens, backend, settings, on_progress)
     tokenizer = make_tokenizer(checkpoint)

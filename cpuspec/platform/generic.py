@@ -86,7 +86,6 @@ SYSTEM = System(
     processor_name=lambda: platform.processor() or platform.machine(),
     processor_flags=frozenset,
     settings=dict,
-    boot_id=str,
     enable_tile_registers=lambda: False,
     zeroed_pages=zeroed_pages,
     reserved_pages=zeroed_pages,

@@ -335,7 +335,6 @@ SYSTEM = replace(
     processor_name=processor_name,
     processor_flags=processor_flags,
     settings=read_settings,
-    boot_id=lambda: _read(_ROOT / "proc/sys/kernel/random/boot_id"),
     enable_tile_registers=enable_tile_registers,
     zeroed_pages=zeroed_pages,
     reserved_pages=reserved_pages,

@@ -23,8 +23,6 @@ class System:
     processor_flags: Callable[[], frozenset[str]]
     # Settings of the system that speed depends on: "governor" of the clock, "huge_pages". Others: none.
     settings: Callable[[], Mapping[str, str]]
-    # The id that the system gives each boot. Others: "".
-    boot_id: Callable[[], str]
     # Ask for the use of tile registers (AMX), and return whether this process may use them. Others: False.
     enable_tile_registers: Callable[[], bool]
 

@@ -20,7 +20,6 @@ from cpuspec.errors import ConfigError, FormatError
 from cpuspec.formats import FORMATS, Cast, Format, QuantTensor
 from cpuspec.formats.packing import pack
 from cpuspec.kernels import machine_code
-from cpuspec.platform import SYSTEM
 from cpuspec.settings import EngineConfig
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -153,29 +152,27 @@ def test_of_tensors_in_memory_every_byte_counts(packs: list[str]) -> None:
     assert packs == ["f32"]
 
 
-@pytest.mark.parametrize("other", ["name", "format", "shape", "fewer"])
-def test_a_set_of_tensors_has_a_file_of_its_own(packs: list[str], other: str) -> None:
-    data = np.arange(16 << 10, dtype=np.uint16).view(np.uint8)
+def tensor(format_name: str, rows: int) -> QuantTensor:
+    data, row = np.arange(16 << 10, dtype=np.uint16).view(np.uint8), FORMATS[format_name]
+    return QuantTensor(row, (rows, len(data) // rows // row.block_bytes), data.reshape(rows, -1))
 
-    def tensor(format_name: str, rows: int) -> QuantTensor:
-        row = FORMATS[format_name]
-        return QuantTensor(row, (rows, len(data) // rows // row.block_bytes), data.reshape(rows, -1))
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": tensor("f16", 16), "c": tensor("f16", 16)},
+        {"a": tensor("f16", 16), "b": tensor("bf16", 16)},
+        {"a": tensor("f16", 16), "b": tensor("f16", 32)},
+        {"a": tensor("f16", 16)},
+    ],
+    ids=["name", "format", "shape", "fewer"],
+)
+def test_a_set_of_tensors_has_a_file_of_its_own(packs: list[str], other: dict[str, QuantTensor]) -> None:
     first = {"a": tensor("f16", 16), "b": tensor("f16", 16)}
-    second = {
-        "name": {"a": tensor("f16", 16), "c": tensor("f16", 16)},
-        "format": {"a": tensor("f16", 16), "b": tensor("bf16", 16)},
-        "shape": {"a": tensor("f16", 16), "b": tensor("f16", 32)},
-        "fewer": {"a": tensor("f16", 16)},
-    }[other]
-    check(first)
-    packs.clear()
-    check(second)
-    assert packs
-    packs.clear()
-    check(first)
-    check(second)
-    assert packs == []
+    for tensors, is_new in ((first, True), (other, True), (first, False), (other, False)):
+        packs.clear()
+        check(tensors)
+        assert bool(packs) == is_new
 
 
 @pytest.mark.parametrize(
@@ -225,36 +222,46 @@ def test_a_damaged_file_is_written_again(model: Path, packs: list[str], damage: 
     assert packs == []
 
 
-def test_a_directory_in_the_place_of_a_file_costs_packing_in_memory(model: Path) -> None:
-    check(tensors_of(model))
-    path = only_file()
-    path.unlink()
-    path.mkdir()
-    check(tensors_of(model))
-    assert [path for path, _ in packed_files()] == [path]
-
-
 def fail(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_disk_that_fills_up_costs_packing_in_memory_and_leaves_nothing(model: Path, monkeypatch) -> None:
-    monkeypatch.setattr(os, "fsync", fail)
+def with_a_directory_in_its_place(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(tensors_of(model))
-    assert list(packed_directory().iterdir()) == []
+    path = only_file()
+    path.unlink()
+    path.mkdir()
 
 
-def test_a_disk_without_twice_the_room_is_left_alone(model: Path, monkeypatch) -> None:
+def with_a_cache_that_is_a_file(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model.parent / "file").touch()
+    monkeypatch.setenv("CPUSPEC_CACHE", str(model.parent / "file"))
+
+
+def on_a_disk_without_twice_the_room(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = shutil.disk_usage(model.parent)._replace(free=model.stat().st_size)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    check(tensors_of(model))
-    assert packed_files() == []
 
 
-def test_a_cache_that_cannot_be_written_costs_packing_in_memory(model: Path, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path / "file"))
-    check(tensors_of(model))
+@pytest.mark.parametrize(
+    ("harm", "left"),
+    [
+        (with_a_directory_in_its_place, 1),
+        (with_a_cache_that_is_a_file, 0),
+        (on_a_disk_without_twice_the_room, 0),
+        (lambda model, monkeypatch: monkeypatch.setattr(os, "fsync", fail), 0),  # the disk fills up
+        (lambda model, monkeypatch: monkeypatch.setenv("CPUSPEC_PACKED_GB", "0.0"), 0),
+        (lambda model, monkeypatch: monkeypatch.setattr(packed, "_SMALLEST_BYTES", 1 << 20), 0),  # it is a small model
+    ],
+)
+def test_what_cannot_be_kept_is_packed_in_memory_and_leaves_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path, pytest.MonkeyPatch], None], left: int
+) -> None:
+    harm(model, monkeypatch)
+    for _ in range(2):
+        check(tensors_of(model))
+    assert len(packed_files()) == left
+    assert not packed_directory().is_dir() or len(list(packed_directory().iterdir())) == left
 
 
 def test_an_interrupted_start_leaves_nothing_behind(model: Path, monkeypatch) -> None:
@@ -274,17 +281,8 @@ def test_starts_at_the_same_time_all_get_their_weights(model: Path) -> None:
     only_file()
 
 
-@pytest.mark.parametrize("limit", ["0", "0.0"])
-def test_nothing_is_kept_where_the_user_does_not_want_it(model: Path, monkeypatch, limit: str) -> None:
+def test_nothing_is_kept_where_the_caller_does_not_want_it(model: Path) -> None:
     check(tensors_of(model), keep=False)
-    monkeypatch.setenv("CPUSPEC_PACKED_GB", limit)
-    check(tensors_of(model))
-    assert not packed_directory().exists()
-
-
-def test_small_models_are_packed_in_memory(model: Path, monkeypatch) -> None:
-    monkeypatch.setattr(packed, "_SMALLEST_BYTES", 1 << 20)
-    check(tensors_of(model))
     assert not packed_directory().exists()
 
 
@@ -383,107 +381,6 @@ def test_a_file_is_read_for_its_contents_once_unless_it_was_changed_just_now(
     assert any(one.read_text() == first[0] for one in kept) == settled
 
 
-# ------------------------------------------------------------------------------------------------------------------- checksums
-
-
-@pytest.fixture
-def checks(monkeypatch) -> list[int]:
-    """Bytes that were compared with checksums since this list was last cleared."""
-    done: list[int] = []
-    real = packed._checksums
-
-    def watched(data: np.ndarray, pool: object) -> bytes:
-        done.append(data.nbytes)
-        return real(data, pool)
-
-    monkeypatch.setattr(packed, "_checksums", watched)
-    return done
-
-
-def reboot(monkeypatch, number: int = 1) -> None:
-    monkeypatch.setattr(packed, "SYSTEM", replace(SYSTEM, boot_id=lambda: f"boot {number}"))
-
-
-def damage_weights(path: Path, at: int = -5000) -> None:
-    """Flip a bit of a matrix, and keep the file's times, as a disk does."""
-    rewrite(path, flip(at))
-
-
-@pytest.mark.parametrize("at", ["first byte", "middle", "last page", "checksums"])
-def test_a_flipped_bit_is_found_after_a_boot_and_costs_packing(
-    model: Path, packs: list[str], monkeypatch, caplog: pytest.LogCaptureFixture, at: str
-) -> None:
-    check(tensors_of(model))
-    path = only_file()
-    good = path.read_bytes()
-    start = good.index(b"\n\n") // 4096 * 4096 + 4096
-    places = {"first byte": start + 4096, "middle": len(good) // 2, "last page": len(good) - 4096 - 1, "checksums": start}
-    damage_weights(path, places[at])
-    assert path.read_bytes() != good
-    packs.clear()
-    reboot(monkeypatch)
-    check(tensors_of(model))
-    assert sorted(packs) == sorted(FORMATS)
-    assert f"packed weights {path} are damaged and removed" in caplog.text
-    assert path.read_bytes() == good
-
-
-def test_weights_are_verified_once_a_boot(model: Path, checks: list[int], packs: list[str], monkeypatch) -> None:
-    check(tensors_of(model))
-    checks.clear()
-    packs.clear()
-    for number in (1, 2):
-        reboot(monkeypatch, number)
-        for _ in range(3):
-            check(tensors_of(model))
-        assert len(checks) == number
-    assert packs == []
-
-
-@pytest.mark.parametrize("change", ["touched", "copied", "marker gone", "marker damaged"])
-def test_a_file_that_is_not_the_one_that_was_verified_is_verified(
-    model: Path, checks: list[int], packs: list[str], tmp_path: Path, change: str
-) -> None:
-    check(tensors_of(model))
-    path, marker = only_file(), only_file().with_suffix(".verified")
-    if change == "touched":
-        os.utime(path, ns=(1, 1))
-    elif change == "copied":
-        shutil.copy2(path, tmp_path / "copy")
-        os.replace(tmp_path / "copy", path)
-    elif change == "marker gone":
-        marker.unlink()
-    else:
-        marker.write_text("[" * 5000)
-    checks.clear()
-    packs.clear()
-    check(tensors_of(model))
-    assert len(checks) == 1
-    check(tensors_of(model))
-    assert len(checks) == 1
-    assert packs == []
-
-
-def test_weights_can_be_verified_again_in_the_same_boot(model: Path, checks: list[int]) -> None:
-    check(tensors_of(model))
-    damage_weights(only_file())
-    checks.clear()
-    packed.verify_again()
-    check(tensors_of(model))
-    assert len(checks) == 3  # found damaged, written, and read again
-
-
-def test_where_no_boot_is_known_a_verification_counts_for_a_day(model: Path, checks: list[int], monkeypatch) -> None:
-    monkeypatch.setattr(packed, "SYSTEM", replace(SYSTEM, boot_id=str))
-    check(tensors_of(model))
-    marker = only_file().with_suffix(".verified")
-    for age_s, times in ((3600, 0), (2 * 86400, 1), (-3600, 1)):
-        os.utime(marker, (time.time() - age_s,) * 2)
-        checks.clear()
-        check(tensors_of(model))
-        assert len(checks) == times
-
-
 def test_checksums_see_every_bit_and_the_order_of_words_pages_and_blocks() -> None:
     data = np.random.default_rng(3).integers(0, 256, 2 * packed._CHECKED_BYTES + 4096, dtype=np.uint8)
 
@@ -514,9 +411,10 @@ def test_verifying_reads_every_file_of_a_model_and_removes_damaged_ones(model: P
     sound = only_file()
     check(one_matrix(1))
     [damaged] = {path for path, _ in packed_files()} - {sound}
-    damage_weights(damaged, -1)
-    assert packed.verify_packed("A model", 2) == {sound: True, damaged: False}
-    assert packed.verify_packed("A mode", 2) == {}
+    rewrite(damaged, flip(-1))
+    assert packed.verify_packed(2, "A mode") == {}
+    assert packed.verify_packed(2, "A model") == {sound: True, damaged: False}
+    assert packed.verify_packed(2) == {sound: True}
     assert [path for path, _ in packed_files()] == [sound]
     packs.clear()
     check(tensors_of(model))
@@ -534,17 +432,7 @@ def test_verifying_trusts_no_head(model: Path, damage: str) -> None:
     else:
         DAMAGE[damage](path)
     expected = {} if damage in ("gone", "a dangling link") else {path: damage == "an offset"}
-    assert packed.verify_packed("A model", 1) == expected
-
-
-def test_a_cache_that_cannot_remember_is_verified_at_every_start(model: Path, checks: list[int], monkeypatch) -> None:
-    check(tensors_of(model))
-    only_file().with_suffix(".verified").unlink()
-    monkeypatch.setattr(os, "replace", fail)
-    checks.clear()
-    for number in (1, 2):
-        check(tensors_of(model))
-        assert len(checks) == number
+    assert packed.verify_packed(1, "A model") == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no mode here")
@@ -597,9 +485,6 @@ def test_where_no_open_file_can_be_renamed_or_removed_a_second_start_packs_nothi
     assert [path.suffix for path, _ in packed_files()] == [".packed"]
     assert packs
     del held
-
-
-# ----------------------------------------------------------------------------------------------------------------- without mmap
 
 
 def test_without_mmap_no_file_is_mapped(model: Path, packs: list[str], monkeypatch) -> None:
