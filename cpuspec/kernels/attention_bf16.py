@@ -58,7 +58,7 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
             longest = max(longest, walk_end(walk, number, first))
             earliest = min(earliest, walk_start(walk, number, first, windowed))
         earliest = earliest // STEP * STEP
-        shape(PAIRED)
+        shape(PAIRED, count)
         for number in range(count):
             _round_numbers(walk.queries[number], 0, dims, depth * STEP, queries + 64 * depth * number)
         for at in range(earliest, longest, STEP):

@@ -10,6 +10,7 @@ activations rounded to bf16, as tile registers do it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 
 from cpuspec.errors import BackendError
@@ -17,7 +18,6 @@ from cpuspec.formats import FORMATS, get_format
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import isa, machine_code, selfcheck, tiles, ymm
 from cpuspec.kernels.ops import F32, F32X16, I1, I32, I32X16, Ops, Value, Variable, fma
-from cpuspec.kernels.options import compiled
 from cpuspec.kernels.passes import Operands, Pass, block_of, pass_of
 from cpuspec.kernels.products import (
     BLOCK_ROWS,
@@ -51,6 +51,7 @@ _GROUPS = PANEL // GROUP
 
 # Bytes of activations that are multiplied with some tiles before the next ones are: what stays near a core with the tiles.
 _NEAR = 640 << 10
+_ANY = 1 << 30  # more than all rows
 
 _Sums = Callable[[Value, int], Value]  # (stream, row) -> 16 sums of products
 
@@ -313,25 +314,94 @@ def linear_kernel(format_name: str, encoding: str) -> int:
     return machine_code.first_sound([partial(compiled, in_tiles) for in_tiles in ((True, False) if has_two else (False,))])
 
 
+@dataclass(frozen=True)
+class _Loop:
+    """How a kernel goes through its rows, some at a time (a span), and with each span through its tiles.
+
+    few, many: the passes over a span of fewer than `least` rows and of more; a kernel may have only one of them.
+    """
+
+    few: Callable[[Pass], None] | None = None
+    many: Callable[[Pass], None] | None = None
+    least: int = 0
+    few_at_once: int = 8  # rows of a pass over few; what is left of a block goes eight at a time
+    many_at_once: int = tiles.MANY  # rows of a pass over many
+    unit: int = BLOCK_ROWS  # rows of which a span has a multiple
+    spans: tuple[int, int] = (BLOCK_ROWS, tiles.MANY)  # the rows of the shortest span and of the longest
+    # Spans of up to so many rows are multiplied with a tile of each stream at a time, if for passes over many it has so many bytes.
+    streams: tuple[int, int] = (0, _LEAST_STREAM)
+    widths: tuple[int, int] = (1, 1)  # neighbouring tiles of other passes: over up to a block of rows, and over more
+    shape: str = ""  # the format for which `many` shapes tile registers, if it uses them
+
+
 def made(format_name: str, encoding: str, in_tiles: bool = True) -> Callable[..., None]:
     """The Python function of `linear_kernel`. in_tiles: with tile registers for many rows, where the processor has them."""
+    return _compilable(_loop(format_name, encoding, in_tiles and isa.has_tiles()))
+
+
+def _loop(name: str, encoding: str, in_tiles: bool) -> _Loop:
+    pair, has_codes = 2 * BLOCK_ROWS, name in READERS
+    if encoding == "bf16" and name == PAIRED:
+        return _Loop(many=tiles.bf16_pass, many_at_once=pair, unit=pair, spans=(pair, _ANY), widths=(4, 2), shape=PAIRED)
     if encoding == "bf16":
-        return _bf16_linear() if format_name == PAIRED else _dequantized_linear(format_name)
-    if encoding == "rotated" and in_tiles and isa.has_tiles():
-        return _panels_linear(format_name)
-    if isa.has_sixteen_registers() and format_name in READERS:
-        return _ymm_linear(format_name, encoding)
-    return _linear(format_name, encoding, in_tiles)
+        most, widths = tiles.MOST_ROWS, (tiles.MOST_TILES, tiles.MOST_TILES)
+        dequantized = partial(tiles.dequantized_pass, name)
+        return _Loop(many=dequantized, many_at_once=most, spans=(most, most), widths=widths, shape=PAIRED)
+    if encoding == "rotated" and in_tiles:
+        panels, spans = partial(tiles.panels_pass, name), (pair, tiles.MANY)
+        return _Loop(many=panels, unit=pair, spans=spans, streams=(BLOCK_ROWS, _LONG), widths=(1, 2), shape=name)
+    if isa.has_sixteen_registers() and has_codes:
+        most = ymm.FEW[encoding]
+        few, many = _few_rows(name, encoding, _counts(most)), partial(ymm.rows_pass, name, encoding)
+        return _Loop(few, many, most + 1, most, streams=(BLOCK_ROWS, _LEAST_STREAM))
+    most = _MOST_ROWS if has_codes and not in_tiles else _MOST_OF_NUMBERS
+    few = _few_rows(name, encoding, _counts(most))
+    if has_codes and in_tiles:
+        least, many = tiles.least(name), partial(tiles.many_rows_pass, name, encoding)
+        shortest = -(-least // BLOCK_ROWS) * BLOCK_ROWS
+        return _Loop(few, many, least, most, spans=(shortest, tiles.MANY), streams=(BLOCK_ROWS, _LONG), shape=name)
+    return _Loop(few, few_at_once=most, streams=(BLOCK_ROWS - 1 if has_codes else 0, _LEAST_STREAM))
 
 
-@compiled
-def _turn(first, length, turn):
-    """The first tile of a turn through a share, how many it has, and how far they are apart: one of each stream of `length` tiles,
-    and then what is left, one by one.
-    """
-    if turn < length:
-        return first + turn, _STREAMS, length
-    return first + turn + (_STREAMS - 1) * length, 1, 0
+def _compilable(loop: _Loop) -> Callable[..., None]:
+    """The kernel that goes through rows and tiles so."""
+    few_rows, many_rows = (pass_of(one) if one else None for one in (loop.few, loop.many))
+    only_few, only_many, least = loop.many is None, loop.few is None, loop.least
+    few_at_once, many_at_once, unit, (shortest, longest) = loop.few_at_once, loop.many_at_once, loop.unit, loop.spans
+    (streamed_rows, stream_bytes), (narrow, wide) = loop.streams, loop.widths
+    has_shape, shape = bool(loop.shape), loop.shape
+
+    def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
+        operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)
+        if has_shape and rows >= least:
+            tiles.shape(shape, rows)
+        span = max(shortest, min(longest, _NEAR // row_bytes // unit * unit))
+        for top in range(0, rows, span):
+            bottom = min(rows, top + span)
+            count = bottom - top
+            length = (end - first) // _STREAMS if count <= streamed_rows else 0
+            if length * tile_bytes < (stream_bytes if count >= least else _LEAST_STREAM):
+                length = 0
+            done, width = 0, narrow if count <= BLOCK_ROWS else wide
+            while done < end - first:
+                tile, num_tiles, apart = first + done, min(width, end - first - done), 1
+                if done < _STREAMS * length:
+                    tile, num_tiles, apart = first + done // _STREAMS, _STREAMS, length
+                done += num_tiles
+                row = top
+                while row < bottom:
+                    if only_few or (not only_many and count < least):
+                        left = min(BLOCK_ROWS - row % BLOCK_ROWS, rows - row)  # of the block
+                        number = few_at_once if left >= few_at_once else min(left, 8)
+                        few_rows(operands, tile, num_tiles, apart, row, number)
+                    else:
+                        number = min(bottom - row, many_at_once)
+                        many_rows(operands, tile, num_tiles, apart, row, number)
+                    row += number
+        if has_shape and rows >= least:
+            tiles.release()
+
+    return linear
 
 
 def assembly(format_name: str, rows: int) -> str:
@@ -346,126 +416,3 @@ def assembly(format_name: str, rows: int) -> str:
         run(Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride), tile, 1, 0, 0, rows)
 
     return machine_code.assembly(one_pass, 10)
-
-
-def _bf16_linear() -> Callable[..., None]:
-    """The kernel of bf16 in tile registers, to be compiled: four tiles of up to 16 rows at a time, or two of up to 32."""
-    run = pass_of(tiles.bf16_pass)
-
-    def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
-        operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)
-        tiles.shape(PAIRED)
-        span = max(2 * BLOCK_ROWS, _NEAR // row_bytes // (2 * BLOCK_ROWS) * (2 * BLOCK_ROWS))
-        for top in range(0, rows, span):
-            bottom = min(rows, top + span)
-            tile = first
-            while tile < end:
-                width = 4 if rows <= BLOCK_ROWS and end - tile >= 4 else 2 if end - tile >= 2 else 1
-                for row in range(top, bottom, 2 * BLOCK_ROWS):
-                    run(operands, tile, width, 1, row, min(2 * BLOCK_ROWS, bottom - row))
-                tile += width
-        tiles.release()
-
-    return linear
-
-
-def _dequantized_linear(name: str) -> Callable[..., None]:
-    """The kernel of a format of codes that are dequantized to bf16, to be compiled."""
-    run, most_rows, most_tiles = pass_of(partial(tiles.dequantized_pass, name)), tiles.MOST_ROWS, tiles.MOST_TILES
-
-    def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
-        operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)
-        tiles.shape(PAIRED)
-        for top in range(0, rows, most_rows):
-            for tile in range(first, end, most_tiles):
-                run(operands, tile, min(most_tiles, end - tile), 1, top, min(most_rows, rows - top))
-        tiles.release()
-
-    return linear
-
-
-def _panels_linear(name: str) -> Callable[..., None]:
-    """The kernel of weights that are whole numbers under one scale for a panel, in tile registers for any number of rows."""
-    run, many = pass_of(partial(tiles.panels_pass, name)), tiles.MANY
-
-    def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
-        operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)
-        tiles.shape_of_panels(rows)
-        span = max(2 * BLOCK_ROWS, min(many, _NEAR // row_bytes // (2 * BLOCK_ROWS) * (2 * BLOCK_ROWS)))
-        for top in range(0, rows, span):
-            count = min(span, rows - top)
-            if count > BLOCK_ROWS:
-                for tile in range(first, end, 2):
-                    run(operands, tile, min(2, end - tile), 1, top, count)
-                continue
-            length = (end - first) // _STREAMS
-            if length * tile_bytes < _LONG:
-                length = 0
-            for turn in range(end - first - (_STREAMS - 1) * length):
-                tile, num_tiles, apart = _turn(first, length, turn)
-                run(operands, tile, num_tiles, apart, top, count)
-        tiles.release()
-
-    return linear
-
-
-def _ymm_linear(name: str, encoding: str) -> Callable[..., None]:
-    """The kernel of a format of codes without AVX-512, to be compiled: one pass for any number of rows."""
-    few, many = ymm.FEW[encoding], ymm.MANY
-    few_rows, many_rows = pass_of(_few_rows(name, encoding, _counts(few))), pass_of(partial(ymm.rows_pass, name, encoding))
-
-    def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
-        operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)
-        span = max(BLOCK_ROWS, min(many, _NEAR // row_bytes // BLOCK_ROWS * BLOCK_ROWS))
-        for top in range(0, rows, span):
-            count = min(span, rows - top)
-            length = (end - first) // _STREAMS if count <= BLOCK_ROWS else 0
-            if length * tile_bytes < _LEAST_STREAM:
-                length = 0
-            for turn in range(end - first - (_STREAMS - 1) * length):
-                tile, num_tiles, apart = _turn(first, length, turn)
-                if count <= few:
-                    few_rows(operands, tile, num_tiles, apart, top, count)
-                else:
-                    many_rows(operands, tile, num_tiles, apart, top, count)
-
-    return linear
-
-
-def _linear(name: str, encoding: str, in_tiles: bool) -> Callable[..., None]:
-    """The kernel of a format, to be compiled."""
-    in_tiles = in_tiles and isa.has_tiles() and name in READERS and encoding != "rotated"
-    most = _MOST_ROWS if name in READERS and not in_tiles else _MOST_OF_NUMBERS
-    few = BLOCK_ROWS if in_tiles else BLOCK_ROWS - 1  # whose passes have streams
-    streamed_rows = few if name in READERS else 0
-    least, many = tiles.least(name), tiles.MANY
-    shortest = -(-least // BLOCK_ROWS) * BLOCK_ROWS if in_tiles else BLOCK_ROWS
-    few_rows, many_rows = pass_of(_few_rows(name, encoding, _counts(most))), pass_of(partial(tiles.many_rows_pass, name, encoding))
-
-    def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
-        operands = Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride)
-        if in_tiles and rows >= least:
-            tiles.shape(name)
-        span = max(shortest, min(many, _NEAR // row_bytes // BLOCK_ROWS * BLOCK_ROWS))
-        for top in range(0, rows, span):
-            bottom = min(rows, top + span)
-            use_tiles = in_tiles and bottom - top >= least
-            length = (end - first) // _STREAMS if bottom - top <= streamed_rows else 0
-            if length * tile_bytes < (_LONG if use_tiles else _LEAST_STREAM):
-                length = 0
-            for turn in range(end - first - (_STREAMS - 1) * length):
-                tile, num_tiles, apart = _turn(first, length, turn)
-                row = top
-                while row < bottom:
-                    if use_tiles:
-                        count = bottom - row
-                        many_rows(operands, tile, num_tiles, apart, row, count)
-                    else:
-                        left = min(BLOCK_ROWS - row % BLOCK_ROWS, rows - row)  # of the block
-                        count = most if left >= most else min(left, 8)
-                        few_rows(operands, tile, num_tiles, apart, row, count)
-                    row += count
-        if in_tiles and rows >= least:
-            tiles.release()
-
-    return linear

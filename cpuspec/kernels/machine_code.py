@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numba
 from llvmlite import binding
@@ -35,7 +35,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from cpuspec import config, formats, kernels, platform
 from cpuspec.environment import cache_dir, importing_environment, sources_digest, usable_cores, who_else_writes
 from cpuspec.errors import BackendError, CpuspecError
-from cpuspec.files import why_unwritable
+from cpuspec.files import why_unwritable, write_file
 from cpuspec.kernels import isa
 from cpuspec.kernels.options import OPTIONS
 from cpuspec.platform import SYSTEM
@@ -302,47 +302,20 @@ def _compile(python: Callable[..., Any], num_arguments: int, returns: bool) -> b
 @contextmanager
 def _compiling_alone(path: Path) -> Iterator[None]:
     """One process at a time compiles a kernel; others wait, and find what it kept. None waits where nothing can be locked, or
-    longer than _LONGEST_WAIT_S.
+    longer than _LONGEST_WAIT_S. The file of the lock stays.
     """
-    lock, end_s = path.with_suffix(".lock"), time.monotonic() + _LONGEST_WAIT_S
+    end_s = time.monotonic() + _LONGEST_WAIT_S
     with ExitStack() as held:
         with suppress(OSError, CpuspecError):
-            while True:
-                file = lock.open("wb")
-                held.callback(file.close)
-                while not (locked := SYSTEM.try_lock(file)) and time.monotonic() < end_s:
-                    time.sleep(0.05)
-                # Whoever had the lock before has removed its file, and others may lock a new one by now.
-                if not locked or (lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat())):
-                    break
-                file.close()
-            if locked:
-                held.callback(_remove, lock, file)
+            lock = held.enter_context(path.with_suffix(".lock").open("wb"))
+            while not SYSTEM.try_lock(lock) and time.monotonic() < end_s:
+                time.sleep(0.05)
         yield
-
-
-def _remove(lock: Path, file: BinaryIO) -> None:
-    """Remove the file of a lock while it is held, or behind that on Windows, where no open file is removed."""
-    try:
-        lock.unlink()
-    except PermissionError:
-        file.close()
-        with suppress(OSError):  # another process waits for it
-            lock.unlink()
-    except OSError:  # there is none
-        pass
 
 
 def _keep(body: bytes, path: Path) -> None:
     """Write a compiled function, or a verdict, and its checksum."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
-    try:
-        with open(unfinished, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
-            file.write(hashlib.sha256(body).digest() + body)
-        os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    write_file(path, hashlib.sha256(body).digest() + body)
 
 
 def _load(path: Path) -> int | None:

@@ -255,7 +255,7 @@ def bf16_pass(p: Pass) -> None:
     block, which no code reads.
     """
     blocks = (p.rows > BLOCK_ROWS).select(p.rows.like(2), p.rows.like(1))
-    sizes = ((4, 1), (2, 2), (2, 1), (1, 2), (1, 1))
+    sizes = ((4, 1), (3, 1), (2, 2), (2, 1), (1, 2), (1, 1))
     p.o.switch(p.num_tiles * 4 + blocks, {4 * width + blocks: partial(_bf16_pass, p, width, blocks) for width, blocks in sizes})
 
 
@@ -386,22 +386,17 @@ def dequantized_pass(name: str, p: Pass) -> None:
 
 
 @emitted
-def shape(o: Ops, format_name: str) -> None:
-    """Configure the tile registers for a format (LDTILECFG), if the processor has them."""
+def shape(o: Ops, format_name: str, rows: Value) -> None:
+    """Configure the tile registers for a format and a number of rows (LDTILECFG), if the processor has them."""
     if format_name == PAIRED:
         if isa.has_bf16_tiles():
             o.tile_shapes(dict.fromkeys(range(8), (BLOCK_ROWS, 64)))
+    elif isa.has_tiles() and FORMATS[format_name].rotated:  # registers have as many rows as a block has
+        weights = dict.fromkeys(_PAIRED_WEIGHTS, (BLOCK_ROWS, PANEL_LINE))
+        o.tile_shapes(weights, (*_TOTALS, *_PAIRED_ACTS), rows.smaller(BLOCK_ROWS))
     elif isa.has_tiles():
         inputs = GROUP // num_scales(FORMATS[format_name])
         o.tile_shapes(dict.fromkeys(_TOTALS, (BLOCK_ROWS, 64)) | {_ACTS: (BLOCK_ROWS, inputs), _CODES: (inputs // 4, 64)})
-
-
-@emitted
-def shape_of_panels(o: Ops, rows: Value) -> None:
-    """`shape` for `panels_pass`, whose registers have as many rows as a block has."""
-    if isa.has_tiles():
-        weights = dict.fromkeys(_PAIRED_WEIGHTS, (BLOCK_ROWS, PANEL_LINE))
-        o.tile_shapes(weights, (*_TOTALS, *_PAIRED_ACTS), rows.smaller(BLOCK_ROWS))
 
 
 @emitted

@@ -8,6 +8,11 @@ import pytest
 from cpuspec.kernels import machine_code
 
 
+def kept() -> list[str]:
+    """The names of files with machine code and verdicts."""
+    return sorted(path.name for path in machine_code.kernel_directory().iterdir() if path.suffix != ".lock")
+
+
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What was compiled since this list was last cleared."""

@@ -1,7 +1,6 @@
 """A kernel that computes something wrong is found when it is compiled, and passed over."""
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,20 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from cpuspec.backends import make_backend
-from cpuspec.checkpoints import open_checkpoint
 from cpuspec.cli import doctor
 from cpuspec.errors import BackendError
 from cpuspec.kernels import attention, attention_bf16, embed, isa, latent, linear, machine_code, selfcheck, team, tiles
 from cpuspec.kernels.machine_code import KernelDiffersError, address, function, kernel_directory, passed_over
-from cpuspec.kernels.team import Team
-from cpuspec.model.batch import ForwardBatch
-from cpuspec.settings import EngineConfig
-from tests.backends.models import SMALL
-from tools.make_tiny_model import make_tiny_gguf
+from tests.kernels.conftest import kept
 
 needs_tiles = pytest.mark.skipif(not isa.has_tiles(), reason="this processor has no tile registers")
 needs_bf16_tiles = pytest.mark.skipif(not isa.has_bf16_tiles(), reason="this processor has no bf16 tile registers")
@@ -53,18 +45,6 @@ def cache(tmp_path: Path) -> Iterator[Path]:
     start_anew()
 
 
-@pytest.fixture
-def team_kernels(cache: Path) -> None:
-    """Kernels that take long to compile, and have no check, from other tests' machine code."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("CPUSPEC_CACHE")
-        ordinary = kernel_directory()
-        Team(1).close()
-    kernel_directory().mkdir(parents=True)
-    for name in ("run", "lead", "work", "publish"):
-        shutil.copy(ordinary / f"{name}.o", kernel_directory())
-
-
 def doubled(a):  # type: ignore[no-untyped-def]
     return 2 * a
 
@@ -90,7 +70,7 @@ def test_a_kernel_is_checked_when_it_is_compiled_and_never_again(compiles: list[
 
     assert checked(check) == checked(check) == 42
     assert len(asked) == len(compiles) == 1
-    assert [path.name for path in kernel_directory().iterdir()] == ["doubled.o"]
+    assert kept() == ["doubled.o"]
     assert passed_over() == {}
 
 
@@ -102,7 +82,7 @@ def test_a_verdict_is_kept_with_the_machine_code(compiles: list[object]) -> None
         assert passed_over() == {"doubled": "the result is even"}
         start_anew()
     assert len(compiles) == 1
-    assert [path.name for path in kernel_directory().iterdir()] == ["doubled.differs"]
+    assert kept() == ["doubled.differs"]
 
 
 def test_a_verdict_that_cannot_be_kept_holds_for_the_process(cache: Path, monkeypatch, compiles: list[object]) -> None:  # type: ignore[no-untyped-def]
@@ -131,7 +111,7 @@ def test_an_interrupted_check_is_made_anew() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         checked(interrupted)
-    assert not list(kernel_directory().iterdir())
+    assert not kept()
     assert checked(is_42) == 42
 
 
@@ -207,11 +187,15 @@ def test_a_kernel_with_no_other_in_reserve_is_an_error_that_names_it(monkeypatch
 def test_wrong_kernels_of_attention_and_of_embeddings_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     own = attention.fma
     monkeypatch.setattr(attention, "fma", lambda x, y, z: own(x, y, z) * 1.0001)
+    own_pairs = attention_bf16.dot_pairs
+    monkeypatch.setattr(attention_bf16, "dot_pairs", lambda *operands: own_pairs(*operands) * 1.0001)
+    in_vectors = [lambda: attention_bf16.attend_kernel("f16")] if isa.has_bf16_dots() and not isa.has_bf16_tiles() else []
     monkeypatch.setattr(embed, "_DECODERS", {**embed._DECODERS, "f16": embed._DECODERS["bf16"]})
     for kernel in (
         lambda: attention.attend_kernel("f16", capped=True),
         lambda: latent.attend_kernel("int8", 16),
         lambda: embed.row_decoder("f16"),
+        *in_vectors,
     ):
         with pytest.raises(KernelDiffersError):
             kernel()
@@ -222,22 +206,12 @@ def test_wrong_kernels_of_attention_and_of_embeddings_are_found(monkeypatch: pyt
     assert attention.attend_kernel("f16", capped=True)
     assert latent.attend_kernel("int8", 16)
     assert embed.row_decoder("f16")
+    assert all(kernel() for kernel in in_vectors)
 
 
 @pytest.mark.skipif(
     not isa.has_bf16_dots() or isa.has_bf16_tiles(), reason="this processor multiplies bf16 in tiles, or not at all"
 )
-def test_a_wrong_kernel_of_attention_in_bf16_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attention_bf16.attend_kernel("f16")
-    start_anew()
-    for path in kernel_directory().glob("attend-bf16-*"):
-        path.unlink()
-    own = attention_bf16.dot_pairs
-    monkeypatch.setattr(attention_bf16, "dot_pairs", lambda *operands: own(*operands) * 1.0001)
-    with pytest.raises(KernelDiffersError, match="queries are"):
-        attention_bf16.attend_kernel("f16")
-
-
 def does_nothing(team, threads, thread):  # type: ignore[no-untyped-def]
     pass
 
@@ -253,32 +227,3 @@ def test_activations_that_are_not_prepared_right_are_found(monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             patch.setattr(selfcheck, name, wrong)
             assert selfcheck.run(run) == "activations in int8 differ from numpy's", name
-
-
-@needs_bf16_tiles
-@pytest.mark.usefixtures("team_kernels")
-def test_prompts_are_multiplied_in_codes_where_kernels_in_bf16_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor without tile registers for bf16."""
-    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", "qwen3", weight_format="q4_0", **SMALL))
-
-    def logits() -> np.ndarray:
-        backend = make_backend("numba", checkpoint, EngineConfig(threads=1, max_rows=32, prompt_arithmetic="bf16"))
-        tokens = np.arange(5, 25, dtype=np.int32)
-        batch = ForwardBatch(tokens, tokens - 5, np.zeros(1, np.int32), np.array([0, 20], np.int32), of_prompts=True)
-        found = np.array(backend.forward(batch, backend.new_cache(1, 64)).logits)
-        backend.close()
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(linear, "prompt_encoding", linear.activation_encoding)
-        wanted_linears = logits()
-    own, own_pairs = tiles.dequantized, attention_bf16.bf16_pairs
-    monkeypatch.setattr(tiles, "dequantized", lambda group: [words.like(0) + 1 for words in own(group)])
-    start_anew()
-    assert np.array_equal(logits(), wanted_linears)
-    assert all(name.startswith("linear-") and name.endswith("-bf16") for name in passed_over())
-    monkeypatch.setattr(attention_bf16, "bf16_pairs", lambda even, odd: own_pairs(odd, even))
-    (kernel_directory() / "attend-bf16-f16.o").unlink()
-    start_anew()
-    assert not np.array_equal(logits(), wanted_linears)
-    assert "attend-bf16-f16" in passed_over()
