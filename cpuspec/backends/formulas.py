@@ -5,7 +5,7 @@ norms, gates, the cache and attention.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from cpuspec.config import DeltaNet, Experts, Mamba2, ModelConfig, Rope
@@ -26,8 +26,11 @@ class Formulas(Protocol):
     """
 
     xp: Any
+    expert_bytes: int  # of experts' matrices that were read
+    kept: dict[int, Array]  # layers' outputs that were asked for
     _config: ModelConfig
     _vectors: Mapping[str, Array]
+    _adapted: Sequence[tuple[slice, float, Mapping[str, tuple[Array, Array]]]]  # rows, and a scaled adapter of theirs
 
     def norm(self, x: Array, name: str | None) -> Array: ...
 
@@ -47,6 +50,10 @@ class Formulas(Protocol):
 
     def _layer_embedding(self) -> Array:
         """The tokens' rows of `layer_embed`."""
+        ...
+
+    def _append(self, layer: Layer, k: Array, v: Array | None) -> None:
+        """Put keys and values, if there are any, into the slots, after the norm of values."""
         ...
 
     def _states(self, layer: Layer) -> Iterable[tuple[slice, RecurrentState, int]]:
@@ -78,6 +85,9 @@ class Formulas(Protocol):
             first, second = _halves(heads)
             heads = self.xp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
         return self.norm(heads, layer.weight(norm)) if mixer.rotates_first else heads
+
+    def append(self, layer: Layer, k: Array, v: Array) -> None:
+        self._append(layer, self._rotated(layer, k, "k_norm", layer.attention.rope), v)
 
     def absorb(
         self, layer: Layer, plain: Array, q_rope: Array, latent: Array, k_rope: Array, on_inputs: Callable[..., None] = _ignore
@@ -162,6 +172,17 @@ class Formulas(Protocol):
 
     def _softplus(self, x: Array) -> Array:
         return self.xp.logaddexp(self.xp.zeros_like(x), x)
+
+    def _with_adapters(self, y: Array, x: Array, name: str) -> Array:
+        """Products of `x` with a matrix, and what adapters add to them."""
+        for rows, scale, pairs in self._adapted:
+            if name in pairs:
+                down, up = pairs[name]
+                y[rows] += scale * (x[rows] @ down.T @ up.T)
+        return y
+
+    def _softcapped(self, x: Array, cap: float) -> Array:
+        return self.xp.tanh(x / cap) * cap if cap else x
 
     def add(self, x: Array, branch: Array, name: str, norm: str | None, factor: str | None = None) -> Array:
         return self._added(x, self.norm(self.linear(branch, name), norm), factor)

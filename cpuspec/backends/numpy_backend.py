@@ -155,11 +155,12 @@ class Forward(Formulas):
         self._model, self._config, self._batch, self._cache = model, model.config, batch, cache
         starts = batch.lists.q_start
         self.xp, self._vectors = np, model.weights
-        self._adapted = list(zip(map(slice, starts, starts[1:]), batch.adapters, strict=False))
+        by_rows = zip(map(slice, starts, starts[1:]), batch.adapters, strict=False)
+        self._adapted = [(rows, scale, adapter.pairs) for rows, adapters in by_rows for adapter, scale in adapters]
         self._rotations: dict[tuple[Rope, int], tuple[Array, Array]] = {}  # cosines and sines of the rows, [T, 1, D/2] each
 
     def embed(self) -> Array:
-        return self._model.embedding.rows(self._batch.tokens).astype(self._model.dtype) * self._number(self._config.embedding_scale)
+        return self._model.embedding.rows(self._batch.tokens).astype(self._model.dtype) * self._config.embedding_scale
 
     def hidden(self, norm: str | None) -> Array:
         assert self._batch.hidden is not None, "`ForwardBatch.check` has checked it"
@@ -197,7 +198,7 @@ class Forward(Formulas):
             keys = storage.keys[layer.state_index][:end].repeat(mixer.heads // mixer.kv_heads, axis=1)  # [S, H, D]
             held = storage.values[layer.state_index] if places is None else storage.keys[layer.state_index][..., places]
             values = held[:end].repeat(mixer.heads // mixer.kv_heads, axis=1)
-            scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) * self._number(mixer.scale)  # [H, T, S]
+            scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) * mixer.scale  # [H, T, S]
             scores = self._softcapped(scores, mixer.softcap)
             scores[:, ~visible(batch, b, prefix, mixer.window)] = -np.inf
             if mixer.sinks:
@@ -212,9 +213,6 @@ class Forward(Formulas):
         batch = self._batch
         for slot, start, end in zip(batch.slots, batch.q_start, batch.q_start[1:], strict=False):
             yield slice(start, end), self._cache.storage(slot).states[layer.state_index], self._cache.lengths[slot]
-
-    def append(self, layer: Layer, k: Array, v: Array) -> None:
-        self._append(layer, self._rotated(layer, k, "k_norm", layer.attention.rope), v)
 
     def _append(self, layer: Layer, k: Array, v: Array | None) -> None:
         mixer, batch = layer.attention, self._batch
@@ -233,16 +231,15 @@ class Forward(Formulas):
     def gate(self, gate: Array, up: Array | None, activation: str) -> Array:
         if activation == "swiglu_oai":
             assert up is not None, "`ModelConfig` has checked it"
-            limit, alpha = self._number(SWIGLU_LIMIT), self._number(SWIGLU_ALPHA)
-            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-            return gate / (1 + np.exp(-alpha * gate)) * (up + self._number(1))
+            gate, up = np.minimum(gate, SWIGLU_LIMIT), np.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return gate / (1 + np.exp(-SWIGLU_ALPHA * gate)) * (up + 1)
         if activation in ("silu", "sigmoid"):
-            active = (gate if activation == "silu" else self._number(1)) / (1 + np.exp(-gate))
+            active = (gate if activation == "silu" else 1) / (1 + np.exp(-gate))
         elif activation == "relu2":
             active = np.square(np.maximum(gate, 0))
         else:
-            inner = self._number(math.sqrt(2 / math.pi)) * (gate + self._number(0.044715) * gate**3)
-            active = self._number(0.5) * gate * (1 + np.tanh(inner))
+            inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+            active = 0.5 * gate * (1 + np.tanh(inner))
         return active if up is None else active * up
 
     def keep(self, layer: Layer, x: Array) -> None:
@@ -253,11 +250,8 @@ class Forward(Formulas):
         rows = x if self._batch.logit_rows is None else x[self._batch.logit_rows]
         return self._softcapped(self.linear(self.norm(rows, norm), name), self._config.logit_softcap)
 
-    def _number(self, value: float) -> Array:
-        return np.asarray(value, self._model.dtype)
-
     def _unweighed(self, x: Array, eps: float) -> Array:
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self._number(eps))
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
 
     def norm(self, x: Array, name: str | None) -> Array:
         """RMS norm over the last axis (arXiv 1910.07467), or layer norm (arXiv 1607.06450)."""
@@ -265,7 +259,7 @@ class Forward(Formulas):
             return x
         if self._config.norm_kind == "layer":
             x = x - x.mean(axis=-1, keepdims=True)
-        scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self._number(self._config.norm_eps))
+        scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self._config.norm_eps)
         normed = x * scale * self._model.weights[name]
         bias = self._model.weights.get(name + "_bias")
         return normed if bias is None else normed + bias
@@ -275,21 +269,13 @@ class Forward(Formulas):
         one = ... if expert is None else expert
         matrix = self._model.weights[name][one]
         self.expert_bytes += 0 if expert is None else matrix.nbytes
-        y = self._rounded(x, name) @ matrix.T
-        for rows, adapters in self._adapted:
-            for adapter, scale in adapters:
-                if name in adapter.pairs:
-                    down, up = (part.astype(self._model.dtype) for part in adapter.pairs[name])
-                    y[rows] += self._number(scale) * (x[rows] @ down.T @ up.T)
+        y = self._with_adapters(self._rounded(x, name) @ matrix.T, x, name)
         bias = self._model.weights.get(name + "_bias")
         return y if bias is None else y + bias[one]
 
     def _rounded(self, x: Array, name: str) -> Array:
         """Inputs of a matrix as they are multiplied."""
         return _in_int8(x, self._model.rounded_inputs[name]) if name in self._model.rounded_inputs else x
-
-    def _softcapped(self, x: Array, cap: float) -> Array:
-        return np.tanh(x / self._number(cap)) * self._number(cap) if cap else x
 
 
 def _copy_rows(storage: Storage, rows: I32, first: int) -> None:

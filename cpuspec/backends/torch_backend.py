@@ -53,7 +53,7 @@ _RECORDED_ROWS, _SPAN = 32, 256
 
 
 _Pairs = dict[str, tuple[Tensor, Tensor]]  # of an adapter, on the device
-_Adapted = list[tuple[slice, float, _Pairs]]  # rows, and a scaled adapter of theirs
+_Adapted = Sequence[tuple[slice, float, _Pairs]]  # rows, and a scaled adapter of theirs
 
 
 @dataclass(frozen=True)
@@ -295,14 +295,13 @@ class TorchBackend:
                 adapted.append((slice(start, end), scale, self._adapters[adapter]))
         return adapted
 
-    def _forward(self, step: _Step, tensors: Mapping[Hashable, Tensor]) -> "_Forward":
-        return _Forward(self.config, self.matrices, self._vectors, self._heads, step, tensors)
+    def _forward(self, step: _Step, tensors: Mapping[Hashable, Tensor], adapted: _Adapted = ()) -> "_Forward":
+        return _Forward(self.config, self.matrices, self._vectors, self._heads, step, tensors, adapted)
 
     def _run(self, step: _Step, adapted: _Adapted, tensors: Sequence[Tensor]) -> Outputs:
         """Logits F32 [n, V] of the asked rows, their best ids I64 [n], and hidden states F32 [T, C] of the asked layers."""
         inputs = dict(zip(step.tensors, tensors, strict=True))
-        forward = self._forward(step, inputs)
-        forward.adapted = adapted
+        forward = self._forward(step, inputs, adapted)
         logits = decode(self.config, forward)
         self._expert_bytes = forward.expert_bytes
         return logits, best_ids(logits), *(forward.kept[layer] for layer in step.hidden_layers)
@@ -319,10 +318,10 @@ class _Forward(Formulas):
         heads: _HeadChanges,
         step: _Step,
         tensors: Mapping[Hashable, Tensor],
+        adapted: _Adapted,
     ) -> None:
         self.kept: dict[int, Tensor] = {}
-        self.expert_bytes = 0  # of experts' matrices that were read
-        self.adapted: _Adapted = []
+        self.expert_bytes, self._adapted = 0, adapted
         self._config, self._matrices, self._vectors, self._step, self._tensors = config, matrices, vectors, step, tensors
         self.xp, self._heads = torch, heads
 
@@ -352,25 +351,18 @@ class _Forward(Formulas):
         latent = layer.attention.latent
         q = self._heads.transformed(q * layer.attention.scale)
         if k is not None:
-            k, v = self._heads.kept(layer, k, self._normed_values(layer, v))
-            for b, p in enumerate(self._step.parts):
-                values = None if v is None else v[p.rows]
-                p.storage.append(layer.state_index, self._tensors["at", b], k[p.rows], values)
+            self._append(layer, k, v)
         parts = [self._attend(layer, b, q[p.rows]) for b, p in enumerate(self._step.parts)]
         return (torch.cat(parts) if latent is None else torch.cat(parts)[..., latent.value_places]).flatten(1)
 
-    def _normed_values(self, layer: Layer, v: Tensor | None) -> Tensor | None:
-        if v is None or not layer.attention.value_norm:
-            return v
-        of_heads = v.unflatten(1, (-1, layer.attention.value_dims))
-        return (of_heads * torch.rsqrt(of_heads.square().mean(-1, keepdim=True) + self._config.norm_eps)).flatten(1)
-
-    def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
-        rotated = self._rotated(layer, k, "k_norm", layer.attention.rope)
-        keys, values = self._heads.kept(layer, rotated, self._normed_values(layer, v))
-        assert values is not None, "of a head whose rows are states: it has no latent attention"
+    def _append(self, layer: Layer, k: Tensor, v: Tensor | None) -> None:
+        if v is not None and layer.attention.value_norm:
+            of_heads = v.unflatten(1, (-1, layer.attention.value_dims))
+            v = (of_heads * torch.rsqrt(of_heads.square().mean(-1, keepdim=True) + self._config.norm_eps)).flatten(1)
+        k, v = self._heads.kept(layer, k, v)
         for b, part in enumerate(self._step.parts):
-            part.storage.append(layer.state_index, self._tensors["at", b], keys[part.rows], values[part.rows])
+            values = None if v is None else v[part.rows]
+            part.storage.append(layer.state_index, self._tensors["at", b], k[part.rows], values)
 
     def gate(self, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
         if activation == "sigmoid":
@@ -391,7 +383,7 @@ class _Forward(Formulas):
 
     def logits(self, x: Tensor, name: str, norm: str | None) -> Tensor:
         logits = self.linear(self.norm(x[self._tensors["logit_rows"]], norm), name)
-        return _softcapped(logits, self._config.logit_softcap)
+        return self._softcapped(logits, self._config.logit_softcap)
 
     def norm(self, x: Tensor, name: str | None) -> Tensor:
         """RMS norm over the last axis (arXiv 1910.07467), or layer norm (arXiv 1607.06450)."""
@@ -409,11 +401,7 @@ class _Forward(Formulas):
             assert isinstance(matrix, OfExperts), "the layer has one for each"
             matrix, bias = matrix.matrices[expert], None if bias is None else bias[expert]
             self.expert_bytes += matrix.nbytes
-        y = matrix.times(x)
-        for rows, scale, pairs in self.adapted:
-            if name in pairs:
-                down, up = pairs[name]
-                y[rows] += scale * (x[rows] @ down.T @ up.T)
+        y = self._with_adapters(matrix.times(x), x, name)
         return y if bias is None else y + bias
 
     def _attend(self, layer: Layer, b: int, q: Tensor) -> Tensor:
@@ -430,7 +418,7 @@ class _Forward(Formulas):
         for start in range(0, t, at_once):
             rows = slice(start, start + at_once)
             some = q[:, :, rows]
-            scores = _softcapped((some.flatten(1, 2) @ keys.mT).view(*some.shape[:3], part.span), layer.attention.softcap)
+            scores = self._softcapped((some.flatten(1, 2) @ keys.mT).view(*some.shape[:3], part.span), layer.attention.softcap)
             scores = scores.masked_fill(~mask[rows], -torch.inf)
             if layer.attention.sinks:
                 sinks = self._vectors[layer.weight("sinks")].view(groups, -1, 1, 1).expand(*scores.shape[:3], 1)
@@ -475,7 +463,3 @@ class _WeightKind:
         dtype = engine.dtype if engine.dtype != "auto" else "bf16" if device.type == "cuda" else "f32"
         as_codes = few_rows_kernel(device) is not None if engine.weights == "auto" else engine.weights == "codes"
         return _WeightKind(DTYPES[dtype], as_codes)
-
-
-def _softcapped(x: Tensor, cap: float) -> Tensor:
-    return torch.tanh(x / cap) * cap if cap else x
