@@ -32,8 +32,9 @@ MARKS: Mapping[str, tuple[str, ...]] = {
 # Of a test in these modules that has several parameters, the default run has as few combinations as have each value of each
 # parameter once: every family, every way, every drafter. The other combinations are slow.
 COMBINED = {  # by directory
-    "backends": "adapters experts forward kv_formats latent layer_differences recurrent sharing",
+    "backends": "adapters experts kv_formats latent layer_differences recurrent sharing",
     "checkpoints": "adapters quantized safetensors",
+    "conformance": "backends",
     "engine": "adapters draft_spec engine faults grammar interleaving mixtures prefix_cache prompt_arithmetic recurrent_prefixes"
     " scoring ways",
     "evaluate": "certify parity replays",

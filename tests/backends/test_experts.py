@@ -16,14 +16,10 @@ from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.transformer import decode
 from cpuspec.settings import EngineConfig
 from tests.backends.models import (
-    MIXTURES,
     TOKENS,
-    check_rows,
     computed,
     every_backend,
     forward,
-    in_chunks,
-    in_gguf,
     reference,
     tiny,
 )
@@ -77,30 +73,6 @@ def test_the_comparison_would_see_another_choice(tmp_path_factory, facts: dict[s
     experts = replace(checkpoint.config.experts, **facts)
     other = replace(checkpoint, config=replace(checkpoint.config, experts=experts))
     assert np.abs(reference(checkpoint) - reference(other)).max() > 1e-3
-
-
-@pytest.fixture(scope="module", params=["q4_0", "q4_k", "q6_k", "f16", "bf16"])  # of each order of activations
-def of_format(request, tmp_path_factory) -> Checkpoint:
-    sizes = {"num_layers": 1, "num_experts": 4, "num_used": 2, "expert_size": 256}
-    return tiny(tmp_path_factory, architecture="qwen3moe", weight_format=request.param, **sizes)
-
-
-def test_a_row_depends_on_its_past_alone(of_format: Checkpoint) -> None:
-    check_rows(of_format)
-
-
-@pytest.mark.parametrize("family", MIXTURES)
-def test_chunks_of_a_prompt_give_the_same_bits_and_every_backend_the_same_logits(tmp_path_factory, family: str) -> None:
-    checkpoint = tiny(tmp_path_factory, weight_format="f32", **in_gguf(family))
-    tokens = TOKENS + TOKENS[::-1]
-    wanted = reference(checkpoint, tokens)
-    for name in ("numba", "torch"):
-        backend = make_backend(name, checkpoint, EngineConfig(threads=2, max_rows=96, kv_format="f32", keep_packed=False))
-        whole = in_chunks(backend, tokens, 90)
-        assert np.abs(whole - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
-        for size in (64, 7, 1) if name == "numba" else ():
-            assert np.array_equal(in_chunks(backend, tokens, size), whole)
-        backend.close()
 
 
 def _union_bytes(checkpoint: Checkpoint, backend: Backend, tokens: list[int], itemsize: int) -> int:

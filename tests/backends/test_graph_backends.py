@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from cpuspec import backends
-from cpuspec.backends import Backend, make_backend
+from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.backends.onnx_export import export_onnx
 from cpuspec.backends.onnx_graph import KV_FORMATS
@@ -19,23 +19,15 @@ from cpuspec.errors import BackendError
 from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.rope import rope_table
 from cpuspec.settings import EngineConfig
-from tests.backends.models import DEPTHS, PARENTS, TOKENS, TREE, every_backend, forward, in_chunks, reference, tiny
+from tests.backends.models import TOKENS, every_backend, forward, in_chunks, reference, tiny
 
 GRAPHS = ("onnxruntime", "openvino")
 F32 = EngineConfig(threads=1, max_rows=64, kv_format="f32")
-EXACT = replace(F32, activations="f32")
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Checkpoint:
     return tiny(tmp_path_factory, weight_format="q4_k", embed_format="q6_k")
-
-
-@pytest.fixture(scope="module", params=every_backend(GRAPHS).args[1])
-def backend(request, checkpoint: Checkpoint):
-    made = make_backend(request.param, checkpoint, EXACT)
-    yield made
-    made.close()
 
 
 @every_backend(GRAPHS)
@@ -61,42 +53,6 @@ def test_keys_and_values_are_rounded_as_the_kv_format_rounds_them(checkpoint: Ch
 def test_a_kv_format_that_a_graph_cannot_round_to_is_refused(checkpoint: Checkpoint, name: str, kv_format: str) -> None:
     with pytest.raises(BackendError, match=f"{kv_format}; wanted one of f32, f16, bf16"):
         make_backend(name, checkpoint, EngineConfig(kv_format=kv_format))
-
-
-def test_forgotten_tokens_leave_no_trace(backend: Backend) -> None:
-    cache = backend.new_cache(1, 400)
-    forward(backend, cache, {0: TOKENS[:20]})
-    for _ in range(6):  # beyond the room of a slot's arrays, which grow and shrink again
-        forward(backend, cache, {0: [7] * 60})
-    cache.truncate(0, 20)
-    got = np.concatenate([forward(backend, cache, {0: TOKENS[20:21]}).logits, forward(backend, cache, {0: TOKENS[21:]}).logits])
-    assert np.allclose(got, in_chunks(backend, TOKENS)[20:], atol=1e-5)
-
-
-def test_sequences_of_a_batch_do_not_see_each_other(backend: Backend) -> None:
-    cache = backend.new_cache(3, 64)
-    forward(backend, cache, {2: TOKENS[:20]})
-    both = forward(backend, cache, {1: TOKENS[:9], 2: TOKENS[20:21]}, logit_rows=[9, 3, 0], hidden_layers=(1,))
-    alone = [forward(backend, backend.new_cache(1, 64), {0: TOKENS[:9]}, hidden_layers=(1,)), in_chunks(backend, TOKENS[:21], 20)]
-    assert np.array_equal(both.logits[0], alone[1][20])
-    assert np.array_equal(both.logits[1:], alone[0].logits[[3, 0]])
-    assert np.array_equal(both.hidden[0][:9], alone[0].hidden[0])
-
-
-@pytest.mark.parametrize("prefix", [0, 3, 21])
-def test_a_tree_row_means_its_path(checkpoint: Checkpoint, backend: Backend, prefix: int) -> None:
-    logits = []
-    for made in (backend, NumpyBackend(checkpoint, F32, np.float64)):
-        cache = made.new_cache(1, 64)
-        if prefix:
-            forward(made, cache, {0: TOKENS[:prefix]})
-        logits.append(forward(made, cache, {0: TREE}, parents=PARENTS, positions=prefix + DEPTHS).logits)
-        cache.keep_path(0, prefix, np.array([0, 2, 6], np.int32))
-        logits[-1] = np.concatenate([logits[-1], forward(made, cache, {0: TOKENS[30:33]}).logits])
-    assert np.abs(logits[0] - logits[1]).max() < 1e-4
-    chain = forward(backend, (cache := backend.new_cache(1, 64)), {0: TOKENS[:prefix] + TREE}).logits[prefix:]
-    assert cache.lengths[0] == prefix + len(TREE)
-    assert np.abs(logits[0][2:7] - chain[2:]).max() > 0.1  # which the tree is not
 
 
 @every_backend(GRAPHS)

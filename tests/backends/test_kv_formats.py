@@ -3,12 +3,12 @@
 Sequences are longer than a chunk of attention, so that records are folded, and chunks go to several threads.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cpuspec.backends import Backend, make_backend
+from cpuspec.backends import make_backend
 from cpuspec.backends.weights import key_centres
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.errors import BackendError, FormatError
@@ -28,15 +28,6 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class _Case:
-    checkpoint: Checkpoint
-    kv_format: str
-
-    def backend(self, threads: int = 1) -> Backend:
-        return make_backend("numba", self.checkpoint, EngineConfig(threads=threads, max_rows=64, kv_format=self.kv_format))
-
-
 @pytest.fixture(scope="module", params=SHAPES)
 def checkpoint(request, tmp_path_factory) -> Checkpoint:
     return tiny(tmp_path_factory, architecture="llama", weight_format="f32", num_layers=2, **SHAPES[request.param])
@@ -48,64 +39,35 @@ def unrounded(checkpoint: Checkpoint) -> np.ndarray:
     return reference(checkpoint, TOKENS)
 
 
-@pytest.fixture(scope="module", params=KV_FORMATS)
-def case(request, checkpoint: Checkpoint) -> _Case:
-    return _Case(checkpoint, request.param)
-
-
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 @every_backend(("numba", "torch"))
 def test_logits_agree_with_the_reference_to_what_rounding_the_other_way_makes(
-    case: _Case, unrounded: np.ndarray, name: str
+    checkpoint: Checkpoint, unrounded: np.ndarray, name: str, kv_format: str
 ) -> None:
-    wanted, got = (
-        reference(case.checkpoint, TOKENS, case.kv_format),
-        computed(name, case.checkpoint, TOKENS, kv_format=case.kv_format),
-    )
-    budgets = {"f32": 1e-4, "f16": 3e-3, "bf16": 2e-2, "int8": 3e-2, "int4": 0.3}
-    assert np.abs(got - wanted).max() < budgets[case.kv_format]
+    wanted, got = reference(checkpoint, TOKENS, kv_format), computed(name, checkpoint, TOKENS, kv_format=kv_format)
+    assert np.abs(got - wanted).max() < {"f32": 1e-4, "f16": 3e-3, "bf16": 2e-2, "int8": 3e-2, "int4": 0.3}[kv_format]
     # The format shows: without rounding the reference is much further away than with it.
     apart = np.square(got - wanted).mean() / np.square(got - unrounded).mean()
-    assert apart < 0.2 or case.kv_format == "f32"
+    assert apart < 0.2 or kv_format == "f32"
 
 
-def test_a_row_depends_on_its_past_alone(case: _Case) -> None:
-    prefixes = (5, CHUNK - 16, CHUNK - 2, CHUNK, CHUNK + 20)
-    check_rows(case.checkpoint, TOKENS, kv_format=case.kv_format, threads=(1, 3), prefixes=prefixes)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_a_row_depends_on_its_past_alone(checkpoint: Checkpoint, kv_format: str) -> None:
+    check_rows(checkpoint, TOKENS, kv_format=kv_format, threads=(1, 3), prefixes=(5, CHUNK - 16, CHUNK - 2, CHUNK, CHUNK + 20))
 
 
-def test_bytes_per_token_are_what_a_slot_holds(case: _Case) -> None:
-    backend, config = case.backend(), case.checkpoint.config
-    bits, unit = {"f32": (32, 16), "f16": (16, 16), "bf16": (16, 16), "int8": (9, 32), "int4": (4.5, 64)}[case.kv_format]
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_bytes_per_token_are_what_a_slot_holds(checkpoint: Checkpoint, kv_format: str) -> None:
+    backend, config = (
+        make_backend("numba", checkpoint, EngineConfig(threads=1, max_rows=64, kv_format=kv_format)),
+        checkpoint.config,
+    )
+    bits, unit = {"f32": (32, 16), "f16": (16, 16), "bf16": (16, 16), "int8": (9, 32), "int4": (4.5, 64)}[kv_format]
     padded = -(-config.head_dim // unit) * unit
     cache = backend.new_cache(1, 4 * CHUNK)
     assert cache.bytes_per_token == 2 * config.num_layers * config.num_kv_heads * padded * bits / 8
     assert cache.storage(0).memory[0].nbytes == 4 * CHUNK * cache.bytes_per_token
     backend.close()
-
-
-def test_long_walks_are_shared_among_threads_without_a_trace(tmp_path_factory) -> None:
-    """Deep enough that a thread takes several chunks at a time; the past is random numbers, put where keys and values lie."""
-    checkpoint = tiny(tmp_path_factory, num_layers=1)
-    past = None
-    results = []
-    for threads in (1, 2, 3):
-        backend = make_backend("numba", checkpoint, EngineConfig(threads=threads, max_rows=64))
-        cache = backend.new_cache(2, 6000)
-        if past is None:
-            past = (
-                np.random.default_rng(0).standard_normal(cache.storage(0).memory[0].nbytes // 2).astype(np.float16).view(np.uint8)
-            )
-            past = past.reshape(cache.storage(0).memory[0].shape)
-        for slot in range(2):
-            cache.storage(slot).memory[0][:] = past
-        cache.lengths[:] = 5900, 700
-        together = forward(backend, cache, {1: TOKENS[:3], 0: TOKENS[:40]}).logits[3:]
-        cache.lengths[0] = 5900
-        single = [forward(backend, cache, {0: [token]}).logits for token in TOKENS[:40]]
-        results += [together, np.concatenate(single)]
-        backend.close()
-    assert all(np.array_equal(result, results[0]) for result in results)
-    assert len({row.tobytes() for row in results[0]}) == 40
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""Layers with a convolution or a state: each backend means what the reference means, a state is truncated by setting a length, and
-compiled rows have the same bits however the rows before them came, went and were folded.
+"""Layers with a convolution or a state: a state is truncated by setting a length, and compiled rows have the same bits however the
+rows before them came, went and were folded.
 """
 
 from itertools import pairwise
@@ -13,7 +13,7 @@ from cpuspec.errors import BackendError
 from cpuspec.model.batch import ForwardBatch, ForwardStoppedError
 from cpuspec.model.cache import KEPT_ROWS
 from cpuspec.settings import EngineConfig
-from tests.backends.models import RECURRENT, asked_to_stop, every_backend, forward, tiny
+from tests.backends.models import RECURRENT, asked_to_stop, forward, tiny
 
 LENGTH = 150
 TEXTS = np.random.default_rng(1).integers(0, 384, (9, LENGTH)).tolist()
@@ -49,29 +49,6 @@ def decoded(checkpoints: dict[str, Checkpoint]) -> dict[str, list[np.ndarray]]:
     return found
 
 
-@every_model
-@every_backend()
-def test_each_family_means_what_the_reference_means(tmp_path_factory: pytest.TempPathFactory, model: str, name: str) -> None:
-    checkpoint = tiny(tmp_path_factory, weight_format="f32", **RECURRENT[model])
-    if name in ("onnxruntime", "openvino"):
-        with pytest.raises(BackendError, match=r"layer 0 has a (short|state of|gated delta) .*, which this graph cannot compute"):
-            _backend(checkpoint, name)
-        return
-    wanted, backend = _fed(_backend(checkpoint, "numpy"), [LENGTH]), _backend(checkpoint, name)
-    for sizes in ([LENGTH], [1, 70, 2, 64, 13]):
-        assert np.abs(_fed(backend, sizes) - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
-    backend.close()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@every_model
-def test_chunks_of_a_prompt_have_the_bits_of_decoding(checkpoints, decoded, model: str, threads: int) -> None:  # type: ignore[no-untyped-def]
-    backend = _backend(checkpoints[model], threads=threads)
-    for sizes in ([1] * 40, [7] * 21 + [3], [64, 64, 22], [LENGTH], [63, 65, 1, 21]):
-        assert np.array_equal(_fed(backend, sizes), decoded[model][0][: sum(sizes)])
-    backend.close()
-
-
 @pytest.mark.parametrize(("model", "kv_format"), [*((model, "f32") for model in RECURRENT), ("lfm2", "int8"), ("qwen35", "int8")])
 def test_bits_do_not_depend_on_drafts_or_mates(checkpoints, decoded, model: str, kv_format: str) -> None:  # type: ignore[no-untyped-def]
     """Sequences in random forwards, from 1 to 40 rows of each, of which random ones are wrong drafts and taken back."""
@@ -96,20 +73,6 @@ def test_bits_do_not_depend_on_drafts_or_mates(checkpoints, decoded, model: str,
                 cache.drop(slot)
                 held[slot] = 0
     backend.close()
-
-
-@pytest.mark.parametrize("name", ["numpy", "torch"])
-@every_model
-def test_a_rejected_draft_leaves_nothing_behind(checkpoints, model: str, name: str) -> None:  # type: ignore[no-untyped-def]
-    backend, rng, position = _backend(checkpoints[model], name), np.random.default_rng(3), 0
-    alone, cache = _fed(backend, [60]), backend.new_cache(2, 256)
-    while position < 50:
-        kept, wrong = int(rng.integers(1, 12)), int(rng.integers(0, 8))
-        rows = [*TEXTS[0][position:][:kept], *rng.integers(0, 384, wrong).tolist()]
-        got = forward(backend, cache, {1: rows}).logits[:kept]
-        assert np.abs(got - alone[position:][: len(got)]).max() < 1e-4 * np.abs(alone).max() if position + kept <= 60 else True
-        position += kept
-        assert cache.truncate(1, position) == position
 
 
 @every_model
@@ -172,9 +135,8 @@ def test_a_wrong_state_would_be_seen(checkpoints, decoded, model: str) -> None: 
     backend.close()
 
 
-@every_model
-def test_trees_are_refused(checkpoints, model: str) -> None:  # type: ignore[no-untyped-def]
-    backend = _backend(checkpoints[model])
+def test_trees_are_refused(checkpoints) -> None:  # type: ignore[no-untyped-def]
+    backend = _backend(checkpoints["lfm2"])
     with pytest.raises(BackendError, match="recurrent layer"):
         forward(backend, backend.new_cache(1, 32), {0: [1, 2]}, parents=[-1, -1])
     backend.close()

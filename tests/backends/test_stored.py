@@ -21,7 +21,7 @@ from cpuspec.evaluate.speed import Plan, measure_speed
 from cpuspec.formats.packing import paged_bytes
 from cpuspec.model.batch import ForwardStoppedError
 from cpuspec.settings import EngineConfig
-from tests.backends.models import TOKENS, asked_to_stop, forward, in_chunks, read_until_stopped, tiny
+from tests.backends.models import TOKENS, asked_to_stop, check_rows, in_chunks, read_until_stopped, tiny
 
 SIZES = {"num_layers": 3, "num_experts": 12, "num_used": 3, "expert_size": 256}
 
@@ -87,16 +87,9 @@ def test_bits_are_those_of_weights_in_memory_whatever_fits(of_format: Checkpoint
         backend.close()
 
 
-def test_rows_that_share_a_forward_and_trees_get_the_same_bits(mixture: Checkpoint) -> None:
-    """Several sequences, a tree of drafts, and rows of prompts, through slots for two of the twelve experts of a layer."""
-    outputs = []
-    for backend in (make_backend("numba", mixture, EngineConfig(threads=2, max_rows=64, keep_packed=False)), stored(mixture, 2)):
-        cache = backend.new_cache(3, 64)
-        first = forward(backend, cache, {0: TOKENS[:20], 1: TOKENS[20:25], 2: TOKENS[25:26]}).logits
-        tree = forward(backend, cache, {0: TOKENS[:4]}, parents=[-1, 0, 0, 1], positions=[20, 21, 21, 22]).logits
-        outputs.append(np.concatenate([first, tree]))
-        backend.close()
-    assert np.array_equal(*outputs)
+def test_a_row_depends_on_its_past_alone(mixture: Checkpoint) -> None:
+    """Several sequences, rejected rows and trees, through slots for two of the twelve experts of a layer."""
+    check_rows(mixture, threads=(2,), memory=limit_for(mixture, 2), keep_packed=True)
 
 
 def test_experts_that_fit_are_read_once(mixture: Checkpoint) -> None:

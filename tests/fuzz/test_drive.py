@@ -1,6 +1,5 @@
 """The driver sees every kind of fault, names its seed, goes on behind it, and damages the same way again."""
 
-import json
 import os
 import random
 import time
@@ -10,10 +9,6 @@ import pytest
 
 from cpuspec.errors import ConfigError
 from tests.fuzz.drive import check, mutate_bytes, mutate_json, mutate_text, run_cases
-
-
-def refuses(rng: random.Random, directory: Path) -> None:
-    raise ConfigError("no")
 
 
 def answers_or_refuses(rng: random.Random, directory: Path) -> None:
@@ -40,9 +35,7 @@ def goes_wrong(rng: random.Random, directory: Path) -> None:
 
 def test_answered_and_refused_cases_are_counted(monkeypatch) -> None:
     monkeypatch.delenv("CPUSPEC_FUZZ", raising=False)
-    assert check(refuses, 5) == {"refused": 5}
-    outcomes, faults = run_cases(f"{__name__}:{answers_or_refuses.__name__}", range(40))
-    assert not faults
+    outcomes = check(answers_or_refuses, 40)
     assert outcomes.total() == 40
     assert set(outcomes) == {"answered", "refused"}
 
@@ -73,12 +66,3 @@ def test_damage_is_the_same_for_the_same_seed_and_differs_between_seeds() -> Non
     assert many == [damaged(seed) for seed in range(200)]
     assert all(len({one[kind] for one in many}) > 100 for kind in range(3))
     assert value == {"a": [1, 2.5, {"b": "text"}], "c": None}
-    assert sum(_is_json(one[2]) for one in many) > 100
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True

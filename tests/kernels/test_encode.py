@@ -1,5 +1,6 @@
 """Compiled encoders give the bytes of `Format.encode`, and leave to it what it refuses."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,25 +14,19 @@ from tests.formats.test_formats import weights
 compiled = pytest.mark.parametrize("name", _ENCODERS)
 
 
-@compiled
-@pytest.mark.parametrize("magnitude", [1e-42, 1e-38, 1e-7, 1e-3, 1.0, 1e4])
-def test_the_bytes_are_those_of_the_format(name: str, magnitude: float) -> None:
-    values = (weights(1) * magnitude).astype(np.float32)
-    assert np.array_equal(encode(FORMATS[name], values), FORMATS[name].encode(values))
+def _inputs(size: int) -> Iterator[np.ndarray]:
+    """Values of many magnitudes, any number of blocks of `size`, and random bits wherever they are numbers."""
+    yield from ((weights(1) * magnitude).astype(np.float32) for magnitude in (1e-42, 1e-38, 1e-7, 1e-3, 1.0, 1e4))
+    rng = np.random.default_rng(2)
+    yield from (rng.standard_normal(blocks * size).astype(np.float32) for blocks in (1, 2, 15, 16, 17, 33))
+    bits = rng.integers(0, 1 << 32, (4096, size), np.uint32).view(np.float32)
+    yield np.where(np.abs(bits) < 1e4, bits, np.float32(0))
 
 
 @compiled
-@pytest.mark.parametrize("blocks", [1, 2, 15, 16, 17, 33])
-def test_any_number_of_blocks_is_encoded_and_nothing_beyond(name: str, blocks: int) -> None:
-    values = np.random.default_rng(blocks).standard_normal(blocks * FORMATS[name].block_size).astype(np.float32)
-    assert np.array_equal(encode(FORMATS[name], values), FORMATS[name].encode(values))
-
-
-@compiled
-def test_random_bits_are_encoded_alike_wherever_they_are_numbers(name: str) -> None:
-    values = np.random.default_rng(2).integers(0, 1 << 32, (4096, FORMATS[name].block_size), np.uint32).view(np.float32)
-    values = np.where(np.abs(values) < 1e4, values, np.float32(0))
-    assert np.array_equal(encode(FORMATS[name], values), FORMATS[name].encode(values))
+def test_the_bytes_are_those_of_the_format(name: str) -> None:
+    for values in _inputs(FORMATS[name].block_size):
+        assert np.array_equal(encode(FORMATS[name], values), FORMATS[name].encode(values))
 
 
 @compiled

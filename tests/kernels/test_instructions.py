@@ -3,7 +3,7 @@ too. `test_bits.py` compares what this processor runs with the same reference.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -43,7 +43,7 @@ class _Processor:
         name, _, rest = text.removeprefix("{vex} ").partition(" ")
         *sources, to = re.findall(r"%ymm\d+|\$\$\d+|\d+\(\$\d\)", rest)
         values = [self._value(source, 4 if "broadcast" in name else 32) for source in sources]
-        self._put(to, getattr(self, "_" + name)(*values, self._value(to, 32)))
+        self._put(to, _INSTRUCTIONS[name](*values, self._value(to, 32)))
 
     def _place(self, text: str) -> tuple[bytearray, int]:
         offset, operand = re.fullmatch(r"(\d+)\(\$(\d)\)", text).groups()  # type: ignore[union-attr]
@@ -67,61 +67,6 @@ class _Processor:
             memory, offset = self._place(text)
             memory[offset : offset + 32] = value
 
-    def _vmovdqa(self, value, _):
-        return value
-
-    _vmovaps = _vmovdqa
-
-    def _vpbroadcastd(self, value, _):
-        return value * 8
-
-    _vbroadcastss = _vpbroadcastd
-
-    def _vpxor(self, x, y, _):
-        return bytes(a ^ b for a, b in zip(x, y, strict=True))
-
-    def _vpcmpeqw(self, x, y, _):
-        return (-(_as(x, "i2") == _as(y, "i2")).astype("i2")).tobytes()
-
-    def _vpsrlw(self, by, x, _):
-        return (_as(x, "u2") >> by).tobytes()
-
-    def _vpsllw(self, by, x, _):
-        return (_as(x, "u2") << by).tobytes()
-
-    def _vpslld(self, by, x, _):
-        return (_as(x, "u4") << by).tobytes()
-
-    def _vpaddw(self, x, y, _):
-        return (_as(x, "u2") + _as(y, "u2")).tobytes()
-
-    def _vpaddd(self, x, y, _):
-        return (_as(x, "u4") + _as(y, "u4")).tobytes()
-
-    def _vpmaddubsw(self, signed, unsigned, _):
-        pairs = (_as(signed, "i1").astype(int) * _as(unsigned, "u1")).reshape(-1, 2).sum(1)
-        return pairs.clip(-(1 << 15), (1 << 15) - 1).astype("i2").tobytes()
-
-    def _vpmaddwd(self, x, y, _):
-        return (_as(x, "i2").astype(int) * _as(y, "i2")).reshape(-1, 2).sum(1).astype("i4").tobytes()
-
-    def _vpdpbusd(self, signed, unsigned, total):
-        return (
-            (_as(total, "i4") + (_as(signed, "i1").astype(int) * _as(unsigned, "u1")).reshape(-1, 4).sum(1)).astype("i4").tobytes()
-        )
-
-    def _vcvtdq2ps(self, x, _):
-        return _as(x, "i4").astype("f4").tobytes()
-
-    def _vmulps(self, x, y, _):
-        return (_as(x, "f4") * _as(y, "f4")).tobytes()
-
-    def _vfmadd213ps(self, x, y, to):
-        return _fma(to, y, x)
-
-    def _vfmadd231ps(self, x, y, to):
-        return _fma(y, x, to)
-
 
 def _as(value: bytes, kind: str) -> np.ndarray:
     return np.frombuffer(value, "<" + kind)
@@ -129,6 +74,33 @@ def _as(value: bytes, kind: str) -> np.ndarray:
 
 def _fma(x: bytes, y: bytes, z: bytes) -> bytes:
     return reference.fma(*(_as(value, "f4") for value in (x, y, z))).tobytes()
+
+
+def _products_of_bytes(signed: bytes, unsigned: bytes, together: int) -> np.ndarray:
+    return (_as(signed, "i1").astype(int) * _as(unsigned, "u1")).reshape(-1, together).sum(1)
+
+
+# From the sources and what was in the target to what is in it afterwards.
+_INSTRUCTIONS: dict[str, Callable[..., bytes]] = {
+    "vmovdqa": lambda value, _: value,
+    "vmovaps": lambda value, _: value,
+    "vpbroadcastd": lambda value, _: value * 8,
+    "vbroadcastss": lambda value, _: value * 8,
+    "vpxor": lambda x, y, _: bytes(a ^ b for a, b in zip(x, y, strict=True)),
+    "vpcmpeqw": lambda x, y, _: (-(_as(x, "i2") == _as(y, "i2")).astype("i2")).tobytes(),
+    "vpsrlw": lambda by, x, _: (_as(x, "u2") >> by).tobytes(),
+    "vpsllw": lambda by, x, _: (_as(x, "u2") << by).tobytes(),
+    "vpslld": lambda by, x, _: (_as(x, "u4") << by).tobytes(),
+    "vpaddw": lambda x, y, _: (_as(x, "u2") + _as(y, "u2")).tobytes(),
+    "vpaddd": lambda x, y, _: (_as(x, "u4") + _as(y, "u4")).tobytes(),
+    "vpmaddubsw": lambda x, y, _: _products_of_bytes(x, y, 2).clip(-(1 << 15), (1 << 15) - 1).astype("i2").tobytes(),
+    "vpmaddwd": lambda x, y, _: (_as(x, "i2").astype(int) * _as(y, "i2")).reshape(-1, 2).sum(1).astype("i4").tobytes(),
+    "vpdpbusd": lambda x, y, total: (_as(total, "i4") + _products_of_bytes(x, y, 4)).astype("i4").tobytes(),
+    "vcvtdq2ps": lambda x, _: _as(x, "i4").astype("f4").tobytes(),
+    "vmulps": lambda x, y, _: (_as(x, "f4") * _as(y, "f4")).tobytes(),
+    "vfmadd213ps": lambda x, y, to: _fma(to, y, x),
+    "vfmadd231ps": lambda x, y, to: _fma(y, x, to),
+}
 
 
 def _memory(products: MultiplyPlan, rows: int) -> tuple[list[bytearray], np.ndarray]:

@@ -1,59 +1,17 @@
-"""Records that compiled code and Python share: both find the same values under the same names."""
+"""Records that compiled code and Python share: operations by name, and cache lines."""
 
-import numpy as np
 import pytest
 from numba import njit
 
 from cpuspec.kernels import layout
-from cpuspec.kernels.pointers import address, pointer_to, to
+from cpuspec.kernels.pointers import pointer_to
 
-INNER = np.dtype([("code", np.int32), ("ratio", np.float32)], align=True)
-OUTER = np.dtype(
-    [("number", np.int64), ("one", INNER), ("many", INNER, 3), ("elsewhere", to(INNER)), ("words", np.int64, 2)], align=True
-)
-
-outer_at, operation_at = pointer_to(OUTER), pointer_to(layout.OPERATION)
-
-
-@njit
-def _read(at):  # type: ignore[no-untyped-def]
-    record = outer_at(at)
-    many, elsewhere = record.many[2], record.elsewhere[1]
-    return record.number, record.one.code, record.one.ratio, many.code, many.ratio, elsewhere.code, record.words[1]
-
-
-@njit
-def _write(at):  # type: ignore[no-untyped-def]
-    records = outer_at(at)
-    records[1].number = 7
-    records[1].many[1].ratio = 0.5
-    records[1].elsewhere = records[0].elsewhere
-    records[1].words[1] = address(records[1].one) - at
+operation_at = pointer_to(layout.OPERATION)
 
 
 @njit
 def _is_linear(at):  # type: ignore[no-untyped-def]
     return layout.is_operation(operation_at(at), "linear")
-
-
-def test_compiled_code_reads_the_fields_that_python_wrote() -> None:
-    there = np.array([(1, 1.5), (2, 2.5)], INNER)
-    record = np.zeros((), OUTER)
-    record["number"], record["one"], record["elsewhere"], record["words"] = -5, (3, 0.25), there.ctypes.data, (8, 9)
-    record["many"][2] = (11, 4.0)
-    assert _read(record.ctypes.data) == (-5, 3, 0.25, 11, 4.0, 2, 9)
-
-
-def test_python_reads_the_fields_that_compiled_code_wrote() -> None:
-    records = np.zeros(2, OUTER)
-    records[0]["elsewhere"] = 123
-    _write(records.ctypes.data)
-    wanted = np.zeros((), OUTER)
-    wanted["number"], wanted["elsewhere"] = 7, 123
-    wanted["many"]["ratio"][1] = 0.5
-    wanted["words"][1] = OUTER.itemsize + OUTER.fields["one"][1]  # type: ignore[index]
-    assert records[1] == wanted
-    assert records[0]["number"] == 0
 
 
 def test_a_program_holds_operations_by_name_and_refuses_an_operand_that_there_is_not() -> None:

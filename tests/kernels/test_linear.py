@@ -45,63 +45,41 @@ def _run(
 
 @each_reader
 def test_a_tile_is_computed_alike_in_any_share_of_the_work(format_name: str, order: str) -> None:
+    """With a bias and a residual, which are added after the product, and where an input is nan in that row alone."""
     _, packed = _matrix(format_name, OUT_FEATURES, 512)
-    x = np.random.default_rng(4).standard_normal((3, 512)).astype(np.float32)
-    whole = _run(packed, order, x)
+    rng = np.random.default_rng(4)
+    x, residual = rng.standard_normal((6, 512)).astype(np.float32), rng.standard_normal((6, PADDED)).astype(np.float32)
+    bias, whole = rng.standard_normal(PADDED).astype(np.float32), _run(packed, order, x)
     for first in range(len(packed.data)):
         part = _run(packed, order, x, tiles=(first, first + 1))
         columns = slice(first * TILE, (first + 1) * TILE)
         assert np.array_equal(part[:, columns], whole[:, columns])
         assert np.isnan(np.delete(part, np.arange(columns.start, columns.stop), axis=1)).all()
+    for rows in (6, 4, 1):
+        got = _run(packed, order, x[:rows], bias=bias, residual=residual[:rows])
+        assert np.array_equal(got, ((whole + bias) + residual)[:rows])
+    x[0, 77] = np.nan
+    got = _run(packed, order, x)
+    assert np.isnan(got[0, :OUT_FEATURES]).all()
+    assert np.array_equal(got[1:], whole[1:])
 
 
 @each_reader
-def test_rows_too_long_to_stay_near_are_computed_like_others(format_name: str, order: str) -> None:
-    in_features = 21 * 512  # of which few rows are as large as the second cache
-    tensor, _ = _matrix(format_name, OUT_FEATURES, 512)
-    packed = pack(QuantTensor(tensor.format, (OUT_FEATURES, in_features), np.tile(tensor.data, 21)))
-    x = np.random.default_rng(11).standard_normal((40, in_features)).astype(np.float32)
-    together = _run(packed, order, x)
+def test_long_rows_and_long_matrices_are_computed_like_short_ones(format_name: str, order: str) -> None:
+    tensor, packed = _matrix(format_name, PADDED, 512)
+    rng, num_inputs = np.random.default_rng(10), 21 * 512  # of which few rows are as large as the second cache
+    wide = pack(QuantTensor(tensor.format, (PADDED, num_inputs), np.tile(tensor.data, 21)))
+    x = rng.standard_normal((40, num_inputs)).astype(np.float32)
+    together = _run(wide, order, x)
     for first, end in ((0, 1), (14, 18), (24, 40)):
-        assert np.array_equal(_run(packed, order, x[first:end]), together[first:end])
-
-
-@each_reader
-def test_long_matrices_are_computed_like_short_ones(format_name: str, order: str) -> None:
-    _, packed = _matrix(format_name, PADDED, 512)
+        assert np.array_equal(_run(wide, order, x[first:end]), together[first:end])
     times = 1 + (1 << 20) // packed.data.nbytes  # a MiB is long: its tiles are read in turns for up to 16 rows
     data = aligned_bytes((times * len(packed.data), packed.tile_bytes))
     data[:] = np.tile(packed.data, (times, 1))
     long = PackedTensor(packed.format, (times * PADDED, 512), data)
-    rng = np.random.default_rng(10)
-    x, residual = rng.standard_normal((16, 512)).astype(np.float32), rng.standard_normal((16, PADDED)).astype(np.float32)
-    bias = rng.standard_normal(PADDED).astype(np.float32)
-    short = _run(packed, order, x, bias=bias, residual=residual)
+    short = _run(packed, order, x[:16, :512])
     for rows in (16, 13, 9, 1):
-        got = _run(long, order, x[:rows], bias=np.tile(bias, times), residual=np.tile(residual[:rows], times))
-        assert np.array_equal(got, np.tile(short[:rows], times))
-
-
-@each_reader
-def test_bias_and_residual_are_added_after_the_product(format_name: str, order: str) -> None:
-    _, packed = _matrix(format_name, OUT_FEATURES, 256)
-    rng = np.random.default_rng(5)
-    x = rng.standard_normal((6, 256)).astype(np.float32)
-    bias, residual = rng.standard_normal(PADDED).astype(np.float32), rng.standard_normal((6, PADDED)).astype(np.float32)
-    plain = _run(packed, order, x)
-    for rows in (6, 4, 1):
-        got = _run(packed, order, x[:rows], bias=bias, residual=residual[:rows])
-        assert np.array_equal(got, ((plain + bias) + residual)[:rows])
-
-
-@each_reader
-def test_a_nan_input_reaches_every_output(format_name: str, order: str) -> None:
-    _, packed = _matrix(format_name, 16, 256)
-    x = np.ones((2, 256), np.float32)
-    x[0, 77] = np.nan
-    got = _run(packed, order, x)
-    assert np.isnan(got[0]).all()
-    assert np.isfinite(got[1]).all()
+        assert np.array_equal(_run(long, order, x[:rows, :512]), np.tile(short[:rows], times))
 
 
 @pytest.mark.parametrize("order", ["int8", "int16"])

@@ -1,24 +1,20 @@
 """A slot's prefix in another slot: the same bits, on every backend and in every KV format that it may have."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import pytest
 
 from cpuspec.backends import BACKENDS, make_backend
-from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.checkpoints.mapped import place_in_file
+from cpuspec.checkpoints import Checkpoint
 from cpuspec.errors import CacheError
 from cpuspec.formats import Format, get_format
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.settings import EngineConfig
 from tests.backends.models import RECURRENT, every_backend, forward, tiny
 from tests.oracles import ToyBackend
-from tools.make_tiny_model import make_tiny_gguf
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 40).tolist()
 
@@ -26,24 +22,6 @@ TOKENS = np.random.default_rng(0).integers(0, 300, 40).tolist()
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
     return tiny(tmp_path_factory)
-
-
-@pytest.mark.parametrize("kv_format", ["f16", "int8", "int4"])
-@pytest.mark.parametrize("length", [1, 13, 33])
-@every_backend(BACKENDS)
-def test_a_copied_prefix_is_continued_with_the_same_bits(checkpoint: Checkpoint, name: str, length: int, kv_format: str) -> None:
-    if name in ("onnxruntime", "openvino") and kv_format in ("int8", "int4"):  # which graphs do not have
-        kv_format = "bf16"
-    backend = make_backend(name, checkpoint, EngineConfig(threads=1, max_rows=64, kv_format=kv_format))
-    cache = backend.new_cache(3, 64)
-    for slot in (0, 1):
-        forward(backend, cache, {slot: TOKENS[:length]})
-    forward(backend, cache, {1: TOKENS[:3]})  # which is not copied
-    forward(backend, cache, {2: TOKENS[::-1]})  # which is overwritten
-    assert cache.copy(1, 2, length) == length
-    expected = forward(backend, cache, {0: TOKENS[length:]}).logits.copy()
-    np.testing.assert_array_equal(forward(backend, cache, {2: TOKENS[length:]}).logits, expected)
-    backend.close()
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
@@ -132,27 +110,6 @@ def test_blocks_of_another_model_format_or_weights_have_another_identity(checkpo
     ]
     assert len(set(found)) == len(found)
     assert identity(checkpoint) == found[0]
-
-
-def test_fine_tunes_of_one_size_and_date_with_the_same_vectors_have_identities_of_their_own(tmp_path: Path) -> None:
-    """One value of one matrix differs, in a place that no sample of it would show."""
-    found = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        path = make_tiny_gguf(tmp_path / name / "tiny.gguf", context_length=520)
-        if name == "two":
-            tensor = open_checkpoint(path).tensors["layers.1.down"].data.reshape(-1)
-            offset = place_in_file(tensor)[1] + len(tensor) // 3  # type: ignore[index]
-            with path.open("r+b") as file:
-                file.seek(offset)
-                old = file.read(1)
-                file.seek(offset)
-                file.write(bytes([old[0] ^ 1]))
-        os.utime(path, ns=(1, 1))
-        backend = make_backend("numba", open_checkpoint(path), EngineConfig(threads=1))
-        found.append(backend.new_cache(1, 64).identity)
-        backend.close()
-    assert found[0] != found[1]
 
 
 def test_a_copy_of_what_a_slot_does_not_hold_is_a_clear_error() -> None:

@@ -25,43 +25,31 @@ NUMBERS = {
 BAD = [0.0, -0.0, -1.0, 5e-324, 1e-300, 1e300, math.inf, -math.inf, math.nan, True, "4", 10**400]
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NUMBERS.items() for name in names])
-@pytest.mark.parametrize("value", BAD, ids=repr)
-def test_a_number_that_stretches_nothing_soundly_is_an_error_that_names_it(kind: str, name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"{kind}: {name} is .*, wanted "):
-        replace(VALID[kind], **{name: value})
+CONTEXTS = [0, -1, 1 << 40, 2.5, math.nan, True, "8192"]
+BASES = [1.0, 0.5, 0.0, -1e4, 1e300, math.inf, math.nan, "1e4", True, 10**400]
+EPSILONS = [-1e-6, 1.0, math.nan, "1e-6", True]
+LLAMA = tiny_config()
+REFUSED = [
+    *((VALID[kind], name, BAD, rf"{kind}: {name} is .*, wanted ") for kind, names in NUMBERS.items() for name in names),
+    (VALID["factors"], "factors", [(1.0, value) for value in (*BAD, [1.0])], r"factors: factors\[1\] is .*, wanted "),
+    *(
+        (VALID[kind], "original_context_length", CONTEXTS, rf"{kind}: original_context_length is .*, wanted an integer")
+        for kind in ("llama3", "yarn")
+    ),
+    (VALID["yarn"], "beta_slow", [32.0], r"yarn: beta_slow is 32.0, wanted less than beta_fast 32.0"),
+    (VALID["llama3"], "low_freq_factor", [5.0], r"llama3: low_freq_factor is 5.0, wanted less than high_freq_factor 4.0"),
+    (LLAMA, "rope_base", BASES, r"rope_base is .*, wanted a number above 1"),  # later pairs must turn slower
+    (LLAMA, "norm_eps", EPSILONS, "norm_eps"),
+]
 
 
-@pytest.mark.parametrize("value", [*BAD, [1.0]], ids=repr)
-def test_factors_that_no_frequency_can_be_divided_by_are_an_error(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"factors: factors\[1\] is .*, wanted "):
-        RopeScaling("factors", factors=(1.0, value))
-
-
-@pytest.mark.parametrize("kind", ["llama3", "yarn"])
-@pytest.mark.parametrize("value", [0, -1, 1 << 40, 2.5, math.nan, True, "8192"], ids=repr)
-def test_a_trained_context_that_is_none_is_an_error(kind: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"{kind}: original_context_length is .*, wanted an integer"):
-        replace(VALID[kind], original_context_length=value)
-
-
-def test_bounds_out_of_order_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"yarn: beta_slow is 32.0, wanted less than beta_fast 32.0"):
-        replace(VALID["yarn"], beta_slow=32.0)
-    with pytest.raises(ConfigError, match=r"llama3: low_freq_factor is 5.0, wanted less than high_freq_factor 4.0"):
-        replace(VALID["llama3"], low_freq_factor=5.0)
-
-
-@pytest.mark.parametrize("value", [1.0, 0.5, 0.0, -1e4, 1e300, math.inf, math.nan, "1e4", True, 10**400], ids=repr)
-def test_a_rotary_base_must_make_later_pairs_turn_slower(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"rope_base is .*, wanted a number above 1"):
-        replace(tiny_config(), rope_base=value)
-
-
-@pytest.mark.parametrize("value", [-1e-6, 1.0, math.nan, "1e-6", True], ids=repr)
-def test_a_norms_epsilon_must_be_a_small_number(value: object) -> None:
-    with pytest.raises(ConfigError, match="norm_eps"):
-        replace(tiny_config(), norm_eps=value)
+@pytest.mark.parametrize(("valid", "name", "values", "said"), REFUSED, ids=lambda one: one if isinstance(one, str) else "")
+def test_a_number_that_makes_no_sound_table_is_an_error_that_names_it(
+    valid: ModelConfig | RopeScaling, name: str, values: list[object], said: str
+) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=said):
+            replace(valid, **{name: value})
 
 
 def table(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
