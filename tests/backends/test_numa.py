@@ -114,10 +114,6 @@ def test_new_memory_follows_a_policy_only_while_weights_are_made() -> None:
         assert policy() == before
 
 
-def test_nothing_is_done_without_nodes() -> None:
-    assert interleave_pages([aligned_bytes((10,))], ()) == {}
-
-
 @pytest.mark.parametrize(
     ("how", "memory_bytes", "copies"),
     [

@@ -184,43 +184,36 @@ def test_a_row_depends_on_its_past_alone(tmp_path_factory, name: str, model: str
         assert np.abs(check_rows(checkpoint, name=name, threads=(1,), **exact) - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
 
 
-# What is compiled of its own: (model, threads, lengths of what trees follow, settings).
-_NEAR_CHUNKS = (0, 3, 16, 21, CHUNK - 1, CHUNK + 2)
-ROWS: dict[str, tuple[Maker, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
-    **{name: (make, (2,), (0, 3, 16, 21), {}) for name, make in MODELS.items() if name not in WINDOWS},
-    **{name: (make, (1, 2), _NEAR_CHUNKS, {}) for name, make in MODELS.items() if name in WINDOWS},
+NEAR_CHUNKS = {"prefixes": (0, 3, 16, 21, CHUNK - 1, CHUNK + 2)}
+EXPERTS = {"architecture": "qwen3moe", "num_layers": 1, "num_experts": 4, "num_used": 2, "expert_size": 256}
+IN_CODES = ("heads of layers", "gemma 3", "layer norms with biases", "parallel branches of a layer norm", "queries that grow")
+# What is compiled has kernels of its own for formats, too. The arguments of `check_rows` beside each model.
+ROWS: dict[str, tuple[Maker, dict[str, Any]]] = {
+    **{name: (make, NEAR_CHUNKS if name in WINDOWS else {"threads": (2,)}) for name, make in MODELS.items()},
+    **{f"{each} weights": (partial(tiny, weight_format=each, **SMALLEST), {}) for each in CLASSES},
+    # Of each order of activations.
     **{
-        f"{each} weights": (partial(tiny, weight_format=each, **SMALLEST), (1, 2, 3), (0, 3, 16, 21), {}) for each in CLASSES
+        f"experts in {each}": (partial(tiny, weight_format=each, **EXPERTS), {}) for each in ("q4_0", "q4_k", "q6_k", "f16", "bf16")
     },
     **{
-        f"experts in {each}": (
-            partial(tiny, weight_format=each, architecture="qwen3moe", num_layers=1, num_experts=4, num_used=2, expert_size=256),
-            (1, 2, 3), (0, 16), {},
+        f"latent vectors in {each}": (
+            partial(tiny, weight_format=of, **LATENT["glm4_moe_lite"]),
+            {"kv_format": each, **NEAR_CHUNKS},
         )
-        for each in ("q4_0", "q4_k", "q6_k", "f16", "bf16")  # of each order of activations
+        for of, each in (("q4_0", "f16"), ("q8_0", "int8"), ("f32", "int4"))
     },
     **{
-        f"latent vectors in {kv_format}": (
-            partial(tiny, weight_format=each, **LATENT["glm4_moe_lite"]), (1, 2), _NEAR_CHUNKS, {"kv_format": kv_format},
-        )
-        for each, kv_format in (("q4_0", "f16"), ("q8_0", "int8"), ("f32", "int4"))
-    },
-    **{
-        f"{name} in {each}": (lambda _, of=(each, name): flagged(of[0], **FLAGS[of[1]]), (1, 2), (0, 3, 16, 21), {})
+        f"{name} in {each}": (lambda _, each=each, name=name: flagged(each, **FLAGS[name]), {"threads": (1, 2)})
         for each in ("q4_0", "bf16")
-        for name in (
-            "heads of layers", "gemma 3", "layer norms with biases", "parallel branches of a layer norm", "queries that grow",
-            "norms behind the rotation",
-        )
+        for name in (*IN_CODES, "norms behind the rotation")
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ROWS)
 def test_a_compiled_row_has_the_bits_that_it_has_alone(tmp_path_factory, case: str) -> None:
-    make, threads, prefixes, settings = ROWS[case]
-    tokens = LONG[:330] if max(prefixes) > CHUNK else TOKENS
-    check_rows(make(tmp_path_factory), tokens, threads=threads, prefixes=prefixes, **settings)
+    make, how = ROWS[case]
+    check_rows(make(tmp_path_factory), LONG[:330] if "prefixes" in how else TOKENS, **how)
 
 
 @pytest.mark.parametrize("features", [2049, 3073, 3105])

@@ -20,23 +20,36 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 FOR_EVER, NEVER = 2**62, 0
 
 
-@pytest.mark.parametrize("threads", [2, 7])
-def test_threads_that_sleep_while_they_wait_come_to_the_same_as_those_that_yield(threads: int, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
-    backend = NumbaBackend(tiny(tmp_path_factory), EngineConfig(threads=threads, max_rows=64))
-    crowded = backend.team.workers["crowded"]
-    logits = {FOR_EVER: [], NEVER: []}
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):  # type: ignore[no-untyped-def]
+    return tiny(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):  # type: ignore[no-untyped-def]
+    """The logits that one thread computes."""
+    backend = NumbaBackend(checkpoint, EngineConfig(threads=1, max_rows=64))
+    logits = forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits
+    backend.close()
+    return logits
+
+
+@pytest.mark.parametrize("threads", [2, 7, 64])  # and many more than there are cores
+def test_threads_that_sleep_while_they_wait_come_to_the_same_as_those_that_yield(checkpoint, alone, threads: int) -> None:  # type: ignore[no-untyped-def]
+    backend = NumbaBackend(checkpoint, EngineConfig(threads=threads, max_rows=64))
+    crowded, logits = backend.team.workers["crowded"], []
 
     def run() -> None:
         for until, pause_s in ((NEVER, 0), (FOR_EVER, 0), (FOR_EVER, 0.02), (NEVER, 0.02), (FOR_EVER, 0)):
             crowded[:] = until
             for _ in range(6):
-                logits[until].append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits)
+                logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits)
                 time.sleep(pause_s)  # with nothing to do workers sleep, too
         backend.close()  # wakes them up to end them
 
     _ends(run)
     assert len(crowded) == threads
-    assert all(np.array_equal(one, logits[NEVER][0]) for one in logits[NEVER] + logits[FOR_EVER])
+    assert all(np.array_equal(one, alone) for one in logits)
 
 
 @pytest.mark.skipif(not CAN_SLEEP, reason="threads of this system do not sleep on a number")
@@ -57,33 +70,6 @@ def test_a_thread_counts_as_sleeping_until_it_is_awake() -> None:
         assert sleeping >= 1
     wake(at)
     assert sleeping == 1
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):  # type: ignore[no-untyped-def]
-    return tiny(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def alone(checkpoint):  # type: ignore[no-untyped-def]
-    """The logits that one thread computes."""
-    backend = NumbaBackend(checkpoint, EngineConfig(threads=1, max_rows=64))
-    logits = forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits
-    backend.close()
-    return logits
-
-
-@pytest.mark.parametrize("threads", [8, 33, 64])
-def test_a_team_many_times_larger_than_the_machine_computes_the_same(checkpoint, alone, threads: int) -> None:  # type: ignore[no-untyped-def]
-    backend = NumbaBackend(checkpoint, EngineConfig(threads=threads, max_rows=64))
-    logits = []
-
-    def run() -> None:
-        logits.extend(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits for _ in range(5))
-        backend.close()
-
-    _ends(run)
-    assert all(np.array_equal(one, alone) for one in logits)
 
 
 def test_a_thread_that_does_not_come_is_not_waited_for(checkpoint, alone, monkeypatch) -> None:  # type: ignore[no-untyped-def]

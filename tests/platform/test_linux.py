@@ -48,15 +48,13 @@ def test_a_hybrid_laptop_uses_each_core_once(tmp_path: Path) -> None:
     assert found.cores[0].cpus == (0, 1)
 
 
-def test_cores_of_low_power_are_left_out(tmp_path: Path) -> None:
+def test_cores_of_low_power_are_left_out_and_the_schedulers_capacity_counts_before_the_clock(tmp_path: Path) -> None:
     files = laptop() | {"sys/devices/cpu_atom/cpus": "12-17\n", "sys/devices/cpu_lowpower/cpus": "18-19\n"}
-    assert read_topology(tree(tmp_path, files), set(range(20))).usable_cores == 12
+    files |= {f"{CPU}/cpu{cpu}/cpu_capacity": "1024\n" if cpu < 12 else "512\n" for cpu in range(20)}
+    found = read_topology(tree(tmp_path, files), set(range(20)))
+    assert found.usable_cores == 12
+    assert [core.speed for core in found.cores] == [1.0] * 6 + [0.5] * 8
     assert read_topology(tmp_path, {18, 19}).usable_cores == 2  # unless there is nothing else
-
-
-def test_the_schedulers_capacity_counts_before_the_clock(tmp_path: Path) -> None:
-    files = laptop() | {f"{CPU}/cpu{cpu}/cpu_capacity": "1024\n" if cpu < 12 else "512\n" for cpu in range(20)}
-    assert [core.speed for core in read_topology(tree(tmp_path, files), set(range(20))).cores] == [1.0] * 6 + [0.5] * 8
 
 
 def test_a_server_with_two_sockets_has_two_nodes(tmp_path: Path) -> None:
@@ -179,11 +177,9 @@ def test_files_of_nonsense_count_as_missing(tmp_path: Path, garbage: str | bytes
     assert all(core.speed == 1.0 for core in found.cores)
     assert found.quota is None
     assert read_memory(tree(tmp_path, {"proc/meminfo": garbage, f"{GROUP}/memory.max": garbage})).total is None
-
-
-def test_directories_in_place_of_files_count_as_missing(tmp_path: Path) -> None:
     for name in (f"{CPU}/online", f"{NODE}/has_memory", f"{GROUP}/cpu.max"):
-        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name).unlink()
+        (tmp_path / name).mkdir()
     assert read_topology(tmp_path, {0, 1}).usable_cores == 2
 
 
