@@ -105,7 +105,8 @@ def verify_packed(threads: int, name: str = "") -> dict[Path, bool]:
 
     name: of a model, as `packed_matrices` was given it; "" for all. Returns for each file whether it was sound.
     """
-    found, names = {}, re.escape(_readable(name)) if name else ".*"
+    found: dict[Path, bool] = {}
+    names = re.escape(_readable(name)) if name else ".*"
     with ThreadPoolExecutor(threads) as pool:
         for path, _ in packed_files():
             if re.fullmatch(rf"{names}-[0-9a-f]{{32}}\.packed", path.name):

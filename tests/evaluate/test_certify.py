@@ -61,10 +61,10 @@ def sampled(checkpoint, plain, rows, proposer, num_samples=64):
 
 
 def test_packed_weights_are_verified_before_they_are_certified(monkeypatch):
-    def ask():
+    def ask(threads):
         raise ConfigError("asked")
 
-    monkeypatch.setattr(module, "verify_again", ask)
+    monkeypatch.setattr(module, "verify_packed", ask)
     with pytest.raises(ConfigError, match="asked"):
         certify(None, NGRAM)
 
