@@ -180,8 +180,7 @@ def _arranged(config: ModelConfig, family: Family, kind: int, name: str, tensor:
         tensor = _shaped(tensor, shape)
     if name.endswith(("delta_decay", "ssm_a")) and kind == HF:  # whose files have the logarithm of its negative
         tensor = QuantTensor.encode(get_format("f32"), -np.exp(tensor.dequantize()))
-    if kind == HF and name.endswith("norm") and not name.endswith("delta_norm"):
-        tensor = with_offset(tensor, family.norm_offset)
+    tensor = with_offset(tensor, _offset(family, kind, name))
     return in_our_order(config, family, kind, name, tensor) if tensor.shape == shape else tensor
 
 
@@ -295,6 +294,11 @@ def _transposed(what: str, name: str, tensor: QuantTensor) -> QuantTensor:
     return QuantTensor(tensor.format, (count, rows, columns), np.ascontiguousarray(units).reshape(count, rows, -1))
 
 
+def _offset(family: Family, kind: int, name: str) -> float:
+    """What is added to a tensor of a file."""
+    return family.norm_offset if kind == HF and name.endswith("norm") and not name.endswith("delta_norm") else 0.0
+
+
 def with_offset(tensor: QuantTensor, offset: float) -> QuantTensor:
     """The tensor plus `offset`, in f32: 1 plus a small weight needs more bits than f16 and bf16 have."""
     return QuantTensor.encode(get_format("f32"), tensor.dequantize() + np.float32(offset)) if offset else tensor
@@ -309,8 +313,8 @@ def in_our_order(config: ModelConfig, family: Family, kind: int, name: str, tens
 def in_file_order(config: ModelConfig, family: Family, kind: int, name: str, tensor: QuantTensor) -> QuantTensor:
     """A canonical tensor with a file's shape, order of rows and values: the inverse of `_arranged`."""
     if name.endswith(("delta_decay", "ssm_a")) and kind == HF:
-        return QuantTensor.encode(get_format("f32"), np.log(-tensor.dequantize()))
-    order = _order(config, family, kind, name)
+        tensor = QuantTensor.encode(get_format("f32"), np.log(-tensor.dequantize()))
+    tensor, order = with_offset(tensor, -_offset(family, kind, name)), _order(config, family, kind, name)
     tensor = tensor if order is None else _permuted(config, name, tensor, np.argsort(order))
     return _shaped(tensor, file_shape(config, kind, name, tensor.shape))
 

@@ -209,10 +209,9 @@ def _pieces(
         return
     dtype = plain.safetensors_dtype or "F32"
     if tensor.format.affine is None:
-        offset = family.norm_offset if name.endswith("norm") else 0.0
         num_bytes = tensor.num_values * plain.block_bytes
         shape = (1, *tensor.shape) if family.hf_shift_is_row and name.endswith("router_shift") else tensor.shape
-        yield theirs, _Piece(dtype, shape, num_bytes, partial(_as_floats, tensor, plain, offset))
+        yield theirs, _Piece(dtype, shape, num_bytes, partial(_as_floats, tensor, plain))
         return
     rows, columns = tensor.shape
     groups = columns // tensor.format.block_size
@@ -230,10 +229,8 @@ def _pieces(
         yield f"{theirs}_zero_point", _Piece("I32", zeros, 4 * zeros[0] * zeros[1], partial(_packed_zeros, tensor))
 
 
-def _as_floats(tensor: QuantTensor, plain: Format, offset: float) -> NDArray[Any]:
-    if tensor.format is plain and not offset:
-        return tensor.data
-    return plain.encode(tensor.dequantize() - np.float32(offset))
+def _as_floats(tensor: QuantTensor, plain: Format) -> NDArray[Any]:
+    return tensor.data if tensor.format is plain else plain.encode(tensor.dequantize())
 
 
 def _scales(tensor: QuantTensor, plain: Format) -> NDArray[Any]:

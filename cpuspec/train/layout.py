@@ -89,8 +89,7 @@ def hf_tensors(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> dict[st
     tensors = {name: QuantTensor.encode(f32, array) for name, array in arrays.items()}
     found = {}
     for theirs, ours in file_names(family, HF, tensors).items():
-        whole = joined(config, family, HF, {name: tensors[name] for name in ours}).dequantize()
-        found[theirs] = torch.from_numpy(whole) - (family.norm_offset if ours[0].endswith("norm") else 0.0)
+        found[theirs] = torch.from_numpy(joined(config, family, HF, {name: tensors[name] for name in ours}).dequantize())
     return found
 
 

@@ -302,3 +302,13 @@ def test_a_gguf_file_has_nothing_to_make_a_directory_of(tmp_path: Path) -> None:
     source = open_checkpoint(make_tiny_gguf(tmp_path / "source.gguf", weight_format="f16"))
     with pytest.raises(ConfigError, match="Hugging Face directory"):
         quantize(source, tmp_path / "out", Job("w4a16"), threads=1)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "qwen35", "qwen3next"])
+def test_what_a_directory_does_not_quantize_is_that_of_its_source(tmp_path: Path, architecture: str) -> None:
+    """Files have norms less one, except inside of a delta net, whose decays are logarithms and whose heads have another order."""
+    source = open_checkpoint(make_tiny_hf(tmp_path / "hf", architecture, num_layers=4))
+    quantize(source, tmp_path / "out", Job("w4a16", group_size=32), threads=1)
+    again = open_checkpoint(tmp_path / "out")
+    for name in [name for name, tensor in source.tensors.items() if len(tensor.shape) == 1 or name.endswith("_conv")]:
+        np.testing.assert_allclose(again.tensors[name].dequantize(), source.tensors[name].dequantize(), rtol=1e-5, err_msg=name)
