@@ -5,13 +5,12 @@
     python tools/make_tiny_model.py shape speed.gguf shape=qwen2.5-7b weight_format=q4_k
 
 The pairs are arguments of `make_tiny_gguf`, `make_tiny_hf` and `write_random_gguf`, with the fields of `TinyShape`. `shape` writes
-the exact shapes of a known model (SHAPES) with random weights: for speed, not for text. Writing GGUF needs the `gguf`
-package, an independent implementation of the container, so that files made here do not share our reader's mistakes.
+the exact shapes of a known model (SHAPES) with random weights: for speed, not for text. Files are written by the package's own
+writers; tests hold these to the gguf package, to transformers and to llama.cpp's own order of rows.
 """
 
 import json
 import math
-import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,22 +20,28 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from cpuspec.checkpoints import gemma
-from cpuspec.checkpoints.canonical import GGUF, HF, file_names, file_shape
-from cpuspec.checkpoints.checkpoint import is_matrix, tensor_shapes
+from cpuspec.checkpoints.canonical import GGUF, HF, file_names, file_shape, joined, joined_shape
+from cpuspec.checkpoints.checkpoint import GgufVocabulary, is_matrix, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, Family, layer_flags
-from cpuspec.checkpoints.latent import gguf_entries as latent_entries
-from cpuspec.checkpoints.recurrent import gguf_entries
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.gguf_writer import TensorInfo, entry
+from cpuspec.checkpoints.gguf_writer import write_gguf as write_container
+from cpuspec.checkpoints.huggingface import EXPERTS_USED, FIRSTS, SHARED_COUNTS, SHARED_SIZES, read_config
+from cpuspec.checkpoints.recurrent import EXPERT_COUNTS, multiplied
+from cpuspec.checkpoints.safetensors import header_of
 from cpuspec.config import DeltaNet, Experts, Latent, Mamba2, ModelConfig, RopeScaling, ShortConv
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32, U8
-
-if TYPE_CHECKING:
-    import gguf
+from cpuspec.quantize.gguf_output import rope_factors, shape_entries, vocabulary_entries
+from cpuspec.quantize.mixes import fitting
+from cpuspec.text.parts import CONTROL, NORMAL, UNUSED
+from cpuspec.text.tokenizer import BYTE_OF
 
 SHAPES: Mapping[str, ModelConfig] = {
     "smollm2-135m": ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, 1e5, tied_embeddings=True),
@@ -69,32 +74,21 @@ SHAPES: Mapping[str, ModelConfig] = {
 }  # fmt: skip
 
 
-def _gemma4(
-    windows: tuple[int, ...], heads: tuple[int, int], sizes: tuple[str, int, int, int, int, int], **facts: Any
-) -> ModelConfig:
-    """The numbers that all Gemma 4 have. heads: of keys, in layers with a window and in others; sizes: of `ModelConfig`, from
-    architecture to num_heads."""
-    architecture, vocab_size, hidden_size, intermediate_size, num_layers, num_heads = sizes
-    return ModelConfig(
-        architecture, vocab_size, hidden_size, intermediate_size, num_layers, num_heads,
-        heads[1], 512, 131072, 1e-6, 1e6, RopeScaling("factors", factors=(1.0,) * 64 + (gemma.STILL,) * 192), qk_norm=True,
-        tied_embeddings=True, norms="both", activation="gelu_tanh", embedding_scale=math.sqrt(hidden_size), query_scale=1.0,
-        logit_softcap=30.0, layer_windows=windows, layer_ropes=tuple("local" if window else "global" for window in windows),
-        layer_head_dims=tuple(256 if window else 512 for window in windows),
-        layer_kv_heads=tuple(heads[not window] for window in windows), value_norm=True, scales_layers=True, **facts,
-    )  # fmt: skip
+def _published(family: str, **settings: Any) -> ModelConfig:
+    """A model by what its config.json says besides the defaults of its family."""
+    return read_config(Fields(family, {"architectures": [FAMILIES[family].hf_class], **settings}))
 
 
-_E4B_WINDOWS, _A4B_WINDOWS = ((512,) * 5 + (0,)) * 7, ((1024,) * 5 + (0,)) * 5
-LATENT_SHAPES: Mapping[str, ModelConfig] = {
-    # The last 18 layers read keys and values of layers 22 and 23.
-    "gemma4-e4b": _gemma4(
-        _E4B_WINDOWS, (2, 2), ("gemma4", 262144, 2560, 10240, 42, 8), layer_input_size=256,
-        layer_owners=tuple(i if i < 24 else 22 if window else 23 for i, window in enumerate(_E4B_WINDOWS)),
+SHAPES = {
+    **SHAPES,
+    "gemma4-e4b": _published(
+        "gemma4", hidden_size=2560, intermediate_size=10240, num_hidden_layers=42, num_attention_heads=8, num_key_value_heads=2,
+        num_kv_shared_layers=18, final_logit_softcapping=30.0,
     ),
-    "gemma4-26b-a4b": _gemma4(
-        _A4B_WINDOWS, (8, 2), ("gemma4-moe", 262144, 2816, 2112, 30, 16), layer_values=tuple(map(bool, _A4B_WINDOWS)),
-        experts=Experts(128, 8, 704, weighed=True, normed_apart=True), shared_size=2112,
+    "gemma4-26b-a4b": _published(
+        "gemma4", hidden_size=2816, intermediate_size=2112, num_attention_heads=16, num_key_value_heads=8, enable_moe_block=True,
+        num_global_key_value_heads=2, attention_k_eq_v=True, sliding_window=1024, hidden_size_per_layer_input=0, num_experts=128,
+        top_k_experts=8, moe_intermediate_size=704, final_logit_softcapping=30.0,
     ),
     "deepseek-v2-lite": ModelConfig(
         "deepseek2", 102400, 2048, 10944, 27, 16, 1, 576, 163840, 1e-6, 1e4,
@@ -108,22 +102,13 @@ LATENT_SHAPES: Mapping[str, ModelConfig] = {
         layer_experts=(False, *[True] * 46), shared_size=1536,
     ),
 }  # fmt: skip
-SHAPES = {**SHAPES, **LATENT_SHAPES}
-
-# Parts of layers that llama.cpp's converter writes in F32, and llama-quantize leaves so.
-_ALWAYS_F32 = ("router", "shared_weight")
-# What llama-quantize takes where the rows do not fill superblocks.
-_FALLBACK = {
-    **{"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"},
-    **dict.fromkeys(("iq4_xs", "nvfp4", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s"), "iq4_nl"),
-    **dict.fromkeys(("tq1_0", "tq2_0", "q1_0", "q2_0"), "q4_0"),
-}
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_BYTES = sorted(BYTE_OF, key=BYTE_OF.__getitem__)  # the character that stands for each byte
 
 _CORPUS = (
     "the cat sat on the mat and the dog ran to the door while the rain was falling on the roof of the house "
@@ -134,19 +119,6 @@ _CORPUS = (
 )
 
 
-@dataclass(frozen=True)
-class TinyVocabulary:
-    """Byte-level BPE: 256 bytes, merges learned from a few sentences, control tokens, then unused rows up to the size asked for."""
-
-    tokens: tuple[str, ...]
-    token_types: tuple[int, ...]  # GGUF's: 1 normal, 3 control, 5 unused
-    merges: tuple[str, ...]
-
-    def token_id(self, token: str) -> int:
-        """The id of a token's text."""
-        return self.tokens.index(token)
-
-
 @cache
 def shape_of(name: str, num_layers: int | None = None) -> ModelConfig:
     """One of SHAPES, cut to its first layers where a number is given."""
@@ -155,32 +127,36 @@ def shape_of(name: str, num_layers: int | None = None) -> ModelConfig:
     return config.with_layers(range(count))
 
 
-def make_vocabulary(vocab_size: int) -> TinyVocabulary:
-    """A working vocabulary of `vocab_size` >= 259 tokens. The same for every call."""
+def make_vocabulary(vocab_size: int, pre: str = "qwen2") -> GgufVocabulary:
+    """Byte-level BPE of `vocab_size` >= 259 tokens: bytes, merges learned from a few sentences, control tokens, then unused rows.
+
+    pre: the name of the rules by which a text is split.
+    """
     if vocab_size < 256 + len(CONTROL_TOKENS):
         raise ValueError(f"vocab_size must be at least {256 + len(CONTROL_TOKENS)}, got {vocab_size}")
-    alphabet = byte_alphabet()
-    merges = _learn_merges(min(vocab_size - 256 - len(CONTROL_TOKENS), 120))
-    normal = [*alphabet, *(left + right for left, right in merges)]
+    words = Counter((_BYTES[ord(" ")], *word) for word in _CORPUS.split())
+    merges = learn_merges(words, min(vocab_size - 256 - len(CONTROL_TOKENS), 120))
+    normal = [*_BYTES, *(left + right for left, right in merges)]
     unused = [f"[PAD{i}]" for i in range(len(normal) + len(CONTROL_TOKENS), vocab_size)]
-    return TinyVocabulary(
+    first, end = len(normal), len(normal) + CONTROL_TOKENS.index("<|im_end|>")
+    return GgufVocabulary(
+        model="gpt2",
+        pre=pre,
         tokens=(*normal, *CONTROL_TOKENS, *unused),
-        token_types=(*[1] * len(normal), *[3] * len(CONTROL_TOKENS), *[5] * len(unused)),
+        token_types=(*[NORMAL] * len(normal), *[CONTROL] * len(CONTROL_TOKENS), *[UNUSED] * len(unused)),
         merges=tuple(f"{left} {right}" for left, right in merges),
+        bos_id=first,
+        eos_id=end,
+        pad_id=first,
+        chat_templates={"default": CHAT_TEMPLATE},
     )
 
 
-def byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE (as GPT-2 introduced it), by byte."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    substitutes = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(256)]
+def learn_merges(words: Mapping[tuple[str, ...], int], count: int) -> list[tuple[str, str]]:
+    """Up to `count` most frequent pairs of pieces, one after the other; ties go to the alphabetically first pair.
 
-
-def _learn_merges(count: int) -> list[tuple[str, str]]:
-    """Up to `count` most frequent pairs, one after the other; ties go to the alphabetically first pair."""
-    space = byte_alphabet()[ord(" ")]
-    words = Counter((space, *word) for word in _CORPUS.split())
+    words: how often each is there. (Sennrich et al. 2016, algorithm 1.)
+    """
     merges: list[tuple[str, str]] = []
     while len(merges) < count:
         pairs: Counter[tuple[str, str]] = Counter()
@@ -189,20 +165,20 @@ def _learn_merges(count: int) -> list[tuple[str, str]]:
                 pairs[pair] += frequency
         if not pairs:
             break
-        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
-        merges.append(best)
-        words = Counter({_merge(word, best): frequency for word, frequency in words.items()})
+        merges.append(min(pairs, key=lambda pair: (-pairs[pair], pair)))
+        words = Counter({merged(word, merges[-1]): frequency for word, frequency in words.items()})
     return merges
 
 
-def _merge(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
-    merged: list[str] = []
+def merged(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
+    """The pieces of a word with each such pair of neighbours joined, from the left."""
+    found: list[str] = []
     for piece in word:
-        if merged and (merged[-1], piece) == pair:
-            merged[-1] += piece
+        if found and (found[-1], piece) == pair:
+            found[-1] += piece
         else:
-            merged.append(piece)
-    return tuple(merged)
+            found.append(piece)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -508,39 +484,61 @@ def write_gguf(
 
     predicting: `prediction_weights`, with which the last layer is one for multi-token prediction.
     """
-
-    path = Path(path)
-    writer, family = _gguf_writer(path, config), FAMILIES[config.architecture]
-    chosen = {"embed": embed_format or weight_format, "output": output_format or weight_format}
-    rows = {name: _file_rows(name, values, config, family.pairs_neighbours) for name, values in weights.items()}
-    rows = {name: values.reshape(file_shape(config, GGUF, name, values.shape)) for name, values in rows.items()}
-    for theirs, ours in _gguf_parts(config, list(weights)).items():
-        values = _joined_by_head(config, {name.rpartition(".")[2]: rows[name] for name in ours}, in_gguf=True)
-        format_name = _gguf_format(ours[0], weights[ours[0]].shape, chosen.get(ours[0], weight_format), values.shape)
-        stored = QuantTensor.encode(get_format(format_name), values)
-        writer.add_tensor(theirs, stored.data, raw_dtype=_raw_dtype(format_name))
-    if predicting:
-        writer.add_nextn_predict_layers(1)
+    asked = {"": weight_format, "embed": embed_format, "output": output_format}
+    parts, infos = _gguf_tensors(config, {name: values.shape for name, values in weights.items()}, asked)
+    others = {}
     for name, values in predicting.items():
-        format_name = _fitting_format(weight_format, values.shape)
-        data = QuantTensor.encode(get_format(format_name), values).data
-        raw_dtype = _raw_dtype(format_name)
-        writer.add_tensor(f"blk.{config.num_layers - 1}.nextn.{name}.weight", data, raw_dtype=raw_dtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        format = fitting(weight_format, values.shape[-1]) if values.ndim > 1 else get_format("f32")
+        others[f"blk.{config.num_layers - 1}.nextn.{name}.weight"] = QuantTensor.encode(format, values)
+
+    def data_of(name: str) -> U8:
+        whole = joined(config, FAMILIES[config.architecture], GGUF, {ours: _f32(weights[ours]) for ours in parts[name]})
+        return infos[name].format.encode(whole.dequantize())
+
+    return _write_gguf(Path(path), config, infos, data_of, others, {"nextn_predict_layers": 1} if predicting else {})
+
+
+def _f32(values: F32) -> QuantTensor:
+    return QuantTensor.encode(get_format("f32"), values)
+
+
+def _gguf_tensors(
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], asked: Mapping[str, str | None]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, TensorInfo]]:
+    """The tensors of a file by name: their canonical parts, and their formats and shapes.
+
+    shapes: by canonical name. asked: the format of matrices, by canonical name and by "" for all others.
+    """
+    parts, infos = file_names(FAMILIES[config.architecture], GGUF, shapes), {}
+    for theirs, ours in parts.items():
+        shape = joined_shape([file_shape(config, GGUF, name, shapes[name]) for name in ours])
+        # llama.cpp's converter writes routers in F32, and llama-quantize leaves them so.
+        stays = ours[0].endswith((".router", ".shared_weight")) or not is_matrix(ours[0], shapes[ours[0]])
+        wanted = get_format("f32") if stays else fitting(asked.get(ours[0]) or asked[""] or "", shape[-1])
+        infos[theirs] = TensorInfo(wanted, shape)
+    return parts, infos
+
+
+def _write_gguf(
+    path: Path,
+    config: ModelConfig,
+    infos: Mapping[str, TensorInfo],
+    data_of: Callable[[str], U8],
+    others: Mapping[str, QuantTensor] = MappingProxyType({}),
+    extra: Mapping[str, int] = MappingProxyType({}),
+) -> Path:
+    """Write a file whose tensors `data_of` makes, one at a time. extra: more metadata, by keys without the architecture."""
+    # By the name phi3 llama.cpp looks for tokens that this vocabulary has not.
+    entries = shape_entries(config, f"tiny random {config.architecture.replace('phi3', 'phi')}")
+    entries |= {f"{FAMILIES[config.architecture].gguf_name}.{key}": value for key, value in extra.items()}
+    entries.pop(f"{FAMILIES[config.architecture].gguf_name}.attention.recurrent_layers", None)  # most files have the interval only
+    vocabulary = make_vocabulary(config.vocab_size, "smollm" if config.architecture == "llama" else "qwen2")
+    made = {**rope_factors(config), **others}
+    all_infos = {name: TensorInfo(tensor.format, tensor.shape) for name, tensor in made.items()} | dict(infos)
+    with path.open("wb") as file:
+        data = {key: entry(key, value) for key, value in (entries | vocabulary_entries(vocabulary)).items()}
+        write_container(file, data, all_infos, lambda name: made[name].data if name in made else data_of(name))
     return path
-
-
-def _raw_dtype(format_name: str) -> Any:
-    """The type of a format in GGUF files, also one that is younger than the gguf package."""
-    import gguf
-
-    row = get_format(format_name)
-    if row.gguf_type not in gguf.GGML_QUANT_SIZES:
-        gguf.GGML_QUANT_SIZES[row.gguf_type] = (row.block_size, row.block_bytes)  # type: ignore[index]
-    return row.gguf_type
 
 
 def write_random_gguf(
@@ -557,37 +555,22 @@ def write_random_gguf(
     A tied model gets an output matrix of its own when `output_format` is given, as Q4_K_M files have. The embedding's format
     defaults to the weights'.
     """
-
-    path = Path(path)
-    rng = np.random.default_rng(seed)
-    writer = _gguf_writer(path, config)
-    shapes = tensor_shapes(config)
+    rng, shapes = np.random.default_rng(seed), tensor_shapes(config)
     if output_format is not None:
         shapes["output"] = shapes["embed"]
-    formats = []
-    for theirs, ours in _gguf_parts(config, list(shapes)).items():
-        name, dims = ours[0], (sum(shapes[one][0] for one in ours), *shapes[ours[0]][1:])
-        asked = {"output": output_format, "embed": embed_format}.get(name) or weight_format
-        if asked == "mxfp4" and "expert_" not in name:  # as files of gpt-oss have it
-            asked = "q8_0"
-        in_file = file_shape(config, GGUF, name, dims)
-        format, dims = get_format(_gguf_format(name, dims, asked, in_file)), in_file
-        formats.append((name, format, dims))
-        byte_shape = (*dims[:-1], format.row_bytes(dims[-1]))
-        writer.add_tensor_info(theirs, byte_shape, np.dtype(np.uint8), math.prod(byte_shape), _raw_dtype(format.name))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for held in [info.tensor for info in writer.tensors[0].values() if info.tensor is not None]:  # rope factors
-        writer.write_tensor_data(held)
-    for name, format, dims in formats:
+    asked = {"": weight_format, "output": output_format, "embed": embed_format}
+    if weight_format == "mxfp4":  # of which files of gpt-oss have their experts only
+        asked |= {name: asked.get(name) or "q8_0" for name in shapes if "expert_" not in name}
+    parts, infos = _gguf_tensors(config, shapes, asked)
+
+    def data_of(name: str) -> U8:
         # A few thousand encoded blocks, drawn again and again: encoding billions of values would take minutes.
-        mean, deviation = _moments(name, dims)
+        format, shape = infos[name].format, infos[name].shape
+        mean, deviation = _moments(parts[name][0], shape)
         pool: U8 = format.encode(mean + deviation * rng.standard_normal((2048, format.block_size)))
-        num_blocks = math.prod(dims) // format.block_size
-        writer.write_tensor_data(pool[rng.integers(0, len(pool), num_blocks, dtype=np.int32)])
-    writer.close()
-    return path
+        return pool[rng.integers(0, len(pool), math.prod(shape) // format.block_size, dtype=np.int32)]
+
+    return _write_gguf(Path(path), config, infos, data_of)
 
 
 def write_huggingface(
@@ -605,28 +588,31 @@ def write_huggingface(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    family = FAMILIES[config.architecture]
-    stored: dict[str, QuantTensor] = {}
-    rows = {
-        name: _hf_values(config, name, _file_rows(name, values, config, family.hf_pairs_neighbours), family.norm_offset)
-        for name, values in weights.items()
-    }
-    rows = {name: _of_falcon(name, values, config) for name, values in rows.items()}
+    family, format = FAMILIES[config.architecture], get_format(dtype)
+    rows, stored = {name: _f32(values) for name, values in weights.items()}, {}
+    if family.folds_multipliers:
+        # A file's tensors times its factors are the model's.
+        ones = {name: _f32(np.ones_like(values)) for name, values in weights.items()}
+        by = multiplied(Fields("factors", MULTIPLIERS), family, config, ones)[1]
+        rows = {name: _f32(values / by[name].dequantize()) for name, values in weights.items()}
     prefix = "model.language_model." if family.text_alike else "model."
-    if config.architecture == "gpt-oss":
-        stored |= {name: QuantTensor.encode(get_format(dtype), values) for name, values in gpt_oss_experts(rows).items()}
-    others = [name for name in weights if not any(f"expert_{part}" in name for part in ("gate", "up", "down") if config.sinks)]
+    if config.sinks:
+        stored |= {name: QuantTensor.encode(format, values) for name, values in gpt_oss_experts(weights).items()}
+    others = [name for name in weights if not (config.sinks and ".expert_" in name)]
     for name, ours in file_names(family, HF, others).items():
-        values = _joined_by_head(config, {name.rpartition(".")[2]: rows[name] for name in ours})
-        if family.hf_shift_is_row and ours[0].endswith("router_shift"):
-            values = values[None]
+        tensor = joined(config, family, HF, {one: rows[one] for one in ours})
         theirs = prefix + name.removeprefix("model.") if name.startswith("model.") else name
-        format = get_format("f32" if ours[0].endswith("router_shift") else dtype)
-        stored |= _hf_tensors(theirs, QuantTensor.encode(format, values))
+        if ours[0].endswith("router_shift"):
+            stored[theirs] = _f32(tensor.dequantize()[None] if family.hf_shift_is_row else tensor.dequantize())
+        elif "*" in theirs:
+            values = tensor.dequantize()
+            stored |= {theirs.replace("*", str(i)): QuantTensor.encode(format, one) for i, one in enumerate(values)}
+        else:
+            stored[theirs] = QuantTensor.encode(format, tensor.dequantize())
     last = f"{prefix}layers.{config.num_layers - 1}."
     for name, values in predicting.items():
         theirs = f"{last}{name.replace('shared_head_', 'shared_head.')}.weight"
-        stored[theirs] = QuantTensor.encode(get_format(dtype), values - np.float32(family.norm_offset * (values.ndim == 1)))
+        stored[theirs] = QuantTensor.encode(format, values - np.float32(family.norm_offset * (values.ndim == 1)))
     if predicting and config.recurrent:
         stored = {_qwen_name(name, last): tensor for name, tensor in stored.items()}
     if num_shards == 1:
@@ -657,15 +643,10 @@ def write_huggingface(
     return directory
 
 
-def _hf_values(config: ModelConfig, name: str, values: F32, norm_offset: float) -> F32:
-    """A tensor's numbers as Hugging Face files of a family have them."""
-    if isinstance(config.recurrent, DeltaNet) and config.recurrent.tiled:
-        values = _untiled(config.recurrent, name, values)
-    if name.endswith(("delta_decay", "ssm_a")):
-        return np.log(-values)
-    if name.endswith("_conv"):
-        return values[:, None]
-    return values - np.float32(norm_offset * (name.endswith("norm") and not name.endswith("delta_norm")))
+def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor]) -> None:
+    """Write f32, f16 or bf16 tensors as one safetensors file."""
+    told = ((name, tensor.format.name.upper(), tensor.shape, tensor.num_bytes) for name, tensor in tensors.items())
+    path.write_bytes(header_of(told, {"format": "pt"}) + b"".join(tensor.data.tobytes() for tensor in tensors.values()))
 
 
 def _qwen_name(name: str, layer: str) -> str:
@@ -687,23 +668,6 @@ MULTIPLIERS: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def _of_falcon(name: str, values: F32, config: ModelConfig) -> F32:
-    """A tensor of a Falcon-H1 without its factors."""
-    mamba, by = config.recurrent, MULTIPLIERS
-    if config.architecture != "falcon-h1" or not isinstance(mamba, Mamba2):
-        return values
-    groups = mamba.key_heads * mamba.key_dims
-    z, x, b, c, dt = (by["ssm_in_multiplier"] * number for number in by["ssm_multipliers"])
-    factors = {
-        "embed": by["embedding_multiplier"], "output": by["lm_head_multiplier"], "q": by["attention_in_multiplier"],
-        "k": by["attention_in_multiplier"] * by["key_multiplier"], "v": by["attention_in_multiplier"],
-        "o": by["attention_out_multiplier"], "gate": by["mlp_multipliers"][0], "down": by["mlp_multipliers"][1],
-        "ssm_z": z, "ssm_xbc": np.repeat([x, b, c], [mamba.inner, groups, groups])[:, None], "ssm_dt": dt,
-        "ssm_out": by["ssm_out_multiplier"], "k_bias": by["key_multiplier"], "o_bias": by["attention_out_multiplier"],
-    }  # fmt: skip
-    return (values / factors.get(name.rpartition(".")[2], 1.0)).astype(np.float32)
-
-
 def gpt_oss_experts(weights: Mapping[str, F32]) -> dict[str, F32]:
     """The experts' tensors of a gpt-oss in transformers' layout, inputs first, gate and up in turns."""
     found = {}
@@ -717,256 +681,6 @@ def gpt_oss_experts(weights: Mapping[str, F32]) -> dict[str, F32]:
         found[f"{experts}down_proj"] = np.ascontiguousarray(down.swapaxes(1, 2))
         found[f"{experts}down_proj_bias"] = weights[f"{layer}expert_down_bias"]
     return found
-
-
-def _joined(parts: list[F32]) -> F32:
-    """Parts of one tensor, one after another along the rows."""
-    return np.concatenate(parts, axis=-2 if parts[0].ndim > 1 else 0)
-
-
-def _hf_tensors(name: str, tensor: QuantTensor) -> dict[str, QuantTensor]:
-    """The tensor by its name, or, where that has a star, the matrix of each expert by its own."""
-    if "*" not in name:
-        return {name: tensor}
-    return {name.replace("*", str(expert)): matrix for expert, matrix in enumerate(tensor.matrices)}
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor]) -> None:
-    """Write f32, f16 or bf16 tensors as one safetensors file."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        offsets = [end, end := end + tensor.num_bytes]
-        header[name] = {"dtype": tensor.format.name.upper(), "shape": list(tensor.shape), "data_offsets": offsets}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            file.write(tensor.data.tobytes())
-
-
-def _gguf_format(name: str, shape: tuple[int, ...], asked: str, in_file: tuple[int, ...]) -> str:
-    """The format of a tensor of a GGUF file. asked: that of matrices; in_file: the tensor's shape there."""
-    if name.rpartition(".")[2] in _ALWAYS_F32 or not is_matrix(name, shape):
-        return "f32"
-    return _fitting_format(asked, in_file)
-
-
-def _fitting_format(name: str, shape: tuple[int, ...]) -> str:
-    """`name`, or what takes its place for vectors (f32) and rows that do not fill its blocks."""
-    if len(shape) == 1:
-        return "f32"
-    if shape[-1] % get_format(name).block_size:
-        name = _FALLBACK.get(name, "f16")
-    return name if shape[-1] % get_format(name).block_size == 0 else "f16"
-
-
-def _untiled(delta: DeltaNet, name: str, values: F32) -> F32:
-    """A tensor whose value heads go round the key heads in turns, with those of each key head side by side."""
-    part, keys, size = name.rpartition(".")[2], 2 * delta.key_heads * delta.key_dims, delta.value_heads // delta.key_heads
-    if not part.startswith("delta_") or part == "delta_norm":
-        return values
-    if part == "delta_o":
-        return _untiled(delta, "delta_gate", values.T).T.copy()
-    first = keys if part in ("delta_qkv", "delta_conv") else 0
-    heads = values[first:].reshape(size, delta.key_heads, -1, *values.shape[1:]).swapaxes(0, 1)
-    return np.concatenate([values[:first], heads.reshape(values[first:].shape)])
-
-
-def _joined_by_head(config: ModelConfig, parts: Mapping[str, F32], in_gguf: bool = False) -> F32:
-    """Parts of one tensor by name: head by head where files of the family have them so, else one after another."""
-    rows, delta = list(parts.values()), config.recurrent
-    match list(parts):
-        case ["q", "q_gate"] | ["q_plain", "q_rope"]:
-            heads = config.num_heads
-        case ["k_b", "v_b"]:
-            return np.concatenate([rows[0].swapaxes(1, 2), rows[1]], axis=1).reshape(-1, rows[1].shape[2])
-        case ["q" | "q_bias", _, _] if FAMILIES[config.architecture].hf_groups_heads and not in_gguf:
-            heads = config.num_kv_heads  # of InternLM2: for each key head its queries, itself, its value
-        case ["delta_qkv", "delta_gate"] if isinstance(delta, DeltaNet):
-            size, heads = delta.key_heads * delta.key_dims, delta.key_heads
-            rows = [*np.split(rows[0], [size, 2 * size]), rows[1]]
-        case ["delta_beta", "delta_alpha"] if isinstance(delta, DeltaNet):
-            heads = delta.key_heads
-        case _:
-            return _joined(rows)
-    groups = [part.reshape(heads, -1, *part.shape[1:]) for part in rows]
-    return np.concatenate(groups, axis=1).reshape(-1, *rows[0].shape[1:])
-
-
-def _gguf_parts(config: ModelConfig, names: list[str]) -> dict[str, tuple[str, ...]]:
-    """Tensors as llama.cpp's converter writes them, with what each holds: named by the gguf package's own table."""
-    family = FAMILIES[config.architecture]
-    # The converter takes them apart, or renames them.
-    renamed = config.architecture in ("gpt-oss", "granitemoe", "qwen3next") or family.by_window
-    if family.hf_groups_heads or family.recurrent or family.latent or renamed:
-        return file_names(family, GGUF, names)
-    return {_gguf_name(theirs, config): ours for theirs, ours in file_names(family, HF, names).items()}
-
-
-def _gguf_architecture(config: ModelConfig) -> str:
-    return FAMILIES[config.architecture].gguf_name
-
-
-def _gguf_name(name: str, config: ModelConfig) -> str:
-    """The name that the gguf package's own table gives to a Hugging Face tensor of the architecture."""
-    if name == "lm_head.weight":
-        return "output.weight"
-    # The converter joins experts, and looks their names up without a number.
-    theirs = name.replace(".*.", ".").replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
-    theirs = theirs.replace("dt_bias", "dt_proj.bias")
-    found = _gguf_names(_gguf_architecture(config), config.num_layers).get_name(theirs, (".weight", ".bias"))
-    assert found, f"gguf has no name for {name} of {config.architecture}"
-    return found
-
-
-@cache
-def _gguf_names(architecture: str, num_layers: int) -> "gguf.TensorNameMap":
-    import gguf
-
-    return gguf.get_tensor_name_map({text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[architecture], num_layers)
-
-
-def _file_rows(name: str, values: F32, config: ModelConfig, pairs_neighbours: bool) -> F32:
-    """Rows as files store them: some families pair neighbouring rows of q and k for rotation, not the two halves of a head. Those
-    that turn come first.
-    """
-    part, dims = name.rpartition(".")[2], config.head_dim
-    if part in ("q_rope", "k_rope"):
-        assert config.latent, "the layer has it"
-        return values.reshape(-1, 2, config.latent.rope_dims // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-    rope_dims = config.rope_dims or dims
-    if part not in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm") or (rope_dims == dims and not pairs_neighbours):
-        return values
-    heads = config.num_heads if part.startswith("q") else config.num_kv_heads
-    if part.endswith("norm") and config.norm_spans == "head":
-        heads = 1
-    columns = values.size // (heads * dims)
-    halves = values.reshape(heads, 2, dims // 2, columns)
-    first, rest = halves[:, :, : rope_dims // 2], halves[:, :, rope_dims // 2 :]
-    if pairs_neighbours:
-        first = first.swapaxes(1, 2)
-    parts = first.reshape(heads, rope_dims, columns), rest.reshape(heads, dims - rope_dims, columns)
-    return np.concatenate(parts, axis=1).reshape(values.shape)
-
-
-def _add(writer: "gguf.GGUFWriter", **entries: Any) -> None:
-    """Have the writer add each entry of metadata, by the name of its method."""
-    for name, value in entries.items():
-        getattr(writer, f"add_{name}")(value)
-
-
-def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
-    """A `gguf.GGUFWriter` that holds all metadata of the model and its vocabulary."""
-    import gguf
-
-    writer, family = gguf.GGUFWriter(path, _gguf_architecture(config)), FAMILIES[config.architecture]
-    # By the name phi3 llama.cpp looks for tokens that this vocabulary has not.
-    _add(writer, type="model", name=f"tiny random {config.architecture.replace('phi3', 'phi')}", block_count=config.num_layers)
-    _add(writer, context_length=config.context_length, embedding_length=config.hidden_size)
-    _add(writer, feed_forward_length=config.intermediate_size, head_count=config.num_heads, head_count_kv=config.num_kv_heads)
-    _add(writer, key_length=config.head_dim, value_length=config.head_dim)
-    _add(writer, rope_dimension_count=config.rope_dims or config.head_dim, rope_freq_base=config.rope_base)
-    (writer.add_layer_norm_rms_eps if config.norm_kind == "rms" else writer.add_layer_norm_eps)(config.norm_eps)
-    if FAMILIES[config.architecture].has_logit_scale:
-        writer.add_logit_scale(config.logit_scale)
-    if FAMILIES[config.architecture].has_sections:
-        half = (config.rope_dims or config.head_dim) // 2
-        writer.add_rope_dimension_sections([(half + 2 - i) // 3 for i in range(3)] + [0])
-    if config.query_growth:
-        writer.add_attn_temperature_scale(config.query_growth)
-    if experts := config.experts:
-        _add(writer, expert_count=experts.count, expert_used_count=experts.used, expert_feed_forward_length=experts.size)
-        if config.shared_size and not family.latent:
-            writer.add_expert_shared_feed_forward_length(config.shared_size)
-        writer.add_expert_shared_count(config.shared_size // experts.size)
-        if config.architecture in ("glm4moe", "bailingmoe2", "lfm2moe", "nemotron_h_moe") or family.latent:
-            _add(writer, expert_weights_norm=experts.normalised, expert_weights_scale=experts.scale)
-            writer.add_expert_gating_func(gguf.ExpertGatingFuncType[experts.score.upper()])
-        if experts.groups > 1:
-            _add(writer, expert_group_count=experts.groups, expert_group_used_count=experts.groups_used)
-        if config.layer_experts:
-            writer.add_leading_dense_block_count(config.layer_experts.index(True))
-        if config.architecture == "ernie4_5_moe":
-            writer.add_interleave_moe_layer_step(1)
-    if FAMILIES[config.architecture].has_scales:
-        _add(writer, embedding_scale=config.embedding_scale, residual_scale=config.residual_scale)
-        _add(writer, logit_scale=1 / config.logit_scale, attention_scale=config.query_scale or 0.0)
-    _add_gguf_rope_scaling(writer, config)
-    if config.layer_windows:
-        writer.add_sliding_window(max(config.layer_windows))
-        writer.add_sliding_window_pattern([window > 0 for window in config.layer_windows])
-    if "local" in config.layer_ropes:
-        writer.add_rope_freq_base_swa(config.local_rope_base)
-    if config.attention_softcap:
-        writer.add_attn_logit_softcapping(config.attention_softcap)
-    if config.logit_softcap:
-        writer.add_final_logit_softcapping(config.logit_softcap)
-
-    for key, value in (gguf_entries(config) | latent_entries(config) | gemma.gguf_entries(config)).items():
-        name = f"{_gguf_architecture(config)}.{key}"
-        writer.kv_data[0].pop(name, None)
-        if key == "attention.recurrent_layers":
-            continue  # most files have the interval only
-        if isinstance(value, np.ndarray):
-            writer.add_array(name, value.tolist())
-        elif value is not None:
-            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(name, value)
-    if family.recurrent == "mamba2" and family.has_scales:
-        writer.add_rope_scaling_finetuned("none" not in config.layer_ropes)
-
-    vocabulary = make_vocabulary(config.vocab_size)
-    first, end = vocabulary.token_id("<|endoftext|>"), vocabulary.token_id("<|im_end|>")
-    _add(writer, tokenizer_model="gpt2", tokenizer_pre="smollm" if config.architecture == "llama" else "qwen2")
-    _add(writer, token_list=vocabulary.tokens, token_types=vocabulary.token_types, token_merges=vocabulary.merges)
-    _add(writer, bos_token_id=first, eos_token_id=end, pad_token_id=first)
-    _add(writer, add_bos_token=False, add_space_prefix=False, chat_template=CHAT_TEMPLATE)
-    return writer
-
-
-def _add_gguf_rope_scaling(writer: "gguf.GGUFWriter", config: ModelConfig) -> None:
-    import gguf
-
-    scaling = config.rope_scaling
-    if scaling is None:
-        return
-    if scaling.kind == "longrope":
-        writer.add_rope_scaling_orig_ctx_len(scaling.original_context_length)
-        writer.add_rope_scaling_attn_factors(scaling.attention_factor or 1.0)
-        for length, factors in (("long", scaling.factors), ("short", scaling.short_factors)):
-            data = np.array(factors, np.float32).view(np.uint8)
-            writer.add_tensor(f"rope_factors_{length}.weight", data, raw_dtype=gguf.GGMLQuantizationType.F32)
-        return
-    if scaling.kind in ("factors", "llama3"):
-        factors = scaling.factors if scaling.kind == "factors" else llama3_factors(config)
-        data = np.array(factors, np.float32).view(np.uint8)
-        writer.add_tensor("rope_freqs.weight", data, raw_dtype=gguf.GGMLQuantizationType.F32)
-        return
-    _add(writer, rope_scaling_type=gguf.RopeScalingType(scaling.kind), rope_scaling_factor=scaling.factor)
-    if scaling.kind == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(scaling.original_context_length)
-        _add(writer, rope_scaling_yarn_beta_fast=scaling.beta_fast, rope_scaling_yarn_beta_slow=scaling.beta_slow)
-        if scaling.attention_factor == 1 and not config.latent:
-            writer.add_rope_scaling_yarn_log_mul(1.0)
-
-
-def llama3_factors(config: ModelConfig) -> tuple[float, ...]:
-    """What each rotary frequency is divided by under llama3 scaling, as converters to GGUF write it; head_dim / 2 numbers.
-
-    Waves shorter than the original context / high_freq_factor stay, longer than / low_freq_factor are stretched by `factor`,
-    with a linear passage between (Llama 3.1 model card and reference code).
-    """
-    scaling = config.rope_scaling
-    assert scaling is not None, "llama3 factors of a model without rope scaling"
-    factors = []
-    for i in range(config.head_dim // 2):
-        wavelength = 2 * math.pi * config.rope_base ** (2 * i / config.head_dim)
-        turns = scaling.original_context_length / wavelength
-        smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        smooth = min(max(smooth, 0.0), 1.0)
-        factors.append(1 / ((1 - smooth) / scaling.factor + smooth))
-    return tuple(factors)
 
 
 # Families whose files have one size for dense parts and experts.
@@ -994,100 +708,94 @@ def _gemma4_settings(config: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
+def _hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """config.json in the spelling that every version of transformers reads."""
-    vocabulary = make_vocabulary(config.vocab_size)
-    fields: dict[str, object] = {
-        "architectures": [FAMILIES[config.architecture].hf_class],
-        "model_type": FAMILIES[config.architecture].hf_types[0] or config.architecture,
-        **{"vocab_size": config.vocab_size, "hidden_size": config.hidden_size},
-        **{"intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_layers},
-        **{"num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads},
-        **{"head_dim": config.head_dim, "max_position_embeddings": config.context_length, "rms_norm_eps": config.norm_eps},
-        "rope_theta": config.rope_base,
-        "rope_scaling": None if FAMILIES[config.architecture].by_window else _hf_rope_scaling(config.rope_scaling),
-        "tie_word_embeddings": config.tied_embeddings,
-        "bos_token_id": vocabulary.token_id("<|endoftext|>"),
-        "eos_token_id": vocabulary.token_id("<|im_end|>"),
-        "pad_token_id": vocabulary.token_id("<|endoftext|>"),
+    c, family, vocabulary = config, FAMILIES[config.architecture], make_vocabulary(config.vocab_size)
+    defaults, is_gemma = family.hf_defaults, config.architecture.startswith("gemma")
+    scaling = _hf_rope_scaling(c.rope_scaling) if not family.by_window else None
+    fields: dict[str, Any] = {
+        "architectures": [family.hf_class],
+        "model_type": family.hf_types[0] or c.architecture,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "max_position_embeddings": c.context_length,
+        next((key for key in ("norm_epsilon", "layer_norm_eps") if key in defaults), "rms_norm_eps"): c.norm_eps,
+        "hidden_activation" if is_gemma else "hidden_act": "gelu_pytorch_tanh" if c.activation == "gelu_tanh" else "silu",
+        "rope_theta": c.rope_base,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": c.tied_embeddings,
+        "bos_token_id": vocabulary.bos_id,
+        "eos_token_id": vocabulary.eos_id,
+        "pad_token_id": vocabulary.pad_id,
         "torch_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype],
+        **(_hf_experts(c, c.experts) if c.experts else {}),
+        **_hf_biases(c),
     }
-    if config.experts:
-        fields |= _hf_experts(config, config.experts)
-    if "use_qk_norm" in FAMILIES[config.architecture].hf_defaults:
-        fields["use_qk_norm"] = config.qk_norm
-    if FAMILIES[config.architecture].has_scales:
-        fields |= {"embedding_multiplier": config.embedding_scale, "attention_multiplier": config.query_scale}
-        fields |= {"residual_multiplier": config.residual_scale, "logits_scaling": 1 / config.logit_scale}
-    family = FAMILIES[config.architecture]
-    if config.norm_kind == "layer":
-        fields[next(key for key in ("norm_epsilon", "layer_norm_eps") if key in family.hf_defaults)] = fields.pop("rms_norm_eps")
+    if "use_qk_norm" in defaults:
+        fields["use_qk_norm"] = c.qk_norm
+    if family.has_scales:
+        fields |= {"embedding_multiplier": c.embedding_scale, "attention_multiplier": c.query_scale}
+        fields |= {"residual_multiplier": c.residual_scale, "logits_scaling": 1 / c.logit_scale}
     if family.has_logit_scale:
-        fields["logit_scale"] = config.logit_scale
-    if config.rope_dims or family.hf_defaults.get("partial_rotary_factor", 1.0) != 1.0:
-        fields["partial_rotary_factor"] = (config.rope_dims or config.head_dim) / config.head_dim
-    if config.rope_scaling and config.rope_scaling.kind == "longrope":
-        fields["original_max_position_embeddings"] = config.rope_scaling.original_context_length
-    if config.architecture == "gpt-oss":
-        fields["rope_parameters"] = {"rope_theta": config.rope_base, **(fields.pop("rope_scaling") or {"rope_type": "default"})}  # type: ignore[dict-item]
-    if config.query_growth:
-        fields["rope_parameters"] = {
-            **fields.pop("rope_scaling"),  # type: ignore[dict-item]
-            **{"rope_theta": config.rope_base, "llama_4_scaling_beta": config.query_growth},
-        }
-    if latent := config.latent:
-        del fields["head_dim"], fields["partial_rotary_factor"]
-        fields["num_key_value_heads"] = config.num_heads  # which classes read and do not use
+        fields["logit_scale"] = c.logit_scale
+    if not c.latent and (c.rope_dims or defaults.get("partial_rotary_factor", 1.0) != 1.0):
+        fields["partial_rotary_factor"] = (c.rope_dims or c.head_dim) / c.head_dim
+    if c.rope_scaling and c.rope_scaling.kind == "longrope":
+        fields["original_max_position_embeddings"] = c.rope_scaling.original_context_length
+    if c.architecture == "gpt-oss" or c.query_growth:
+        growth = {"llama_4_scaling_beta": c.query_growth} if c.query_growth else {}
+        del fields["rope_scaling"]
+        scaling = fields["rope_parameters"] = {**(scaling or {"rope_type": "default"}), "rope_theta": c.rope_base, **growth}
+    if latent := c.latent:
+        del fields["head_dim"]
+        fields["num_key_value_heads"] = c.num_heads  # which classes read and do not use
         fields |= {"kv_lora_rank": latent.rank, "q_lora_rank": latent.q_rank or None, "v_head_dim": latent.value_dims}
         fields |= {"qk_rope_head_dim": latent.rope_dims, "qk_nope_head_dim": latent.plain, "rope_interleave": True}
-        if isinstance(rope := fields.get("rope_scaling", fields.get("rope_parameters")), dict):
-            del rope["attention_factor"]
-            grows = 0.1 * math.log(rope["factor"])
-            slope = (math.sqrt((config.query_scale or 0) * math.sqrt(latent.plain + latent.rope_dims)) - 1) / grows
-            rope |= {"mscale": slope, "mscale_all_dim": slope}
-    if config.architecture.startswith("gemma"):
-        fields["hidden_activation"] = "gelu_pytorch_tanh"
-        fields["query_pre_attn_scalar"] = config.head_dim if config.query_scale is None else round(config.query_scale**-2)
-        fields["attn_logit_softcapping"] = config.attention_softcap or None
-        fields["final_logit_softcapping"] = config.logit_softcap or None
-        if config.architecture == "gemma3":
-            fields["rope_local_base_freq"] = config.local_rope_base
-    else:
-        fields["hidden_act"] = "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else "silu"
-    if family.hf_defaults.get("use_sliding_window") and not config.architecture.startswith("gemma"):
-        fields["sliding_window"] = max(config.layer_windows, default=None)
-        if "sliding_window_pattern" in family.hf_defaults:
-            windows = config.layer_windows or (0,) * config.num_layers
-            fields["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
-    elif config.layer_windows:
-        fields["use_sliding_window"], fields["sliding_window"] = True, max(config.layer_windows)
-        fields["layer_types"] = ["sliding_attention" if window else "full_attention" for window in config.layer_windows]
-    if "none" in config.layer_ropes and family.unrotated_every:
-        fields["no_rope_layers"] = [int(kind != "none") for kind in config.layer_ropes]
-    if "use_bias" in family.hf_defaults:
-        fields["use_bias"] = config.qkv_bias
-    elif "attention_out_bias" in family.hf_defaults:
-        fields["attention_bias"], fields["attention_out_bias"] = config.qkv_bias, config.o_bias
-    elif family.hf_groups_heads or config.architecture == "stablelm":
-        fields["bias" if family.hf_groups_heads else "use_qkv_bias"] = config.qkv_bias
-    elif FAMILIES[config.architecture].qkv_bias:
-        if not config.qkv_bias or config.o_bias:
-            raise ValueError("a directory of this family always has q, k and v biases and no o bias")
-    else:
-        if config.qkv_bias != config.o_bias and "attention_out_bias" not in FAMILIES[config.architecture].hf_defaults:
-            raise ValueError("attention_bias means q, k, v and o together: give qkv_bias and o_bias, or neither")
-        fields["attention_bias"] = config.qkv_bias
-    if isinstance(d := config.recurrent, DeltaNet):
-        fields["layer_types"] = ["linear_attention" if recurs else "full_attention" for recurs in config.layer_recurrent]
+        if scaling:
+            grows = 0.1 * math.log(scaling["factor"])
+            slope = (math.sqrt((c.query_scale or 0) * math.sqrt(latent.plain + latent.rope_dims)) - 1) / grows
+            scaling |= {"mscale": slope, "mscale_all_dim": slope}
+            del scaling["attention_factor"]
+    if is_gemma:
+        fields["query_pre_attn_scalar"] = c.head_dim if c.query_scale is None else round(c.query_scale**-2)
+        fields["attn_logit_softcapping"], fields["final_logit_softcapping"] = c.attention_softcap or None, c.logit_softcap or None
+    if c.layer_windows or defaults.get("use_sliding_window"):
+        fields["use_sliding_window"], fields["sliding_window"] = True, max(c.layer_windows, default=None)
+        windows = c.layer_windows or (0,) * c.num_layers
+        fields["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+    if c.architecture == "gemma3":
+        fields["rope_local_base_freq"] = c.local_rope_base
+    if "none" in c.layer_ropes and family.unrotated_every:
+        fields["no_rope_layers"] = [int(kind != "none") for kind in c.layer_ropes]
+    if isinstance(d := c.recurrent, DeltaNet):
+        fields["layer_types"] = ["linear_attention" if recurs else "full_attention" for recurs in c.layer_recurrent]
         fields |= {"linear_num_key_heads": d.key_heads, "linear_key_head_dim": d.key_dims, "linear_conv_kernel_dim": d.taps}
         fields |= {"linear_num_value_heads": d.value_heads, "linear_value_head_dim": d.value_dims}
-    if config.mlp_bias and "use_bias" not in family.hf_defaults:
-        fields["mlp_bias"] = True
     if family.by_window:
-        fields |= _gemma4_settings(config)
+        fields |= _gemma4_settings(c)
         for key in ("rope_theta", "rope_scaling", "query_pre_attn_scalar", "attn_logit_softcapping"):
             del fields[key]
-    return fields | _hf_mixers(config)
+    return fields | _hf_mixers(c)
+
+
+def _hf_biases(config: ModelConfig) -> dict[str, bool]:
+    """Which matrices have biases. Raises ValueError for a choice that directories of the family cannot tell."""
+    family = FAMILIES[config.architecture]
+    if "use_bias" in family.hf_defaults:
+        return {"use_bias": config.qkv_bias}
+    found = {"mlp_bias": True} if config.mlp_bias else {}
+    if "attention_out_bias" in family.hf_defaults:
+        return {**found, "attention_bias": config.qkv_bias, "attention_out_bias": config.o_bias}
+    if family.hf_groups_heads or config.architecture == "stablelm":
+        return {**found, "bias" if family.hf_groups_heads else "use_qkv_bias": config.qkv_bias}
+    if (config.qkv_bias, config.o_bias) != ((True, False) if family.qkv_bias else (config.qkv_bias, config.qkv_bias)):
+        raise ValueError("directories have q, k and v biases and none of o (Qwen2), or attention_bias, which means all four")
+    return found if family.qkv_bias else {**found, "attention_bias": config.qkv_bias}
 
 
 def _hf_mixers(config: ModelConfig) -> dict[str, object]:
@@ -1130,58 +838,37 @@ def _hf_mixers(config: ModelConfig) -> dict[str, object]:
     return fields
 
 
-def _hf_experts(config: ModelConfig, experts: Experts) -> dict[str, object]:
-    """The settings of a mixture in the words of its family."""
-    first_dense = config.layer_experts.index(True) if config.layer_experts else 0
-    num_shared = config.shared_size // experts.size
-    used: dict[str, object] = {"num_experts_per_tok": experts.used}
-    match config.architecture:
-        case "mixtral" | "olmoe" | "gpt-oss":
-            key = "num_experts" if config.architecture == "olmoe" else "num_local_experts"
-            return used | {key: experts.count, "norm_topk_prob": experts.normalised}
-        case "granitemoe":
-            shared = {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"} if num_shared else {}
-            return used | {"num_local_experts": experts.count, "shared_intermediate_size": config.shared_size, **shared}
-        case "ernie4_5_moe":
-            sizes = {"moe_num_experts": experts.count, "moe_k": experts.used, "moe_intermediate_size": experts.size}
-            return {**sizes, "moe_num_shared_experts": num_shared, "moe_layer_start_index": first_dense, "moe_layer_interval": 1}
-        case "hunyuan-moe":
-            lists = {"moe_topk": experts.used, "num_shared_expert": num_shared, "moe_intermediate_size": experts.size}
-            return {"num_experts": experts.count, **{key: [value] * config.num_layers for key, value in lists.items()}}
-        case "granitehybrid-moe":
-            return used | {"num_local_experts": experts.count, "shared_intermediate_size": config.shared_size}
-        case "lfm2moe":
-            return used | {
-                **{"num_experts": experts.count, "moe_intermediate_size": experts.size, "num_dense_layers": first_dense},
-                **{"norm_topk_prob": experts.normalised, "routed_scaling_factor": experts.scale, "use_expert_bias": True},
-            }
-        case "nemotron_h_moe":
-            return used | {
-                **{"n_routed_experts": experts.count, "moe_intermediate_size": experts.size, "n_group": experts.groups},
-                **{"norm_topk_prob": experts.normalised, "routed_scaling_factor": experts.scale, "topk_group": experts.groups_used},
-                "moe_shared_expert_intermediate_size": config.shared_size,
-            }
-        case "glm4moe" | "bailingmoe2" | "deepseek2" | "deepseek_v2" | "glm4_moe_lite" | "mistral4":
-            prefix = "num" if config.architecture == "bailingmoe2" else "n"
-            routed = "num_experts" if config.architecture == "bailingmoe2" else "n_routed_experts"
-            dense: dict[str, object] = {"first_k_dense_replace": first_dense}
-            if config.architecture == "glm4_moe_lite":
-                dense = {"mlp_layer_types": ["dense"] * first_dense + ["sparse"] * (config.num_layers - first_dense)}
-            return used | dense | {
-                **{routed: experts.count, f"{prefix}_shared_experts": num_shared, "moe_intermediate_size": experts.size},
-                **{"norm_topk_prob": experts.normalised, "routed_scaling_factor": experts.scale},
-                **{"n_group": experts.groups, "topk_group": experts.groups_used},
-            }  # fmt: skip
-    return used | {
-        "num_experts": experts.count,
+def _hf_experts(config: ModelConfig, experts: Experts) -> dict[str, Any]:
+    """The settings of a mixture, under the names that its family has defaults for."""
+    family, first_dense = FAMILIES[config.architecture], config.layer_experts.index(True) if config.layer_experts else 0
+    is_hunyuan = config.architecture == "hunyuan-moe"
+
+    def key(names: tuple[str, ...], default: str) -> str:
+        return next((name for name in names if name in family.hf_defaults), default)
+
+    shared = key((*SHARED_SIZES, *SHARED_COUNTS), "shared_intermediate_size" if family.has_scales else "num_shared_experts")
+    fields: dict[str, Any] = {
+        key(EXPERT_COUNTS, "num_experts"): experts.count,
+        key(EXPERTS_USED, "moe_topk" if is_hunyuan else "num_experts_per_tok"): experts.used,
         "moe_intermediate_size": experts.size,
+        shared: config.shared_size // (1 if shared in SHARED_SIZES else experts.size),
+        key(FIRSTS, "first_k_dense_replace"): first_dense,
         "norm_topk_prob": experts.normalised,
+        "routed_scaling_factor": experts.scale,
+        "n_group": experts.groups,
+        "topk_group": experts.groups_used,
         "mlp_only_layers": [i for i, has in enumerate(config.layer_experts) if not has],
-        "shared_expert_intermediate_size": config.shared_size,
     }
+    if is_hunyuan:  # whose files say it of each layer
+        fields |= {name: [fields[name]] * config.num_layers for name in ("moe_topk", shared, "moe_intermediate_size")}
+    if config.architecture == "granitemoe" and config.shared_size:
+        fields |= {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"}
+    if config.architecture == "glm4_moe_lite":
+        fields["mlp_layer_types"] = ["dense"] * first_dense + ["sparse"] * (config.num_layers - first_dense)
+    return fields
 
 
-def _hf_rope_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:
+def _hf_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
     if scaling.kind == "factors":
@@ -1189,7 +876,7 @@ def _hf_rope_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:
     if scaling.kind == "longrope":
         long, short = list(scaling.factors), list(scaling.short_factors)
         return {"rope_type": "longrope", "long_factor": long, "short_factor": short, "attention_factor": scaling.attention_factor}
-    fields: dict[str, object] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind in ("llama3", "yarn"):
         fields["original_max_position_embeddings"] = scaling.original_context_length
     if scaling.kind == "llama3":
@@ -1205,34 +892,19 @@ def _hf_rope_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:
 def _write_hf_tokenizer(directory: Path, config: ModelConfig) -> None:
     """tokenizer.json and tokenizer_config.json of the tiny vocabulary, split as the architecture's real models split."""
     vocabulary = make_vocabulary(config.vocab_size)
-    rows = list(enumerate(zip(vocabulary.tokens, vocabulary.token_types, strict=True)))
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    if config.architecture == "llama":
-        split: list[dict[str, object]] = [{"type": "Digits", "individual_digits": True}, {**byte_level, "use_regex": True}]
-    else:
+    normal = vocabulary.tokens[: vocabulary.token_types.count(NORMAL)]
+    merges = [(left, right) for left, right in map(str.split, vocabulary.merges)]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(normal)}, merges))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in CONTROL_TOKENS])
+    is_llama = config.architecture == "llama"
+    split: Any = pre_tokenizers.Digits(individual_digits=True)
+    if not is_llama:
         pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        split = [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-            {**byte_level, "use_regex": False},
-        ]
-    control = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": i, "content": token, **control} for i, (token, kind) in rows if kind == 3],
-        "normalizer": None if config.architecture == "llama" else {"type": "NFC"},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": split},
-        "post_processor": {**byte_level, "trim_offsets": False, "use_regex": False},
-        "decoder": {**byte_level, "use_regex": False},
-        "model": {
-            **{"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": ""},
-            **{"end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False},
-            "vocab": {token: i for i, (token, kind) in rows if kind == 1},
-            "merges": [merge.split(" ") for merge in vocabulary.merges],
-        },
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
+        split, tokenizer.normalizer = pre_tokenizers.Split(Regex(pattern), "isolated"), normalizers.NFC()
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_llama)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes])
+    tokenizer.post_processor, tokenizer.decoder = processors.ByteLevel(trim_offsets=False), decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         **{"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False, "add_prefix_space": False},
         **{"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},

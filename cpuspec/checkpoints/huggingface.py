@@ -407,13 +407,13 @@ def _scales(fields: Fields, family: Family, hidden_size: int, query_scale: float
 
 
 # Names that configurations have for the same facts of experts.
-_EXPERTS_USED = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
-_EXPERT_SIZES = ("moe_intermediate_size", "expert_hidden_dim")  # else intermediate_size
-_SHARED_SIZES = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
-_SHARED_COUNTS = ("num_shared_experts", "n_shared_experts", "moe_num_shared_experts", "num_shared_expert")  # of an expert's size
+EXPERTS_USED = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+EXPERT_SIZES = ("moe_intermediate_size", "expert_hidden_dim")  # else intermediate_size
+SHARED_SIZES = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+SHARED_COUNTS = ("num_shared_experts", "n_shared_experts", "moe_num_shared_experts", "num_shared_expert")  # of an expert's size
 _SHIFTED = ("moe_router_enable_expert_bias", "use_expert_bias")
-_STEPS = ("decoder_sparse_step", "moe_layer_interval", "moe_layer_freq")
-_FIRSTS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+STEPS = ("decoder_sparse_step", "moe_layer_interval", "moe_layer_freq")
+FIRSTS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
 
 def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
@@ -424,10 +424,10 @@ def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, 
     def number(names: tuple[str, ...], default: int | None = None) -> int:
         return fields.of_layers(fields.first(names, names[0]), num_layers, default)
 
-    step, first, dense = number(_STEPS, 1), number(_FIRSTS, 0), fields.items("mlp_only_layers")
+    step, first, dense = number(STEPS, 1), number(FIRSTS, 0), fields.items("mlp_only_layers")
     last = fields.integer("moe_layer_end_index", -1)
     if step < 1:
-        fields.fail(fields.first(_STEPS), "at least 1")
+        fields.fail(fields.first(STEPS), "at least 1")
     layers = each_layer(num_layers, lambda i: i not in dense and (i + 1) % step == 0 and i >= first and (last < 0 or i <= last))
     if kinds := fields.items("mlp_layer_types"):
         if len(kinds) != num_layers or set(map(str, kinds)) - {"dense", "sparse"}:
@@ -440,10 +440,10 @@ def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, 
             fields.fail("moe_latent_size", "null; experts of another width than the model's are not supported")
     if fields.text("topk_method", "greedy") == "group_limited_greedy" and fields.integer("n_group", 1) > 1:
         fields.fail("topk_method", "greedy or noaux_tc; groups by their best expert alone are not supported")
-    size = number(_EXPERT_SIZES if fields.first(_EXPERT_SIZES) else ("intermediate_size",))
+    size = number(EXPERT_SIZES if fields.first(EXPERT_SIZES) else ("intermediate_size",))
     facts: dict[str, Any] = {
         "count": number(EXPERT_COUNTS),
-        "used": number(_EXPERTS_USED),
+        "used": number(EXPERTS_USED),
         "size": size,
         "score": fields.text(fields.first(("scoring_func", "score_function"), "scoring_func"), "softmax"),
         "shifted": fields.boolean(fields.first(_SHIFTED, "use_expert_bias"), False),
@@ -452,7 +452,7 @@ def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, 
         "groups": fields.integer("n_group", 1),
         "groups_used": fields.integer("topk_group", 1),
     }
-    shared = number(_SHARED_SIZES, 0) or number(_SHARED_COUNTS, 0) * size
+    shared = number(SHARED_SIZES, 0) or number(SHARED_COUNTS, 0) * size
     experts = Experts(**{**facts, **family.experts})
     if experts.normed_apart:
         shared = fields.integer("intermediate_size")

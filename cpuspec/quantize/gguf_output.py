@@ -73,7 +73,7 @@ def source_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
     checkpoint = _of_plain_family(checkpoint)
     config, family = checkpoint.config, FAMILIES[checkpoint.config.architecture]
     architecture = family.gguf_name
-    made = shape_entries(checkpoint, architecture)
+    made = shape_entries(config, checkpoint.name)
     pooling = {name: number for number, name in GGUF_POOLINGS.items()}[checkpoint.pooling]
     if pooling:
         made[f"{architecture}.pooling_type"] = pooling
@@ -162,7 +162,7 @@ def write_model(
             new_entries |= {"tokenizer.chat_template.rerank": checkpoint.ranker.prompt}
         if predicting:
             architecture = family.gguf_name
-            new_entries |= prediction.entries_with(shape_entries(checkpoint, architecture), architecture)
+            new_entries |= prediction.entries_with(shape_entries(config, checkpoint.name), architecture)
     entries |= {key: entry(key, value) for key, value in new_entries.items()}
     by_file = file_names(family, GGUF, checkpoint.tensors)
 
@@ -198,9 +198,9 @@ def rope_factors(config: ModelConfig) -> dict[str, QuantTensor]:
     return {_ROPE_FACTORS: QuantTensor.encode(f32, plain / scaled)}
 
 
-def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]:
-    """Metadata of the model, in the names that llama.cpp's converter gives. architecture: the file's name of its family."""
-    c = checkpoint.config
+def shape_entries(config: ModelConfig, name: str, architecture: str = "") -> dict[str, Value]:
+    """Metadata of a model, in the names that llama.cpp's converter gives. architecture: by default that of the family."""
+    c, architecture = config, architecture or FAMILIES[config.architecture].gguf_name
     found: dict[str, Value] = {
         "block_count": c.num_layers,
         "context_length": c.context_length,
@@ -275,7 +275,7 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
     }
     if FAMILIES[c.architecture].tells_ropes and (c.is_recurrent or "none" in c.layer_ropes):
         found["rope.scaling.finetuned"] = "none" not in c.layer_ropes
-    general: dict[str, Value] = {"general.architecture": architecture, "general.type": "model", "general.name": checkpoint.name}
+    general: dict[str, Value] = {"general.architecture": architecture, "general.type": "model", "general.name": name}
     return general | {f"{architecture}.{key}": value for key, value in found.items()}
 
 
@@ -343,14 +343,15 @@ def _tokenizer(checkpoint: Checkpoint, files: HfTokenizerFiles) -> dict[str, Val
     for pre in reversed(first_names) if read.byte_level else ("default",):
         vocabulary = replace(vocabulary, pre=pre)
         if make_tokenizer(replace(checkpoint, vocabulary=vocabulary)).encode(_PROBE) == wanted:
-            return _entries(vocabulary)
+            return vocabulary_entries(vocabulary)
     raise ConfigError(
         f"{files.tokenizer_json}: no tokenizer that llama.cpp knows gives the same ids on a text of many kinds, so a GGUF "
         "file would mislead; write compressed-tensors (OUT without .gguf), or start from a GGUF file of the model"
     )
 
 
-def _entries(vocabulary: GgufVocabulary) -> dict[str, Value]:
+def vocabulary_entries(vocabulary: GgufVocabulary) -> dict[str, Value]:
+    """Metadata of a tokenizer."""
     found: dict[str, Value] = {
         "tokenizer.ggml.model": vocabulary.model,
         "tokenizer.ggml.pre": vocabulary.pre,

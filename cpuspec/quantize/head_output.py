@@ -51,7 +51,7 @@ def write_head(path: Path, head: Head, target: Checkpoint, format: Format | None
     architecture = "eagle3" if head.method == "eagle3" else "dflash"
     own, facts = _eagle3(head, target) if architecture == "eagle3" else _block(head)
     config = head.model.config
-    entries = {key: entry(key, value) for key, value in shape_entries(head.model, architecture).items()}
+    entries = {key: entry(key, value) for key, value in shape_entries(head.model.config, head.model.name, architecture).items()}
     if has_tokenizer:
         entries |= tokenizer_entries(target)
     facts[f"{architecture}.target_layers"] = np.array(head.layers, np.int32) + 1  # it names layers by their inputs
@@ -95,7 +95,7 @@ def _write_mtp(path: Path, head: Head, target: Checkpoint, format: Format | None
         raise ConfigError(f"{head.name} reads hidden states before the target's last norm, and llama.cpp takes those after it")
     family = FAMILIES[target.config.architecture]
     architecture = family.gguf_name
-    made = shape_entries(target, architecture)
+    made = shape_entries(target.config, target.name, architecture)
     entries = {key: entry(key, value) for key, value in (made | prediction.entries_with(made, architecture)).items()}
     layer = prediction.tensors_of(target, head, {})
     layer = {name: (one if format is None or one.name == "f32" else format, tensor) for name, (one, tensor) in layer.items()}

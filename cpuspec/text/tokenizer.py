@@ -199,7 +199,7 @@ class Tokenizer:
     @cached_property
     def _byte_ids(self) -> dict[int, int]:
         """Ids of the tokens of single bytes."""
-        spelled = _BYTE_OF if self._parts.byte_level else {f"<0x{byte:02X}>": byte for byte in range(256)}
+        spelled = BYTE_OF if self._parts.byte_level else {f"<0x{byte:02X}>": byte for byte in range(256)}
         return {spelled[text]: token_id for token_id, text in enumerate(self._parts.tokens) if text in spelled}
 
     def apply_chat_template(
@@ -465,6 +465,6 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF = _byte_alphabet()
 # The same for `str.translate`, to characters that latin-1 encodes as the byte; others of its range become one that it lacks.
-_LATIN1_OF = dict.fromkeys(range(256), "\uffff") | {ord(char): chr(byte) for char, byte in _BYTE_OF.items()}
+_LATIN1_OF = dict.fromkeys(range(256), "\uffff") | {ord(char): chr(byte) for char, byte in BYTE_OF.items()}
