@@ -67,6 +67,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> Path:
 T = gguf.GGUFValueType
 
 
+def typed(value: Any) -> tuple[Any, T]:
+    """A value of metadata with the type that converters give it."""
+    kinds = ((bool, T.BOOL), (int, T.UINT32), (float, T.FLOAT32), (str, T.STRING), (list, T.ARRAY))
+    return value, T.INT32 if type(value) is int and value < 0 else next(kind for one, kind in kinds if isinstance(value, one))
+
+
 def copy_gguf(
     source: Path,
     path: Path,

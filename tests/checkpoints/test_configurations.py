@@ -13,23 +13,29 @@ from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.families import FAMILIES, WITHOUT_ATTENTION_BIAS
 from cpuspec.checkpoints.heads.mtp import own_mtp
-from cpuspec.checkpoints.huggingface import _EXPERT_SIZES, _EXPERTS_USED, _FIRSTS, _SHARED_COUNTS, _SHARED_SIZES, _STEPS
+from cpuspec.checkpoints.huggingface import EXPERT_SIZES, EXPERTS_USED, FIRSTS, SHARED_COUNTS, SHARED_SIZES, STEPS
 from cpuspec.checkpoints.recurrent import EXPERT_COUNTS
 from cpuspec.config import RopeScaling
 from cpuspec.errors import CheckpointError
 from cpuspec.settings import EngineConfig
 from tests.backends.models import MIXTURES, RECURRENT, forward, in_gguf
+from tests.checkpoints.conftest import TINIEST
 from tools.make_tiny_model import make_tiny_hf, random_weights, tiny_config, write_gguf, write_huggingface
 
 TOKENS = np.random.default_rng(0).integers(0, 384, 100).tolist()
 
 
+def edited(directory: Path, changes: dict[str, Any], drop: tuple[str, ...] = ()) -> Path:
+    """The directory with other settings in its config.json."""
+    fields = json.loads((directory / "config.json").read_text())
+    fields = {key: value for key, value in fields.items() if key not in drop} | changes
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
 def directory_of(path: Path, architecture: str, changes: dict[str, Any], drop: tuple[str, ...] = (), **shape: Any) -> Path:
     """A tiny model whose config.json has other settings."""
-    make_tiny_hf(path, architecture, **{"num_layers": 2, **shape})
-    fields = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({key: value for key, value in fields.items() if key not in drop} | changes))
-    return path
+    return edited(make_tiny_hf(path, architecture, **{"num_layers": 2, **shape}), changes, drop)
 
 
 def rewrite(directory: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -147,72 +153,171 @@ def test_a_scaling_added_by_hand_keeps_the_base_that_the_file_has(tmp_path: Path
     assert (config.rope_base, config.rope_scaling) == (5e5, RopeScaling("yarn", 4.0, original_context_length=128))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rope_scaling": {"type": "yarn", "sharpness": 2, **YARN}}, "sharpness is 2, wanted it absent; with rope type yarn"),
-        ({"rope_scaling": {"type": "yarn", "attn_factor": 0.5, **YARN}}, "attn_factor is 0.5, wanted it absent"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0, "high_freq_factor": 4.0}}, "high_freq_factor is 4.0, wanted it absent"),
-        (
-            {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
-            r"mrope_section is \[2, 3, 3\], wanted it absent",
-        ),
-        ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor is 4.0, wanted it absent; with rope type default"),
-        ({"rope_interleaved": True}, "rope_interleaved is True, wanted false"),
-        ({"is_causal": False}, "is_causal is False, wanted true"),
-        ({"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}, "wanted a family without delta nets whose"),
-        (
-            {"architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text"},
-            "wanted a family without several streams of rows",
-        ),
-        (
-            {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"},
-            "wanted a family without attention to tokens",
-        ),
-        ({"architectures": None, "model_type": "gpt_neox"}, "architectures is absent, wanted one of LlamaForCausalLM"),
-    ],
-)
-def test_a_setting_that_is_not_computed_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(directory_of(tmp_path / "hf", "llama", changes))
-
-
 def long(factors: list[Any], short: list[float]) -> dict[str, Any]:
     """LongRoPE's settings."""
     return {"rope_type": "longrope", "original_max_position_embeddings": 128, "long_factor": factors, "short_factor": short}
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    [
-        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 1e300}}, "alpha is 1e.300, wanted a number above 0"),
-        (
-            "phi3",
-            {"rope_scaling": long([10**400] * 32, [1.0] * 32)},
-            "long_factor: 0 is 10.*finite",
-        ),
-        (
-            "phi3",
-            {"rope_scaling": long([1.0] * 31, [1.0] * 31)},
-            "half of 64 dimensions, got 31",
-        ),
-        (
-            "phi3",
-            {"rope_scaling": long([1.0] * 32, [])},
-            "short_factors is '0 numbers', wanted 32",
-        ),
-        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
-        ("glm4", {"partial_rotary_factor": 0.05}, "rope_dims must be even, got 3"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, wanted 1"),
-        ("cohere", {"use_qk_norm": True}, "layer norms of queries and keys are not supported"),
-        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": -1.0}}, "query_growth -1.0 over"),
-    ],
-)
-def test_a_setting_of_a_family_that_is_not_computed_is_refused_by_name(
+FULL, SLID = "full_attention", "sliding_attention"
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4096}
+# family, other settings, what the error says.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rope_scaling": {"type": "yarn", "sharpness": 2, **YARN}}, "sharpness is 2, wanted it absent; with rope type yarn"),
+    ("llama", {"rope_scaling": {"type": "yarn", "attn_factor": 0.5, **YARN}}, "attn_factor is 0.5, wanted it absent"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "high_freq_factor": 4.0}},
+        "high_freq_factor is 4.0, wanted it absent",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3]}},
+        r"mrope_section is \[2, 3\], wanted it absent",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "factor": 4.0}},
+        "factor is 4.0, wanted it absent; with rope type default",
+    ),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved is True, wanted false"),
+    ("llama", {"is_causal": False}, "is_causal is False, wanted true"),
+    (
+        "llama",
+        {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"},
+        "wanted a family without delta nets whose",
+    ),
+    ("llama", {"architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text"}, "without several streams of rows"),
+    ("llama", {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}, "without attention to tokens"),
+    ("llama", {"architectures": None, "model_type": "gpt_neox"}, "architectures is absent, wanted one of LlamaForCausalLM"),
+    ("llama", {"architectures": ["GPTNeoXForCausalLM"]}, "GPTNeoXForCausalLM.*wanted one of LlamaForCausalLM"),
+    ("llama", {"architectures": "LlamaForCausalLM"}, "an array"),
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config: bits is absent, wanted an integer"),
+    ("llama", {"quantization_config": {"quant_method": "hqq"}}, "'hqq' are not supported by this version, which reads gptq"),
+    ("llama", {"quantization_config": {}}, "an unnamed method"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', wanted silu or gelu_pytorch_tanh"),
+    ("llama", {"mlp_bias": True}, "gate_bias"),
+    ("llama", {"layer_types": ["sliding_attention"]}, "layer_types is .*, wanted full_attention in every layer"),
+    ("qwen2", {**WINDOWS, "layer_types": ["chunked_attention"]}, "full_attention or sliding_attention in every layer"),
+    ("qwen2", {**WINDOWS, "sliding_window": -4, "max_window_layers": 0}, "layer_windows must be integers from 0"),
+    ("llama", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window is True, wanted false; llama models have no"),
+    ("llama", {"use_bidirectional_attention": True}, "not causal"),
+    ("llama", {"query_pre_attn_scalar": 0}, "a number above 0"),
+    ("llama", {"attn_logit_softcapping": -1}, "attention_softcap is -1.0, wanted a number from 0"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic', wanted default, linear, llama3, longrope or"),
+    ("llama", {"rope_scaling": {"type": "su"}}, "rope factors must be half of 16 dimensions, got 0 numbers"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor is absent, wanted a finite number"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": 0}}, "yarn: beta_fast is 0.0, wanted"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_theta": 1}, "rope_base is 1.0, wanted a number above 1"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor is absent"),
+    ("llama", {"rope_scaling": [1]}, "rope_scaling is .*wanted an object"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial rotary"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4}}}, "one set of parameters for all layers"),
+    ("llama", {"num_attention_heads": 0}, "at least 1"),
+    ("llama", {"num_attention_heads": 3, "head_dim": None}, "divisor of hidden_size 32"),
+    ("llama", {"num_hidden_layers": 2}, r"layers\.1\.attn_norm .*missing"),
+    ("llama", {"num_hidden_layers": 10**400}, "num_layers"),
+    ("llama", {"hidden_size": 64, "head_dim": 16}, "shape"),
+    ("llama", {"hidden_size": "32"}, "hidden_size is '32', wanted an integer"),
+    ("llama", {"rms_norm_eps": 10**4000}, "finite number"),
+    ("llama", {"attention_bias": True}, "q_bias .*missing"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, wanted 1"),
+    ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 1e300}}, "alpha is 1e.300, wanted a number above 0"),
+    ("phi3", {"rope_scaling": long([10**400] * 8, [1.0] * 8)}, "long_factor: 0 is 10.*finite"),
+    ("phi3", {"rope_scaling": long([1.0] * 7, [1.0] * 7)}, "half of 16 dimensions, got 7"),
+    ("phi3", {"rope_scaling": long([1.0] * 8, [])}, "short_factors is '0 numbers', wanted 8"),
+    ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+    ("glm4", {"partial_rotary_factor": 0.2}, "rope_dims must be even, got 3"),
+    ("cohere", {"use_qk_norm": True}, "layer norms of queries and keys are not supported"),
+    ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": -1.0}}, "query_growth -1.0 over"),
+    *(
+        ("smollm3", changes, "no_rope_layer")
+        for changes in ({"no_rope_layers": [1, 0]}, {"no_rope_layers": [2]}, {"no_rope_layers": None, "no_rope_layer_interval": 0})
+    ),
+    ("gemma3", {"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern"),
+    (
+        "gemma3",
+        {
+            "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            "rope_theta": None,
+            "rope_scaling": None,
+        },
+        "default in layers with a window",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), REFUSED)
+def test_a_setting_that_is_wrong_or_not_computed_is_refused_by_name(
     tmp_path: Path, family: str, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(directory_of(tmp_path / "hf", family, changes))
+    directory = directory_of(tmp_path / "hf", family, changes, **TINIEST)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(directory)
+    assert str(directory) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "field", "wanted"),
+    [
+        ("qwen2", {**WINDOWS, "max_window_layers": 3}, "layer_windows", (0, 0, 0, 4096)),
+        ("qwen2", {**WINDOWS, "max_window_layers": 28}, "layer_windows", ()),
+        ("qwen2", {**WINDOWS, "max_window_layers": 28, "layer_types": [FULL, SLID, FULL, SLID]}, "layer_windows", (0, 4096) * 2),
+        ("mistral", {"sliding_window": 7, "layer_types": None}, "layer_windows", (7,) * 4),
+        ("mistral", {"sliding_window": None, "layer_types": None}, "layer_windows", ()),
+        ("mistral", {}, "layer_windows", (4096,) * 4),
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}, "layer_ropes", ("none", "global", "global", "none")),
+        ("smollm3", {}, "layer_ropes", ("global", "global", "global", "none")),
+        ("smollm3", {"no_rope_layer_interval": 2}, "layer_ropes", ("global", "none") * 2),
+        ("smollm3", {"no_rope_layers": [1] * 4}, "layer_ropes", ()),
+    ],
+)
+def test_layers_have_the_windows_and_positions_that_the_configuration_says(
+    tmp_path: Path, family: str, changes: dict[str, Any], field: str, wanted: tuple[Any, ...]
+) -> None:
+    own = ("sliding_window", "use_sliding_window", "layer_types", "no_rope_layers")
+    config = open_checkpoint(directory_of(tmp_path / "hf", family, changes, own, **{**TINIEST, "num_layers": 4})).config
+    assert getattr(config, field) == wanted
+
+
+def test_old_and_new_configurations_of_gemma_3_are_read(tmp_path: Path) -> None:
+    """Older ones have a pattern and two bases, newer ones a list of layers and a rope for each kind of layer."""
+    directory = make_tiny_hf(tmp_path / "hf", "gemma3", num_layers=3, rope_base=1e6, rope_scaling=RopeScaling("linear", 8.0))
+    wanted = open_checkpoint(directory).config
+    assert (wanted.rope_base, wanted.local_rope_base, wanted.rope_scaling) == (1e6, 1e4, RopeScaling("linear", 8.0))
+    assert (wanted.layer_windows, wanted.layer_ropes) == ((8, 0, 8), ("local", "global", "local"))
+    edited(directory, {"sliding_window_pattern": 2}, drop=("layer_types", "use_sliding_window", "rope_local_base_freq"))
+    assert open_checkpoint(directory).config == wanted
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    edited(directory, {"rope_parameters": ropes}, drop=("rope_theta", "rope_scaling"))
+    assert open_checkpoint(directory).config == wanted
+    edited(directory, {}, drop=("sliding_window_pattern",))  # 6, and so no layer of three is global
+    assert open_checkpoint(directory).config.layer_ropes == ("local",) * 3
+
+
+def test_old_and_null_spellings_of_the_configuration_are_read(tmp_path: Path) -> None:
+    directory = make_tiny_hf(tmp_path / "hf", "llama", vocab_size=260, **TINIEST)
+    edited(
+        directory,
+        {
+            "rope_scaling": {"type": "linear", "factor": 2},
+            "rope_theta": 500000,
+            "head_dim": None,
+            "quantization_config": None,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+        },
+        drop=("tie_word_embeddings", "hidden_act"),
+    )
+    with pytest.raises(CheckpointError, match=r"output .*missing"):
+        open_checkpoint(directory)
+    edited(directory, {"tie_word_embeddings": True})
+    config = open_checkpoint(directory).config
+    assert config.rope_scaling == RopeScaling("linear", 2.0)
+    assert config.rope_base == 500000
+    assert config.head_dim == 16
 
 
 def test_an_unknown_setting_of_attention_is_told(tmp_path: Path) -> None:
@@ -447,7 +552,7 @@ def test_layers_for_prediction_of_an_unknown_layout_are_passed_over_and_do_not_d
         own_mtp(checkpoint)
 
 
-SYNONYMS = (EXPERT_COUNTS, _EXPERTS_USED, _EXPERT_SIZES, _SHARED_SIZES, _SHARED_COUNTS, _FIRSTS, _STEPS)
+SYNONYMS = (EXPERT_COUNTS, EXPERTS_USED, EXPERT_SIZES, SHARED_SIZES, SHARED_COUNTS, FIRSTS, STEPS)
 OF_MIXTURES = [
     (name, key, other)
     for name in ("qwen3moe", "qwen2moe", "olmoe", "mixtral", "granitemoeshared", "ernie4_5_moe", "glm4moe", "deepseek2", "lfm2moe")

@@ -8,7 +8,6 @@ from cpuspec.checkpoints import open_checkpoint
 from cpuspec.errors import CheckpointError
 from tests.fuzz.gguf_fields import structural_fields
 from tests.model_files import copy_gguf, few_bytes, write_anew
-from tests.processes import make_pipe
 from tools.make_tiny_model import make_tiny_gguf
 
 
@@ -53,13 +52,6 @@ def test_every_count_length_type_dimension_and_offset_is_checked(sample):
     for name, position, size in [field for field in fields if field not in strings[5:] and field[2]]:
         for value in ((1 << 8 * size) - 1, 1 << (8 * size - 2)):
             assert refused(path, patched(content, position, size, value)), (name, value)
-
-
-def test_a_file_that_ends_early_is_a_clear_error_wherever_it_ends(sample):
-    content, fields, path = sample
-    ends = {0, 1, 3, 4, 7, len(content) - 1, len(content) // 2} | {position for _, position, _ in fields[::7]} | {fields[-1][1] - 1}
-    for end in sorted(ends):
-        assert refused(path, content[:end]), end
 
 
 @pytest.mark.parametrize("position", [8, 16], ids=["tensors", "metadata"])
@@ -168,13 +160,6 @@ def test_what_is_not_a_file_is_a_clear_error(tmp_path):
         open_checkpoint(tmp_path / "missing.gguf")
     with pytest.raises(CheckpointError, match="not a path"):
         open_checkpoint("a\0b")
-    if os.name != "nt":  # where no pipe or device has a place among files
-        make_pipe(tmp_path / "pipe.gguf")
-        # Opening it would wait for a writer for ever.
-        with pytest.raises(CheckpointError, match="not a regular file"):
-            open_checkpoint(tmp_path / "pipe.gguf")
-        with pytest.raises(CheckpointError, match="not a regular file"):
-            open_checkpoint("/dev/zero")
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(CheckpointError, match="give the directory"):
         open_checkpoint(tmp_path / "model.safetensors")

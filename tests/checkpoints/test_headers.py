@@ -14,10 +14,9 @@ import pytest
 
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.config import ModelConfig, RopeScaling
-from cpuspec.errors import CheckpointError
+from tests.model_files import typed
 from tools.make_tiny_model import make_tiny_gguf, tiny_config
 
-T = gguf.GGUFValueType
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "vocab_size": 260}
 LAYERS = {"gemma2": 4, "gemma3": 7, "smollm3": 4}  # where it is not 2
 
@@ -135,6 +134,15 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "layer_ropes": ("local", "local", "global", "local", "local", "global", "local"),
         },
     ),
+    **{
+        f"gemma3 with a pattern of {period}": (
+            "gemma3",
+            {**TODAY, "attention.sliding_window": 8, "attention.sliding_window_pattern": period},
+            {"rope_base": 1e6, "layer_windows": windows, "layer_ropes": tuple("local" if one else "global" for one in windows)},
+        )
+        for period, windows in ((3, (8, 8, 0, 8, 8, 0, 8)), (0, (8,) * 7))
+    },
+    "gemma3 without windows": ("gemma3", TODAY, {"rope_base": 1e6, "layer_windows": (), "layer_ropes": ()}),
     "gemma3 1B by Ollama": (
         "gemma3",
         {
@@ -169,13 +177,6 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_base": 1e6, "layer_windows": WINDOWS, "layer_ropes": LOCAL},
     ),
 }
-
-
-def typed(value: Any) -> tuple[Any, T]:
-    for kind, type_ in ((bool, T.BOOL), (int, T.UINT32), (float, T.FLOAT32), (str, T.STRING), (list, T.ARRAY)):
-        if isinstance(value, kind):
-            return value, type_
-    raise AssertionError(value)
 
 
 @pytest.fixture
@@ -218,40 +219,6 @@ def test_sizes_of_gemma_3_by_ollama_have_what_its_program_knows_of_them(headed: 
     assert config.rope_scaling == (RopeScaling("linear", 8.0) if num_layers == 34 else None)
     assert config.logit_softcap == (0.0 if num_layers == 26 else 30.0)
     assert config.norm_eps == 1e-6
-
-
-SLID = {**TODAY, "attention.sliding_window": 8}
-
-
-@pytest.mark.parametrize(
-    ("architecture", "keys", "message"),
-    [
-        (
-            "llama",
-            {**LLAMA, "rope.sharpness": 2.0},
-            r"llama\.rope\.sharpness is 2\.0, wanted it absent; this version does not know it",
-        ),
-        ("qwen2", {**TODAY, "rope.mrope_section": [2, 3, 3]}, r"qwen2\.rope\.mrope_section is an array of 3, wanted it absent"),
-        ("qwen3", {**TODAY, "attention.sinks": True}, r"qwen3\.attention\.sinks is True, wanted it absent"),
-        ("qwen3", {**TODAY, "rope.global.freq_base": 1e6}, r"qwen3\.rope\.global\.freq_base is 1000000\.0, wanted it absent"),
-        ("llama", {**LLAMA, "attention.key_length_swa": 8}, r"key_length_swa is 8, wanted the length of keys, 16"),
-        ("llama", {**LLAMA, "attention.head_dim": 8}, r"head_dim is 8, wanted the length of keys, 16"),
-        ("gemma3", {**SLID, "rope.dimension_count_swa": 8}, r"dimension_count_swa is 8, wanted that of other layers, 16"),
-        ("llama", {**LLAMA, "rope.scaling.alpha": 1000.0}, r"rope\.scaling\.alpha is 1000\.0, wanted it absent: a rotary alpha"),
-        (
-            "llama",
-            {**LLAMA, "attention.head_count_kv": [1, 2]},
-            r"head_count_kv is an array of 2, wanted the same number for every",
-        ),
-        ("llama", {**LLAMA, "attention.head_count_kv": [1]}, r"head_count_kv is an array of 1, wanted an array of 2 numbers"),
-        ("llama", {**LLAMA, "attention.temperature_scale": 0.1}, "attention whose temperature grows with the position"),
-    ],
-)
-def test_a_key_that_changes_what_attention_computes_is_refused_by_name(
-    headed: Callable[..., Path], architecture: str, keys: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(headed(architecture, keys))
 
 
 def test_any_other_unknown_key_of_the_architecture_is_told(headed: Callable[..., Path]) -> None:

@@ -11,15 +11,8 @@ import pytest
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.config import RopeScaling
 from cpuspec.errors import CheckpointError
-from tests.model_files import copy_gguf
+from tests.model_files import copy_gguf, typed
 from tools.make_tiny_model import make_tiny_gguf
-
-T = gguf.GGUFValueType
-
-
-def typed(value: Any) -> tuple[Any, T]:
-    kinds = ((bool, T.BOOL), (int, T.UINT32), (float, T.FLOAT32), (str, T.STRING), (list, T.ARRAY))
-    return value, next(type_ for kind, type_ in kinds if isinstance(value, kind))
 
 
 def rewritten(

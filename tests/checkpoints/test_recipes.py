@@ -276,15 +276,6 @@ def test_levels_nested_too_deep_are_a_config_error(tmp_path: Path, depth: int) -
     assert outcome() == "read" or "too deep" in outcome()
 
 
-def test_a_recipe_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
-    make_pipe(tmp_path / "pipe.toml")
-    (tmp_path / "zero.toml").symlink_to("/dev/zero")
-    (tmp_path / "directory.toml").mkdir()
-    for name in ("pipe", "zero", "directory"):
-        with pytest.raises(ConfigError, match="is not a regular file"):
-            find_named(str(tmp_path / f"{name}.toml"))
-
-
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

@@ -9,7 +9,7 @@ import pytest
 from cpuspec.errors import FormatError
 from cpuspec.formats import FORMATS
 from cpuspec.kernels.encode import _ENCODERS, encode, recode
-from tests.formats.test_formats import weights
+from tests.conformance.test_formats import weights
 
 compiled = pytest.mark.parametrize("name", _ENCODERS)
 

@@ -20,20 +20,9 @@ from cpuspec.quantize.job import Job, quantize
 from cpuspec.quantize.store import Workspace
 from cpuspec.quantize.weights import Weights
 from cpuspec.settings import EngineConfig
-from tools.make_tiny_model import make_tiny_gguf
 
 ENGINE = EngineConfig(kv_format="f32")
 CANDIDATES = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(make_tiny_gguf(tmp_path_factory.mktemp("source") / "source.gguf", weight_format="f16"))
-
-
-@pytest.fixture(scope="module")
-def chunks(source: Checkpoint) -> np.ndarray:
-    return (np.random.default_rng(1).zipf(1.3, (24, 64)) % source.config.vocab_size).astype(np.int32)
 
 
 def kl(source: Checkpoint, path: Path) -> float:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.errors import TokenizerError
 from cpuspec.text import Tokenizer, byte_pairs, hf_vocabulary, make_tokenizer
 from cpuspec.text.pre_tokenizers import PRE_TOKENIZERS
-from tests.processes import make_pipe
+from tools.make_tiny_model import learn_merges, merged
 
 CORPUS = (
     "the quick brown fox jumps over the lazy dog; the fox doesn't care, and they'll say it's 1234 or 56.\n"
@@ -68,28 +67,7 @@ def split_words(text: str, pre: str) -> list[str]:
     return regex.findall(WORDS[pre], text)
 
 
-def learn_merges(count: int) -> list[tuple[str, str]]:
-    """Sennrich et al. 2016, algorithm 1, on the corpus."""
-    words = [list(spell(word.encode())) for word in regex.findall(WORDS["qwen2"], CORPUS * 2)]
-    merges = []
-    for _ in range(count):
-        pairs = Counter(pair for word in words for pair in itertools.pairwise(word))
-        best = max(pairs, key=lambda pair: (pairs[pair], pair))
-        merges.append(best)
-        words = [apply_merge(word, best) for word in words]
-    return merges
-
-
-def apply_merge(word: list[str], pair: tuple[str, str]) -> list[str]:
-    merged, at = [], 0
-    while at < len(word):
-        both = tuple(word[at : at + 2]) == pair
-        merged.append("".join(pair) if both else word[at])
-        at += 2 if both else 1
-    return merged
-
-
-MERGES = learn_merges(150)
+MERGES = learn_merges(Counter(tuple(spell(word.encode())) for word in regex.findall(WORDS["qwen2"], CORPUS * 2)), 150)
 ALPHABET = [spell(bytes([byte])) for byte in range(256)]
 TOKENS = (*ALPHABET, *dict.fromkeys(a + b for a, b in MERGES), *SPECIAL, "<tool>")
 IDS = {token: i for i, token in enumerate(TOKENS)}
@@ -124,11 +102,11 @@ def make(vocabulary: GgufVocabulary | HfTokenizerFiles, vocab_size: int | None =
 def slow_encode(text: str, pre: str) -> list[int]:
     ids = []
     for word in split_words(text, pre):
-        pieces = list(spell(word.encode()))
+        pieces = tuple(spell(word.encode()))
         if pre == "llama-bpe" and "".join(pieces) in IDS:
-            pieces = ["".join(pieces)]
+            pieces = ("".join(pieces),)
         for pair in MERGES:
-            pieces = apply_merge(pieces, pair)
+            pieces = merged(pieces, pair)
         ids += [IDS[piece] for piece in pieces]
     return ids
 
@@ -311,7 +289,7 @@ def test_text_that_is_not_unicode_is_a_clear_error() -> None:
         BUILT["qwen2"].encode("ab\ud800c")
 
 
-GOOD_TYPES = make_vocabulary().token_types
+GOOD_TYPES, SHOUT = make_vocabulary().token_types, "\x1b[2J" + "x" * 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -327,11 +305,18 @@ GOOD_TYPES = make_vocabulary().token_types
         ({"model": "t5"}, "scores"),
         ({"model": "llama"}, "scores"),
         ({"model": "llama", "scores": (float("nan"),) * len(TOKENS)}, "all finite"),
+        ({"pre": SHOUT}, "known"),
+        ({"model": SHOUT}, "known"),
+        ({"tokens": (SHOUT,) * len(TOKENS)}, "more than once"),
+        ({"tokens": (*TOKENS[:-1], SHOUT)}, ""),
+        ({"tokens": (*TOKENS[:-1], SHOUT), "model": "llama", "scores": (0.0,) * len(TOKENS)}, ""),
     ],
 )
-def test_a_hostile_vocabulary_is_a_clear_error(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(TokenizerError, match=message):
+def test_a_hostile_vocabulary_is_a_clear_error_that_quotes_little_of_it(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TokenizerError, match=message) as caught:
         make(make_vocabulary(**changes))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1500  # the known pre-tokenizers are listed
 
 
 # SentencePiece
@@ -753,13 +738,36 @@ EVIL = "(?:a+)+[bc](?!x)"
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "fuse_unk": 1}}, "wanted true or false"),
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "unk_token": ["a"]}}, "wanted a text"),
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a"]]}, "added_tokens": []}, "wanted two pieces"),
+        *(
+            (changes, "")
+            for changes in (
+                {"model": {"type": SHOUT}},
+                {"model": {"type": "BPE", "vocab": {SHOUT: -1}}},
+                {"model": {"type": "BPE", "vocab": {SHOUT: 0, SHOUT + "y": 0}}},
+                {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [[SHOUT, "a"]]}, "added_tokens": []},
+                {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [SHOUT]}, "added_tokens": []},
+                {"model": {"type": "BPE", "vocab": {"a": 0}, "unk_token": {SHOUT: [[[SHOUT[:1000]] * 9] * 9] * 9}}},
+                {"added_tokens": [{"id": 1, "content": SHOUT[:1000]}]},
+                {"added_tokens": [{"id": SHOUT, "content": "x"}]},
+                {"normalizer": {"type": SHOUT}},
+                {"normalizer": {"type": "Strip", "strip_left": SHOUT, "strip_right": True}},
+                {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(" + SHOUT[:9]}, "behavior": "Isolated"}},
+                {"pre_tokenizer": {"type": "Punctuation", "behavior": SHOUT}},
+                {"decoder": {"type": SHOUT}},
+                {"post_processor": {"type": SHOUT}},
+                {"post_processor": template([SHOUT, "A"])},
+            )
+        ),
     ],
 )
-def test_a_tokenizer_json_that_is_damaged_is_refused_before_it_meets_a_text(
+def test_a_tokenizer_json_that_is_damaged_is_refused_in_few_words_before_it_meets_a_text(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(TokenizerError, match=message):
+    with pytest.raises(TokenizerError, match=message) as caught:
         make(make_hf(tmp_path, **changes))
+    text = str(caught.value).replace(str(tmp_path), "")
+    assert text.isprintable()
+    assert len(text) < 500
 
 
 def test_a_text_grows_into_so_many_characters_at_most(tmp_path: Path, monkeypatch) -> None:
@@ -793,89 +801,6 @@ def test_odd_values_in_the_side_files(tmp_path: Path, name: str, content: dict[s
         assert make(files).eos_ids == {IDS[token] for token in ("<|im_end|>", "<|endoftext|>", "<|eot_id|>")} | (
             {IDS["a"]} if name == "generation_config.json" else set()
         )
-
-
-SIDE_FILES = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.json")
-
-
-UNREADABLE: dict[str, Callable[[Path], object]] = {
-    "a pipe": make_pipe,
-    "a device": lambda path: path.symlink_to("/dev/zero"),
-    "a directory": Path.mkdir,
-    "a dangling link": lambda path: path.symlink_to("nowhere"),
-    "a huge file": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
-}
-
-
-@pytest.mark.parametrize("kind", UNREADABLE)
-def test_only_regular_files_of_a_sane_size_are_opened(tmp_path: Path, kind: str) -> None:
-    """Neither a pipe that nobody writes to nor an endless device."""
-    for name in ("tokenizer.json", "chat_template.jinja", *SIDE_FILES):
-        (tmp_path / kind / name).mkdir(parents=True)
-        files = make_hf(tmp_path / kind / name)
-        path = files.directory / name
-        path.unlink(missing_ok=True)
-        UNREADABLE[kind](path)
-        with pytest.raises(TokenizerError, match=name):
-            make(files)
-
-
-def test_a_link_to_a_regular_file_is_read(tmp_path: Path) -> None:
-    files = make_hf(tmp_path)
-    files.tokenizer_json.rename(tmp_path / "blob")
-    files.tokenizer_json.symlink_to("blob")
-    assert make(files).encode("a") == [IDS["a"]]
-
-
-# Messages
-
-
-SHOUT = "\x1b[2J" + "x" * 1_000_000
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"pre": SHOUT},
-        {"model": SHOUT},
-        {"tokens": (SHOUT,) * len(TOKENS)},
-        {"tokens": (*TOKENS[:-1], SHOUT)},
-        {"tokens": (*TOKENS[:-1], SHOUT), "model": "llama", "scores": (0.0,) * len(TOKENS)},
-    ],
-)
-def test_a_message_quotes_little_of_a_gguf_file_and_no_control_characters(changes: dict[str, Any]) -> None:
-    with pytest.raises(TokenizerError) as caught:
-        make(make_vocabulary(**changes))
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < 1500  # the known pre-tokenizers are listed
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model": {"type": SHOUT}},
-        {"model": {"type": "BPE", "vocab": {SHOUT: -1}}},
-        {"model": {"type": "BPE", "vocab": {SHOUT: 0, SHOUT + "y": 0}}},
-        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [[SHOUT, "a"]]}, "added_tokens": []},
-        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [SHOUT]}, "added_tokens": []},
-        {"model": {"type": "BPE", "vocab": {"a": 0}, "unk_token": {SHOUT: [[[SHOUT[:1000]] * 9] * 9] * 9}}},
-        {"added_tokens": [{"id": 1, "content": SHOUT[:1000]}]},
-        {"added_tokens": [{"id": SHOUT, "content": "x"}]},
-        {"normalizer": {"type": SHOUT}},
-        {"normalizer": {"type": "Strip", "strip_left": SHOUT, "strip_right": True}},
-        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(" + SHOUT[:9]}, "behavior": "Isolated", "invert": False}},
-        {"pre_tokenizer": {"type": "Punctuation", "behavior": SHOUT}},
-        {"decoder": {"type": SHOUT}},
-        {"post_processor": {"type": SHOUT}},
-        {"post_processor": template([SHOUT, "A"])},
-    ],
-)
-def test_a_message_quotes_little_of_a_tokenizer_json_and_no_control_characters(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(TokenizerError) as caught:
-        make(make_hf(tmp_path, **changes))
-    message = str(caught.value).replace(str(tmp_path), "")
-    assert message.isprintable()
-    assert len(message) < 500
 
 
 # Work

@@ -1,18 +1,25 @@
-"""Names of tensors and keys of GGUF files, held to the tables of the gguf package: a witness that is not the code under test."""
+"""Every registered family: it comes back as it was written in either container, and in GGUF files under the gguf package's names.
+
+The package's tables are a witness that is not the code under test; `backends/test_transformers.py` has the values of each family.
+"""
 
 import re
-from types import SimpleNamespace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 
+from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.canonical import GGUF, HF, file_names
 from cpuspec.checkpoints.checkpoint import tensor_shapes
-from cpuspec.checkpoints.families import FAMILIES
+from cpuspec.checkpoints.families import FAMILIES, LEAST_SUM
+from cpuspec.config import RopeScaling
 from cpuspec.quantize.gguf_output import shape_entries
 from tests.backends.models import GEMMA4, MIXTURES, RECURRENT
-from tools.make_tiny_model import tiny_config
+from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf, random_weights, tiny_config
 
 SPECIAL = {**MIXTURES, **RECURRENT, **GEMMA4}
 PLAIN = FAMILIES.keys() - {options["architecture"] for options in SPECIAL.values()}
@@ -112,9 +119,8 @@ def test_tensors_have_the_names_of_the_gguf_package(model: str) -> None:
 def test_keys_have_the_names_of_the_gguf_package(model: str) -> None:
     config = tiny_config(**MODELS[model])
     family = FAMILIES[config.architecture]
-    checkpoint: Any = SimpleNamespace(config=config, name="m")
     prefix = f"{family.gguf_name}."
-    written = {key.removeprefix(prefix) for key in shape_entries(checkpoint, family.gguf_name) if key.startswith(prefix)}
+    written = {key.removeprefix(prefix) for key in shape_entries(config, "m") if key.startswith(prefix)}
     read = {*family.gguf_defaults, *([family.gguf_mark] if family.gguf_mark else ())}
     assert written > {"block_count", "context_length", "embedding_length"}
     assert not (written | read) - KNOWN_KEYS - OWN_KEYS.keys()
@@ -130,3 +136,41 @@ def test_exceptions_are_needed() -> None:
         for architecture in families.split():
             listed = gguf.MODEL_TENSORS[ARCHITECTURES[FAMILIES[architecture].gguf_name]]
             assert name not in {gguf.TENSOR_NAMES[tensor].replace("blk.{bid}.", "") for tensor in listed}, (name, architecture)
+
+
+YARN = RopeScaling("yarn", 4.0, original_context_length=128, beta_fast=16.0, beta_slow=2.0, attention_factor=1.5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_configuration_and_values_come_back_as_written_in_either_container(tmp_path: Path, architecture: str, tied: bool) -> None:
+    shape = {"hidden_size": 64, "num_heads": 4, "head_dim": 32, "num_layers": 4, "tied": tied}
+    family = FAMILIES[architecture]
+    if not family.latent:  # which has scalings of its own
+        shape |= {"rope_scaling": None if family.single else YARN if tied else RopeScaling("linear", 2.0)}
+    if architecture == "llama":
+        shape |= {"qkv_bias": not tied, "o_bias": not tied}
+    config = tiny_config(architecture, **shape)
+    weights = random_weights(config, 5)
+    experts = config.experts
+    if experts and experts.score == "sigmoid":
+        experts = replace(experts, least_sum=LEAST_SUM)  # llama.cpp's, which no key says
+    directory = make_tiny_hf(tmp_path / "hf", architecture, num_shards=1 if tied else 3, seed=5, **shape)
+    if shape.get("rope_scaling"):
+        shape["rope_scaling"] = replace(shape["rope_scaling"], attention_factor=None)  # which llama.cpp computes
+    file = make_tiny_gguf(tmp_path / "m.gguf", architecture, weight_format="f32", seed=5, **shape)
+    scaling = config.rope_scaling if family.by_window or family.latent else shape["rope_scaling"]
+    alike = family.latent or architecture == "gemma4_unified"  # GGUF files do not tell these families apart
+    name = family.gguf_architecture if alike and family.gguf_architecture else architecture
+    in_file = replace(config, architecture=name, experts=experts, rope_scaling=scaling, norm_eps=float(np.float32(config.norm_eps)))
+    for path, wanted in ((directory, config), (file, in_file)):
+        checkpoint = open_checkpoint(path)
+        assert (checkpoint.config.query_scale or 0) == pytest.approx(
+            wanted.query_scale or 0, rel=1e-6
+        )  # files have its parts in f32
+        assert replace(checkpoint.config, query_scale=wanted.query_scale) == wanted
+        assert checkpoint.tensors.keys() == weights.keys()
+        for name, values in weights.items():
+            # Directories have the logarithms of these, and Falcon-H1's matrices without their factors.
+            rtol = 1e-6 * (name.endswith(("delta_decay", "ssm_a")) or config.beside)
+            np.testing.assert_allclose(checkpoint.tensors[name].dequantize(), values, rtol=rtol, atol=0, err_msg=name)
