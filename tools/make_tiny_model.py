@@ -39,7 +39,7 @@ from cpuspec.config import DeltaNet, Experts, Latent, Mamba2, ModelConfig, RopeS
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32, U8
 from cpuspec.quantize.gguf_output import rope_factors, shape_entries, vocabulary_entries
-from cpuspec.quantize.mixes import fitting
+from cpuspec.quantize.mixes import fitting_format
 from cpuspec.text.parts import CONTROL, NORMAL, UNUSED
 from cpuspec.text.tokenizer import BYTE_OF
 
@@ -488,7 +488,7 @@ def write_gguf(
     parts, infos = _gguf_tensors(config, {name: values.shape for name, values in weights.items()}, asked)
     others = {}
     for name, values in predicting.items():
-        format = fitting(weight_format, values.shape[-1]) if values.ndim > 1 else get_format("f32")
+        format = fitting_format(weight_format, values.shape[-1]) if values.ndim > 1 else get_format("f32")
         others[f"blk.{config.num_layers - 1}.nextn.{name}.weight"] = QuantTensor.encode(format, values)
 
     def data_of(name: str) -> U8:
@@ -509,12 +509,12 @@ def _gguf_tensors(
 
     shapes: by canonical name. asked: the format of matrices, by canonical name and by "" for all others.
     """
-    parts, infos = file_names(FAMILIES[config.architecture], GGUF, shapes), {}
+    parts, infos = file_names(FAMILIES[config.architecture], GGUF, shapes), dict[str, TensorInfo]()
     for theirs, ours in parts.items():
         shape = joined_shape([file_shape(config, GGUF, name, shapes[name]) for name in ours])
         # llama.cpp's converter writes routers in F32, and llama-quantize leaves them so.
         stays = ours[0].endswith((".router", ".shared_weight")) or not is_matrix(ours[0], shapes[ours[0]])
-        wanted = get_format("f32") if stays else fitting(asked.get(ours[0]) or asked[""] or "", shape[-1])
+        wanted = get_format("f32") if stays else fitting_format(asked.get(ours[0]) or asked[""] or "", shape[-1])
         infos[theirs] = TensorInfo(wanted, shape)
     return parts, infos
 
@@ -589,7 +589,7 @@ def write_huggingface(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     family, format = FAMILIES[config.architecture], get_format(dtype)
-    rows, stored = {name: _f32(values) for name, values in weights.items()}, {}
+    rows, stored = {name: _f32(values) for name, values in weights.items()}, dict[str, QuantTensor]()
     if family.folds_multipliers:
         # A file's tensors times its factors are the model's.
         ones = {name: _f32(np.ones_like(values)) for name, values in weights.items()}
@@ -766,6 +766,7 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         fields["attn_logit_softcapping"], fields["final_logit_softcapping"] = c.attention_softcap or None, c.logit_softcap or None
     if c.layer_windows or defaults.get("use_sliding_window"):
         fields["use_sliding_window"], fields["sliding_window"] = True, max(c.layer_windows, default=None)
+    if c.layer_windows or "sliding_window_pattern" in defaults:
         windows = c.layer_windows or (0,) * c.num_layers
         fields["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
     if c.architecture == "gemma3":

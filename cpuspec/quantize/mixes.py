@@ -101,18 +101,18 @@ def choose(
         if asked is not None:
             chosen[name] = asked
         elif pure or own.affine is None:
-            chosen[name] = fitting(own.name, shape[1])
+            chosen[name] = fitting_format(own.name, shape[1])
         elif is_output:
             chosen[name] = _output_format(own, type_name, shape[1], tied=name == "embed")
         else:
             if type_name == "mxfp4" and config.experts and "expert_" not in part:  # llama.cpp's MXFP4_MOE
-                chosen[name] = fitting("q8_0", shape[1])
+                chosen[name] = fitting_format("q8_0", shape[1])
                 continue
             gqa = config.num_heads // config.num_kv_heads
             # llama.cpp mixes the matrices of experts as those of a dense layer.
             part = part.removeprefix("expert_").removeprefix("shared_")
             mixed = _mixed(type_name, part, layer, config.num_layers, gqa, has_importance)
-            chosen[name] = fitting(mixed or own.name, shape[1])
+            chosen[name] = fitting_format(mixed or own.name, shape[1])
     return chosen
 
 
@@ -132,7 +132,7 @@ def candidates(
     for name, shape in matrices.items():
         asked = _asked(name, shape[1], _is_output(name, matrices), named)
         fitting = tuple(FORMATS[one] for one in names or BUDGET_FORMATS if shape[1] % FORMATS[one].block_size == 0)
-        found[name] = (asked,) if asked else fitting or (fitting("q4_0", shape[1]),)
+        found[name] = (asked,) if asked else fitting or (fitting_format("q4_0", shape[1]),)
     return found
 
 
@@ -174,11 +174,11 @@ def _output_format(own: Format, type_name: str, columns: int, tied: bool) -> For
     embedding, too, whose rows are no activations to rotate.
     """
     if type_name == "mxfp4" or own.name == "q8_0" or columns % own.block_size:
-        return fitting("q8_0", columns)
-    return fitting("q6_i" if own.rotated and not tied else "q6_k", columns)
+        return fitting_format("q8_0", columns)
+    return fitting_format("q6_i" if own.rotated and not tied else "q6_k", columns)
 
 
-def fitting(name: str, columns: int) -> Format:
+def fitting_format(name: str, columns: int) -> Format:
     """The format of this name, or the one that stands in for it where rows of `columns` do not fill its blocks."""
     for candidate in (name, _FALLBACKS.get(name, ""), "q4_0", "f16"):
         if candidate in FORMATS and columns % FORMATS[candidate].block_size == 0:

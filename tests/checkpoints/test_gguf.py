@@ -145,20 +145,9 @@ def test_the_vocabulary_is_read_whole(tmp_path):
 
 def test_a_sentencepiece_vocabulary_has_scores_and_its_own_defaults(small_gguf, edited_gguf):
     scores = [float(-i) for i in range(260)]
-    vocabulary = open_checkpoint(
-        edited_gguf(
-            small_gguf("llama"),
-            set={"tokenizer.ggml.model": ("llama", T.STRING), "tokenizer.ggml.scores": (scores, T.ARRAY)},
-            drop=[
-                "tokenizer.ggml.merges",
-                "tokenizer.ggml.add_bos_token",
-                "tokenizer.ggml.add_space_prefix",
-                "tokenizer.ggml.token_type",
-                "tokenizer.chat_template",
-                "tokenizer.ggml.pre",
-            ],
-        )
-    ).vocabulary
+    own = {"tokenizer.ggml.model": ("llama", T.STRING), "tokenizer.ggml.scores": (scores, T.ARRAY)}
+    drop = [f"tokenizer.ggml.{key}" for key in ("merges", "add_bos_token", "add_space_prefix", "token_type", "pre")]
+    vocabulary = open_checkpoint(edited_gguf(small_gguf("llama"), set=own, drop=[*drop, "tokenizer.chat_template"])).vocabulary
     assert vocabulary.scores == tuple(scores)
     assert (vocabulary.add_bos, vocabulary.add_space_prefix) == (None, None)  # the tokenizer has the defaults
     assert vocabulary.merges == ()
@@ -168,25 +157,10 @@ def test_a_sentencepiece_vocabulary_has_scores_and_its_own_defaults(small_gguf, 
 
 
 def test_optional_metadata_has_the_format_s_defaults(small_gguf, edited_gguf):
-    path = edited_gguf(
-        small_gguf("qwen2"),
-        drop=[
-            "qwen2.attention.head_count_kv",
-            "qwen2.attention.key_length",
-            "qwen2.attention.value_length",
-            "qwen2.rope.dimension_count",
-            "qwen2.rope.freq_base",
-            "general.name",
-            "general.type",
-        ],
-        drop_tensors=["blk.0.attn_k.weight", "blk.0.attn_v.weight", "blk.0.attn_k.bias", "blk.0.attn_v.bias"],
-        tensors={
-            "blk.0.attn_k.weight": np.zeros((32, 32), np.float32),
-            "blk.0.attn_v.weight": np.zeros((32, 32), np.float32),
-            "blk.0.attn_k.bias": np.zeros(32, np.float32),
-            "blk.0.attn_v.bias": np.zeros(32, np.float32),
-        },
-    )
+    keys = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base")
+    zeros = {f"blk.0.attn_{part}.weight": np.zeros((32, 32), np.float32) for part in "kv"}
+    zeros |= {f"blk.0.attn_{part}.bias": np.zeros(32, np.float32) for part in "kv"}
+    path = edited_gguf(small_gguf("qwen2"), drop=[*(f"qwen2.{key}" for key in keys), "general.name", "general.type"], tensors=zeros)
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     assert (config.num_kv_heads, config.head_dim, config.rope_base) == (2, 16, 10000.0)

@@ -74,14 +74,9 @@ def patched_type(path: Path, name: str, number: int) -> None:
 @pytest.mark.parametrize("is_mxfp4", [False, True])
 def test_gpt_oss(tmp_path: Path, is_mxfp4: bool) -> None:
     scaling = RopeScaling("yarn", 32.0, original_context_length=64)
-    source = make_tiny_gguf(
-        tmp_path / "source.gguf",
-        "gpt-oss",
-        weight_format="mxfp4" if is_mxfp4 else "f32",
-        tied=False,
-        rope_scaling=scaling,
-        num_layers=1,
-    )
+    weights = "mxfp4" if is_mxfp4 else "f32"
+    shape = {"tied": False, "rope_scaling": scaling, "num_layers": 1}
+    source = make_tiny_gguf(tmp_path / "source.gguf", "gpt-oss", weight_format=weights, **shape)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(source).tensors}
     joined: dict[str, Any] = {}
     for end in ("weight", "bias"):
@@ -104,15 +99,8 @@ def test_gpt_oss(tmp_path: Path, is_mxfp4: bool) -> None:
             codes = np.concatenate([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], axis=1)
             neighbours = np.concatenate([blocks[:, :1], codes[:, 0::2] | codes[:, 1::2] << 4], axis=1)
             joined[name] = (neighbours.reshape(joined[name][0].shape), joined[name][1])
-    left_out = dict.fromkeys(
-        (
-            "rope.scaling.type",
-            "expert_feed_forward_length",
-            "expert_gating_func",
-            "expert_weights_norm",
-            "attention.sliding_window_pattern",
-        )
-    )
+    experts = ("expert_feed_forward_length", "expert_gating_func", "expert_weights_norm")
+    left_out = dict.fromkeys((*experts, "rope.scaling.type", "attention.sliding_window_pattern"))
     path = rewritten(source, tmp_path / "m.gguf", named, "gptoss", left_out, drop, **joined)
     for name in blocked:
         patched_type(path, name, 4)
@@ -139,12 +127,8 @@ def test_ministral_3(tmp_path: Path) -> None:
 def test_qwen3_5(tmp_path: Path, architecture: str) -> None:
     shared = {"shared_size": 96} if architecture == "qwen35moe" else {}
     source = make_tiny_gguf(tmp_path / "source.gguf", architecture, weight_format="f32", num_layers=4, **shared)
-    keys = {
-        "mrope_sections": [3, 3, 2],
-        "rope.mrope_section": [3, 3, 2],
-        "rope.mrope_interleaved": True,
-        "ssm.v_head_reordered": True,
-    }
+    keys = {"mrope_sections": [3, 3, 2], "rope.mrope_section": [3, 3, 2], "rope.mrope_interleaved": True}
+    keys["ssm.v_head_reordered"] = True
     found = open_checkpoint(rewritten(source, tmp_path / "m.gguf", str, architecture, keys))
     same(found, open_checkpoint(source))
     assert found.remarks == ()

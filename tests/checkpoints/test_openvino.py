@@ -166,6 +166,10 @@ def test_a_tied_output_matrix_is_the_embedding(tmp_path: Path) -> None:
         (lambda ir: setattr(ir, "layers", ir.layers[:-1]), "joins no two layers"),
         (lambda ir: ir.edges.append('<edge from-layer="0" to-layer="1" to-port="-1" />'), "joins no two layers"),
         (lambda ir: setattr(ir, "layers", [one.replace("q_proj", "x_proj") for one in ir.layers]), "missing"),
+        (
+            lambda ir: setattr(ir, "layers", [one.replace('shape="', f'shape="{"1," * 100_000}') for one in ir.layers]),
+            "no offset, size and shape",
+        ),
         (lambda ir: ir.layers.append("<layer"), "is not XML"),
         (lambda ir: ir.edges.append("<!DOCTYPE a>"), "declares entities"),
     ],
@@ -174,8 +178,9 @@ def test_a_damaged_model_is_an_error(tmp_path: Path, change: Callable[[Ir], None
     ir, _ = _write(tmp_path / "model", "i4 g32")
     change(ir)
     ir.write(tmp_path / "model")
-    with pytest.raises(CheckpointError, match=wanted):
+    with pytest.raises(CheckpointError, match=wanted) as caught:
         open_checkpoint(tmp_path / "model")
+    assert len(str(caught.value)) < 600
 
 
 def test_a_graph_that_goes_in_circles_ends(tmp_path: Path) -> None:
@@ -200,15 +205,6 @@ def test_a_constant_that_is_used_again_and_again_is_an_error(tmp_path: Path) -> 
     most = 40 * (tmp_path / "model" / WEIGHTS).stat().st_size
     with few_bytes(most), pytest.raises(CheckpointError, match=r"more weights than openvino_model.bin has"):
         open_checkpoint(tmp_path / "model")
-
-
-def test_a_shape_of_many_dimensions_is_an_error(tmp_path: Path) -> None:
-    ir, _ = _write(tmp_path / "model", "i4 g32")
-    ir.layers = [one.replace('shape="', f'shape="{"1," * 100_000}') for one in ir.layers]
-    ir.write(tmp_path / "model")
-    with pytest.raises(CheckpointError, match="no offset, size and shape") as caught:
-        open_checkpoint(tmp_path / "model")
-    assert len(str(caught.value)) < 600
 
 
 def test_missing_weights_are_an_error(tmp_path: Path) -> None:

@@ -131,24 +131,6 @@ def test_a_heads_recipe_says_for_which_model_it_is(tmp_path: Path, cache: Path) 
     assert norm.head == HeadOf("tiny", "cd" * 32)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "named"),
-    [
-        ('target = "tiny"', "", r"head: target is missing"),
-        ('target = "tiny"', 'target = "tiny"\nother = 1', r"head: no such key: other"),
-        ('target = "tiny"', 'target = "tiny"\nnorm_sha256 = "AB"', r"head: norm_sha256 is 'AB'"),
-        ('"model.safetensors" =', '"../model" =', r"files: \.\./model is"),
-        (f'= "{"ab" * 32}"', '= "ab"', r"files: model\.safetensors is 'ab'"),
-        ('path = "heads/tiny"', 'path = "../tiny"', r"path is '\.\./tiny'"),
-        ('path = "heads/tiny"', 'path = "heads/.."', r"path is 'heads/\.\.'"),
-        ('path = "heads/tiny"', 'path = "/tiny"', r"path is '/tiny'"),
-    ],
-)
-def test_a_wrong_key_of_a_heads_recipe_is_named(tmp_path: Path, old: str, new: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        find_named(str(write(tmp_path / "x.toml", HEAD.replace(old, new))))
-
-
 SHORT = """
 name = "tiny"
 description = "a test"
@@ -180,52 +162,6 @@ def test_packages_may_have_another_file_than_the_hub(tmp_path: Path, cache: Path
     for wrong in (own.replace("cd", "CD"), own.replace('"other', '"../other'), own.partition("\n")[2]):
         with pytest.raises(ConfigError, match=r"sources\[1\]: (sha256|file) is"):
             find_named(str(write(tmp_path / "tiny.toml", text.replace(own, wrong))))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "named"),
-    [
-        ('name = "tiny"', 'name = "../tiny"', "name"),
-        ('file = "tiny.gguf"\nbytes', 'file = "../../tiny.gguf"\nbytes', "file"),
-        ('file = "tiny.gguf"\nbytes', 'file = ".hidden"\nbytes', "file"),
-        ("bytes = 30", "bytes = -1", "bytes"),
-        ("bytes = 30", "bytes = 31", "parts"),
-        ("abab", "ABAB", "sha256"),
-        ('licence = "MIT"', 'licence = "MIT"\nlicense = "MIT"', "license"),
-        ('kind = "huggingface"', 'kind = "ftp"', "kind"),
-        ('"hf:someone/tiny-GGUF/tiny.gguf"', '"tiny"', "sources[0]: name is 'tiny'"),
-        ('"hf:someone/tiny-GGUF/tiny.gguf"', '"hf:../../x/y.gguf"', "name"),
-        # Which file that is would depend on what the repository has.
-        (
-            '"hf:someone/tiny-GGUF/tiny.gguf"',
-            '"someone/tiny-GGUF"',
-            "name is 'someone/tiny-GGUF'; wanted owner/name[@revision]:QUANT",
-        ),
-        # Packages know no hash of their own.
-        (f'sha256 = "{"ab" * 32}"', "", "sha256 is missing"),
-        ("bytes = 30", "", "bytes is missing"),
-        ('"a test"', '"a \\u001b[2J test"', "description is 'a \\x1b[2J test'; wanted printable text"),
-        ('licence = "MIT"', 'licence = "MIT"\n"x\\u0007" = 1', "no such key: 'x\\x07'"),
-        ('package = "tiny-part1"', 'package = "--index-url=x"', "package"),
-        ('package = "tiny-part1"', 'package = "tiny @ file:///etc"', "package"),
-        ('version = "1.0", member = "tiny_part1', 'version = "1.0 --pre", member = "tiny_part1', "version"),
-        ('member = "tiny_part1/data.bin"', 'member = "a/../../data.bin"', "member"),
-        ("bytes = 20 }", "bytes = 20, size = 3 }", "size"),
-        ("[1, 2, 3]", "[1, -2]", "token_ids"),
-        ("[1, 2, 3]", '"1 2"', "token_ids"),
-        ("2 = [7, 4]", "2 = [7]", "layer_skip: 2"),
-        ("2 = [7, 4]", "two = [7, 4]", "layer_skip: two"),
-        ("2 = [7, 4]", '2 = ["7", "4"]', "layer_skip: 2"),
-        ("[[sources]]", "[[source]]", "sources"),
-    ],
-)
-def test_a_wrong_key_is_named_with_file_and_value(tmp_path: Path, old: str, new: str, named: str) -> None:
-    assert old in GOOD
-    path = write(tmp_path / "tiny.toml", GOOD.replace(old, new))
-    with pytest.raises(ConfigError) as caught:
-        find_named(str(path))
-    assert str(path) in str(caught.value)
-    assert named in str(caught.value)
 
 
 def test_a_file_is_known_by_its_name_and_size(tmp_path: Path, cache: Path) -> None:
@@ -370,22 +306,78 @@ def test_a_chains_name_stands_for_its_target_and_its_drafts(cache: Path, tmp_pat
     assert isinstance(find_named("fast"), ChainRecipe)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "named"),
-    [
-        ('name = "fast"', 'name = "a b"', "name"),
-        ('"ngram@8"', '"ngram@0"', "levels: ngram drafts 1 to 255"),
-        ('"ngram@8"', "8", "levels: cannot read draft level 8"),
-        ("levels = ", "rungs = ", "levels"),
-        ('target = "tiny"', 'target = ""', "target"),
-        ('target = "tiny"', 'target = "tiny"\nbytes = 3', "no such key: bytes"),
-    ],
-)
-def test_a_chain_that_cannot_be_read_names_file_and_key(tmp_path: Path, old: str, new: str, named: str) -> None:
-    assert old in CHAIN
-    path = write(tmp_path / "x.toml", CHAIN.replace(old, new))
+WRONG = {
+    "model": (
+        GOOD,
+        [
+            ('name = "tiny"', 'name = "../tiny"', "name"),
+            ('file = "tiny.gguf"\nbytes', 'file = "../../tiny.gguf"\nbytes', "file"),
+            ('file = "tiny.gguf"\nbytes', 'file = ".hidden"\nbytes', "file"),
+            ("bytes = 30", "bytes = -1", "bytes"),
+            ("bytes = 30", "bytes = 31", "parts"),
+            ("abab", "ABAB", "sha256"),
+            ('licence = "MIT"', 'licence = "MIT"\nlicense = "MIT"', "license"),
+            ('kind = "huggingface"', 'kind = "ftp"', "kind"),
+            ('"hf:someone/tiny-GGUF/tiny.gguf"', '"tiny"', "sources[0]: name is 'tiny'"),
+            ('"hf:someone/tiny-GGUF/tiny.gguf"', '"hf:../../x/y.gguf"', "name"),
+            # Which file that is would depend on what the repository has.
+            (
+                '"hf:someone/tiny-GGUF/tiny.gguf"',
+                '"someone/tiny-GGUF"',
+                "name is 'someone/tiny-GGUF'; wanted owner/name[@revision]:QUANT",
+            ),
+            # Packages know no hash of their own.
+            (f'sha256 = "{"ab" * 32}"', "", "sha256 is missing"),
+            ("bytes = 30", "", "bytes is missing"),
+            ('"a test"', '"a \\u001b[2J test"', "description is 'a \\x1b[2J test'; wanted printable text"),
+            ('licence = "MIT"', 'licence = "MIT"\n"x\\u0007" = 1', "no such key: 'x\\x07'"),
+            ('package = "tiny-part1"', 'package = "--index-url=x"', "package"),
+            ('package = "tiny-part1"', 'package = "tiny @ file:///etc"', "package"),
+            ('version = "1.0", member = "tiny_part1', 'version = "1.0 --pre", member = "tiny_part1', "version"),
+            ('member = "tiny_part1/data.bin"', 'member = "a/../../data.bin"', "member"),
+            ("bytes = 20 }", "bytes = 20, size = 3 }", "size"),
+            ("[1, 2, 3]", "[1, -2]", "token_ids"),
+            ("[1, 2, 3]", '"1 2"', "token_ids"),
+            ("2 = [7, 4]", "2 = [7]", "layer_skip: 2"),
+            ("2 = [7, 4]", "two = [7, 4]", "layer_skip: two"),
+            ("2 = [7, 4]", '2 = ["7", "4"]', "layer_skip: 2"),
+            ("[[sources]]", "[[source]]", "sources"),
+        ],
+    ),
+    "head": (
+        HEAD,
+        [
+            ('target = "tiny"', "", "head: target is missing"),
+            ('target = "tiny"', 'target = "tiny"\nother = 1', "head: no such key: other"),
+            ('target = "tiny"', 'target = "tiny"\nnorm_sha256 = "AB"', "head: norm_sha256 is 'AB'"),
+            ('"model.safetensors" =', '"../model" =', "files: ../model is"),
+            (f'= "{"ab" * 32}"', '= "ab"', "files: model.safetensors is 'ab'"),
+            ('path = "heads/tiny"', 'path = "../tiny"', "path is '../tiny'"),
+            ('path = "heads/tiny"', 'path = "heads/.."', "path is 'heads/..'"),
+            ('path = "heads/tiny"', 'path = "/tiny"', "path is '/tiny'"),
+        ],
+    ),
+    "chain": (
+        CHAIN,
+        [
+            ('name = "fast"', 'name = "a b"', "name"),
+            ('"ngram@8"', '"ngram@0"', "levels: ngram drafts 1 to 255"),
+            ('"ngram@8"', "8", "levels: cannot read draft level 8"),
+            ("levels = ", "rungs = ", "levels"),
+            ('target = "tiny"', 'target = ""', "target"),
+            ('target = "tiny"', 'target = "tiny"\nbytes = 3', "no such key: bytes"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "old", "new", "named"), [(kind, *row) for kind, (_, rows) in WRONG.items() for row in rows])
+def test_a_wrong_key_is_named_with_file_and_value(tmp_path: Path, kind: str, old: str, new: str, named: str) -> None:
+    text = WRONG[kind][0]
+    assert old in text
+    path = write(tmp_path / "tiny.toml", text.replace(old, new))
     with pytest.raises(ConfigError) as caught:
-        model_and_spec(str(path), None)
+        find_named(str(path))
     assert str(path) in str(caught.value)
     assert named in str(caught.value)
 

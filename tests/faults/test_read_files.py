@@ -48,7 +48,7 @@ def in_directory(name: str) -> Callable[[Path], Made]:
     return make
 
 
-IMPORTANCE = Importance({"a": np.ones((1, 4), np.float32)}, {"a": np.ones(1, np.float32)})
+IMPORTANCE = Importance({"blk.0.q": np.ones((1, 4), np.float32)}, {"blk.0.q": np.ones(1, np.float32)})
 WHOLE: dict[str, Callable[[Path], Made]] = {  # of which no beginning can be read
     "model.gguf": alone("model.gguf", lambda path: make_tiny_gguf(path, vocab_size=260, **TINIEST), use),
     **{
