@@ -230,58 +230,60 @@ def test_a_file_cut_short_in_the_cache_is_fetched_again(hub: StandInHub) -> None
     assert fetch(model, refresh=True).read_bytes() == CONTENT
 
 
+LOGIN = "there is no such repository, or it is private: .*`hf auth login`"
+OTHERS = {
+    "someone/private": Repository({}, status=401),
+    "someone/gated": Repository({}, status=403, error_code="GatedRepo"),
+    "someone/forbidden": Repository({}, status=403),
+    "someone/broken": Repository({}, status=503),
+    "someone/strange": Repository({}, status=999),
+    "someone/many": Repository({f"x-Q3_K_{n}.gguf": b"x" * n for n in range(1, 31)}),
+    "someone/twice": Repository({"a-Q4_0.gguf": b"x", "b-Q4_0.gguf": b"y"}),
+    "someone/halves": Repository({"x-Q4_0-00001-of-00002.gguf": b"x"}),
+    "someone/pickles": Repository({"config.json": b"{}", "pytorch_model.bin": b"x"}),
+    "someone/nothing": Repository({"README.md": b"x"}),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "error", "reason"),
     [
+        ("nobody/nothing:Q4_K_M", DownloadError, f"hub nobody/nothing:Q4_K_M: {LOGIN}.*HF_TOKEN"),
+        ("someone/private", DownloadError, LOGIN),
         (
-            "nobody/nothing:Q4_K_M",
-            "hub nobody/nothing:Q4_K_M: there is no such repository, or it is private: .*`hf auth login`.*HF_TOKEN",
+            "someone/gated",
+            DownloadError,
+            r"restricted: accept the terms on http.*/someone/gated, then run `hf auth login`.*HF_TOKEN",
         ),
-        ("someone/private", "there is no such repository, or it is private: .*`hf auth login`"),
-        ("someone/gated", r"access is restricted: accept the terms on http.*/someone/gated, then run `hf auth login`.*HF_TOKEN"),
-        ("someone/forbidden", "access is restricted"),
-        ("someone/broken", "the hub answered 503 Service Unavailable$"),
-        ("someone/strange", "the hub answered 999$"),
-        (f"{NAME}@v9:Q4_K_M", "there is no revision 'v9'"),
+        ("someone/forbidden", DownloadError, "access is restricted"),
+        ("someone/broken", DownloadError, "the hub answered 503 Service Unavailable$"),
+        ("someone/strange", DownloadError, "the hub answered 999$"),
+        (f"{NAME}@v9:Q4_K_M", DownloadError, "there is no revision 'v9'"),
+        (f"{NAME}:Q5_K_M", ConfigError, r"has no Q5_K_M; it has Q4_K_M \(0\.00 GB\), Q8_0 \(0\.00 GB\)$"),
+        (f"hf:{NAME}/other.gguf", ConfigError, r"has no file 'other\.gguf'; it has Q4_K_M"),
+        (
+            "someone/many",
+            ConfigError,
+            r"quantizations; name one, as in someone/many:QUANT: (Q3_K_\d+ \(.*?\)(, )?){20} and 10 more$",
+        ),
+        ("someone/twice:Q4_0", ConfigError, "files for Q4_0; name one: hf:someone/twice/a-Q4_0.gguf, hf:someone/twice/b-Q4_0.gguf"),
+        ("someone/halves:Q4_0", ConfigError, r"lacks part 2 of 2 of x-Q4_0\.gguf"),
+        (
+            "someone/pickles",
+            ConfigError,
+            "no whole safetensors model; its weights are pickles, which can run code and are never read",
+        ),
+        ("someone/nothing", ConfigError, "no GGUF file and no whole safetensors model$"),
     ],
 )
-def test_what_the_hub_refuses_is_one_line_with_a_remedy(hub: StandInHub, name: str, reason: str) -> None:
-    hub.repositories |= {
-        "someone/private": Repository({}, status=401),
-        "someone/gated": Repository({}, status=403, error_code="GatedRepo"),
-        "someone/forbidden": Repository({}, status=403),
-        "someone/broken": Repository({}, status=503),
-        "someone/strange": Repository({}, status=999),
-    }
-    with pytest.raises(DownloadError, match=reason) as caught:
+def test_what_the_hub_refuses_or_does_not_settle_is_one_line_with_a_remedy_or_the_choices(
+    hub: StandInHub, name: str, error: type[Exception], reason: str
+) -> None:
+    hub.repositories |= OTHERS
+    with pytest.raises(error, match=reason) as caught:
         resolve_model(name)
     assert str(caught.value).isprintable()
     assert len(hub.asked) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        (f"{NAME}:Q5_K_M", r"has no Q5_K_M; it has Q4_K_M \(0\.00 GB\), Q8_0 \(0\.00 GB\)$"),
-        (f"hf:{NAME}/other.gguf", r"has no file 'other\.gguf'; it has Q4_K_M"),
-        ("someone/many", r"several quantizations; name one, as in someone/many:QUANT: (Q3_K_\d+ \(.*?\)(, )?){20} and 10 more$"),
-        ("someone/twice:Q4_0", "several files for Q4_0; name one: hf:someone/twice/a-Q4_0.gguf, hf:someone/twice/b-Q4_0.gguf"),
-        ("someone/halves:Q4_0", r"lacks part 2 of 2 of x-Q4_0\.gguf"),
-        ("someone/pickles", "no whole safetensors model; its weights are pickles, which can run code and are never read"),
-        ("someone/nothing", "no GGUF file and no whole safetensors model$"),
-    ],
-)
-def test_a_name_that_the_repository_does_not_settle_lists_the_choices(hub: StandInHub, name: str, reason: str) -> None:
-    hub.repositories |= {
-        "someone/many": Repository({f"x-Q3_K_{n}.gguf": b"x" * n for n in range(1, 31)}),
-        "someone/twice": Repository({"a-Q4_0.gguf": b"x", "b-Q4_0.gguf": b"y"}),
-        "someone/halves": Repository({"x-Q4_0-00001-of-00002.gguf": b"x"}),
-        "someone/pickles": Repository({"config.json": b"{}", "pytorch_model.bin": b"x"}),
-        "someone/nothing": Repository({"README.md": b"x"}),
-    }
-    with pytest.raises(ConfigError, match=reason):
-        resolve_model(name)
-    assert hub.fetched() == []
 
 
 def test_parts_of_a_gguf_file_come_together_and_the_first_is_opened(hub: StandInHub) -> None:
@@ -352,18 +354,12 @@ def test_a_model_that_is_not_supported_is_told_before_its_weights_are_fetched(hu
     assert hub.fetched() == ["model.safetensors.index.json", "config.json"]
 
 
-@pytest.mark.parametrize("kind", ["Eagle3Speculator", "LlamaForCausalLMEagle3", "DFlashDraftModel", "Qwen3DSparkModel"])
+@pytest.mark.parametrize("kind", ["Eagle3Speculator", "LlamaForCausalLMEagle3", "DFlashDraftModel", "Qwen3DSparkModel", "medusa"])
 def test_a_head_is_fetched_though_it_is_no_model_by_itself(hub: StandInHub, kind: str) -> None:
-    config = json.dumps({**CONFIG, "architectures": [kind]}).encode()
-    hub.repositories["someone/head"] = Repository({"config.json": config, "model.safetensors": b"x" * 100})
-    directory = resolve_model("someone/head")
-    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
-
-
-def test_a_medusa_head_is_fetched_by_the_name_of_its_own_file(hub: StandInHub) -> None:
-    files = {"config.json": b'{"medusa_num_heads": 5, "medusa_num_layers": 1}', "medusa_lm_head.safetensors": b"x" * 100}
-    hub.repositories["someone/medusa"] = Repository(files)
-    assert sorted(path.name for path in resolve_model("someone/medusa").iterdir()) == sorted(files)
+    config = {**CONFIG, "architectures": [kind]} if kind != "medusa" else {"medusa_num_heads": 5, "medusa_num_layers": 1}
+    weights = "model.safetensors" if kind != "medusa" else "medusa_lm_head.safetensors"
+    hub.repositories["someone/head"] = Repository({"config.json": json.dumps(config).encode(), weights: b"x" * 100})
+    assert {path.name for path in resolve_model("someone/head").iterdir()} == {"config.json", weights}
 
 
 def test_a_recipe_may_say_the_sha256_of_each_file(hub: StandInHub) -> None:

@@ -56,13 +56,15 @@ WHOLE: dict[str, Callable[[Path], Made]] = {  # of which no beginning can be rea
         for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json")
     },
     "tokenizer_config.json": in_directory("tokenizer_config.json"),
-    "matrix.gguf": alone("matrix.gguf", lambda path: write_importance(path, IMPORTANCE), read_importance),
 }
 TEXTS = ("generation_config.json", "special_tokens_map.json", "chat_template.jinja")
 KINDS = {
     **WHOLE,
     **{name: in_directory(name) for name in TEXTS},
-    "matrix.dat": alone("matrix.dat", lambda path: write_importance(path, IMPORTANCE), read_importance),
+    **{
+        name: alone(name, lambda path: write_importance(path, IMPORTANCE), read_importance)
+        for name in ("matrix.gguf", "matrix.dat")
+    },
     "recipe.toml": alone("recipe.toml", lambda path: path.write_text(GOOD), lambda path: find_named(str(path))),
 }
 NO_FILE: dict[str, Callable[[Path], object]] = {
