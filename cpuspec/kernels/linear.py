@@ -351,8 +351,8 @@ def _loop(name: str, encoding: str, in_tiles: bool) -> _Loop:
         panels, spans = partial(tiles.panels_pass, name), (pair, tiles.MANY)
         return _Loop(many=panels, unit=pair, spans=spans, streams=(BLOCK_ROWS, _LONG), widths=(1, 2), shape=name)
     if isa.has_sixteen_registers() and has_codes:
-        most = ymm.FEW[encoding]
-        few, many = _few_rows(name, encoding, _counts(most)), partial(ymm.rows_pass, name, encoding)
+        most, many = ymm.few(name, encoding), partial(ymm.rows_pass, name, encoding)
+        few = _few_rows(name, encoding, _counts(most)) if most else None
         return _Loop(few, many, most + 1, most, streams=(BLOCK_ROWS, _LEAST_STREAM))
     most = _MOST_ROWS if has_codes and not in_tiles else _MOST_OF_NUMBERS
     few = _few_rows(name, encoding, _counts(most))
@@ -409,8 +409,9 @@ def assembly(format_name: str, rows: int) -> str:
 
     They are compiled for this. Raises FormatError for a format that is not known.
     """
-    name = get_format(format_name).name
-    run = pass_of(_few_rows(name, activation_encoding(name), [rows]))
+    name, encoding = get_format(format_name).name, activation_encoding(format_name)
+    many = _loop(name, encoding, in_tiles=False).many if isa.has_sixteen_registers() and not ymm.few(name, encoding) else None
+    run = pass_of(many or _few_rows(name, encoding, [rows]))
 
     def one_pass(matrix, tile_bytes, in_features, tile, acts, row_bytes, bias, residual, out, stride):
         run(Operands(matrix, tile_bytes, in_features, acts, row_bytes, rows, bias, residual, out, stride), tile, 1, 0, 0, rows)

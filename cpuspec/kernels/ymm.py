@@ -13,6 +13,7 @@ from typing import Any
 from llvmlite import ir
 
 from cpuspec.formats import FORMATS
+from cpuspec.formats.integers import NL4_I
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import isa
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, MultiplyPlan
@@ -34,7 +35,7 @@ from cpuspec.kernels.readers import AHEAD, INTO_FIRST, READERS, Group, integer_s
 
 # Rows that are multiplied while weights are unpacked, by the encoding of activations: up to _WHOLE with both halves of a tile, more
 # with one after the other. Inputs of 16 bits take twice the products, beside which unpacking to the stack counts less.
-FEW, _WHOLE = {"int8": 8, "int16": 4, "rotated": 8}, 4
+_FEW, _WHOLE = {"int8": 8, "int16": 4, "rotated": 8}, 4
 MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
 
 _GROUPS = PANEL // GROUP
@@ -43,6 +44,13 @@ _HALVES = (0, 1)  # registers of a tile's 16 outputs
 _BYTES, _WORDS, _INTEGERS = vector_of(I8, 32), vector_of(I16, 16), vector_of(I32, 8)
 
 _Halves = list[list[Any]]  # by row and half: a Value, or None before the first
+
+
+def few(name: str, encoding: str) -> int:
+    """The rows up to which `add_rows` is quicker than `rows_pass`, for formats that both can multiply."""
+    # A group of factors times levels would be made anew for each vector of codes: 1.6 to 1.8 times the time
+    # (benchmarks/DECISIONS.md#avx2-instructions).
+    return 0 if name == NL4_I.name else _FEW.get(encoding, 0)
 
 
 def laid(products: MultiplyPlan, group: Group) -> list[Value]:
@@ -55,7 +63,7 @@ def laid(products: MultiplyPlan, group: Group) -> list[Value]:
 
 
 def add_rows(encoding: str, read: Callable[[Value], Group], address: Value, records: Value, totals: list[Variable]) -> None:
-    """Add a group's products with up to FEW rows to their totals, from registers.
+    """Add a group's products with up to `few` rows to their totals, from registers.
 
     read: returns the group of a tile at an address. It is called again for each vector of codes, right before the vector is
     multiplied; LLVM drops what is not used. records: the address of the first row's record. totals: of "rotated" records integers,

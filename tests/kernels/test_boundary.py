@@ -46,14 +46,6 @@ def test_a_forward_writes_into_caches_of_its_own_backend_only(checkpoint, backen
     stranger.close()
 
 
-def test_caches_of_backends_with_the_same_weights_and_settings_are_the_same(checkpoint, backend) -> None:  # type: ignore[no-untyped-def]
-    twin = make_backend("numba", checkpoint, EngineConfig(threads=1, max_rows=16))
-    assert np.array_equal(
-        forward(backend, twin.new_cache(1, 64), {0: [1, 2]}).logits, forward(twin, twin.new_cache(1, 64), {0: [1, 2]}).logits
-    )
-    twin.close()
-
-
 @pytest.mark.parametrize(
     ("change", "length"),
     [
