@@ -156,7 +156,7 @@ class Gate:
                 await error_response(scope["path"], refusal, context.id)(scope, receive, send_on)
                 return
             try:
-                await self._app(scope, _Limited(receive, self._server.config.max_body_bytes), send_on)
+                await self._app(scope, _limited(receive, self._server.config.max_body_bytes), send_on)
             except (Exception, asyncio.CancelledError):
                 raise
             except BaseException as error:  # a panic of a Rust library, which no handler of errors would see
@@ -201,29 +201,26 @@ class Gate:
         return client
 
 
-class _Limited:
+def _limited(receive: Receive, most: int) -> Receive:
     """Receives a body, and stops when it exceeds its limits of bytes and of time. A body need not tell its length."""
+    ends_s, num_bytes, is_complete = asyncio.get_running_loop().time() + BODY_S, 0, False
 
-    def __init__(self, receive: Receive, most: int) -> None:
-        self._receive = receive
-        self._most = most
-        self._num_bytes = 0
-        self._ends_s = asyncio.get_running_loop().time() + BODY_S
-        self._complete = False
-
-    async def __call__(self) -> Message:
+    async def limited() -> Message:
+        nonlocal num_bytes, is_complete
         try:
             # After the body only a disconnect follows, and that has no time limit: the answer may take long.
-            async with asyncio.timeout_at(None if self._complete else self._ends_s):
-                message = await self._receive()
+            async with asyncio.timeout_at(None if is_complete else ends_s):
+                message = await receive()
         except TimeoutError:
             raise HTTPException(408, f"the body did not come within {BODY_S:g} seconds") from None
         if message["type"] == "http.request":
-            self._complete = not message.get("more_body", False)
-            self._num_bytes += len(message.get("body", b""))
-            if self._num_bytes > self._most:
-                raise HTTPException(413, _too_large(self._most))
+            is_complete = not message.get("more_body", False)
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > most:
+                raise HTTPException(413, _too_large(most))
         return message
+
+    return limited
 
 
 def _with_one_v1(path: str) -> str:

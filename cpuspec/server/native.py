@@ -154,19 +154,19 @@ def _model_row(server: Server, name: str) -> dict[str, Any]:
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a text, or of a conversation as the model gets it."""
     found = await model_of(request, body.model)
-    return await found.in_worker(context_of(request).client, _tokenized, found, body)
+    tokenizer = found.llm.tokenizer
 
+    def encoded() -> Response:
+        if body.messages is not None:
+            ids = chat_prompt(found, body.messages, body.tools or (), ending=body).ids
+        else:
+            text = body.content if body.content is not None else body.prompt or ""
+            found.check_text(len(text))
+            ids = tokenizer.encode(text, body.add_special, body.parse_special)
+        tokens = [{"id": one, "piece": token_text(tokenizer, one)[0]} for one in ids] if body.with_pieces else ids
+        return json_response({"tokens": tokens, "count": len(ids), "max_model_len": found.llm.context_length})
 
-def _tokenized(model: ServedModel, body: TokenizeBody) -> Response:
-    tokenizer = model.llm.tokenizer
-    if body.messages is not None:
-        ids = chat_prompt(model, body.messages, body.tools or (), ending=body).ids
-    else:
-        text = body.content if body.content is not None else body.prompt or ""
-        model.check_text(len(text))
-        ids = tokenizer.encode(text, body.add_special, body.parse_special)
-    tokens = [{"id": one, "piece": token_text(tokenizer, one)[0]} for one in ids] if body.with_pieces else ids
-    return json_response({"tokens": tokens, "count": len(ids), "max_model_len": model.llm.context_length})
+    return await found.in_worker(context_of(request).client, encoded)
 
 
 @router.post("/detokenize")

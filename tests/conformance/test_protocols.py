@@ -20,10 +20,8 @@ from tests.server.running import (
     script_answers,
     serving,
     stream,
-    templated_model,
-    with_tokens,
 )
-from tests.server.test_tools import TEMPLATE
+from tests.server.test_tools import full_model
 
 CHAT, PLAIN, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 TEXT = "the cat sat on the mat"
@@ -279,8 +277,7 @@ def protocols(having: Callable[[Protocol], Any] = lambda one: True) -> pytest.Ma
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with tools, reasoning and the tokens of filling in."""
-    return with_tokens(templated_model(tmp_path_factory.mktemp("model"), TEMPLATE, vocab_size=512))
+    return full_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

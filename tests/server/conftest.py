@@ -1,4 +1,8 @@
-"""A model, a server of it, and the same model offline. A module with a fixture `path` of its own has another model."""
+"""A model, a server of it, and the same model offline.
+
+A module may have a function MODEL, which makes another model in a directory, and options: LOADED of the served model, SERVED of
+the server.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,13 +16,14 @@ from tests.server.running import Running, load, serving, tiny_model
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tiny_model(tmp_path_factory.mktemp("model"))
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return getattr(request.module, "MODEL", tiny_model)(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def running(path: Any, prompt_arithmetic: str) -> Iterator[Running]:
-    with serving(lambda: load(path)) as found:
+def running(request: pytest.FixtureRequest, path: Any, prompt_arithmetic: str) -> Iterator[Running]:
+    loaded, served = (getattr(request.module, name, {}) for name in ("LOADED", "SERVED"))
+    with serving(lambda: load(path, **loaded), **served) as found:
         yield found
 
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from functools import partial
 from typing import Any
 
 import anthropic
@@ -42,6 +43,8 @@ from tests.server.running import (
 )
 from tests.server.test_tools import TEMPLATE
 
+MODEL = partial(templated_model, template=TEMPLATE, context_length=16384)
+SERVED = {"max_new_tokens": 40}
 USED: list[dict[str, Any]] = [
     {"type": "tool_use", "id": "toolu_1", "name": "shell", "input": {}},
     {"type": "tool_use", "id": "toolu_2", "name": "mcp__docs__find", "input": {}},
@@ -52,13 +55,6 @@ STRICT = (
     "{% if not loop.first and m.role == messages[loop.index0 - 1].role %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 )
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = templated_model(tmp_path_factory.mktemp("model"), TEMPLATE, context_length=16384)
-    with serving(lambda: load(directory), max_new_tokens=40) as found:
-        yield found
 
 
 @pytest.fixture
@@ -173,7 +169,7 @@ def test_other_requests_of_clients_are_answered(running: Running, client: str) -
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "sign"),
+    ("route", "body", "sign"),
     [
         ("/v1/responses", codex_body([]), '"type":"keepalive"'),  # Codex counts no comments
         ("/v1/messages", claude_body([]), "event: ping"),
@@ -181,18 +177,18 @@ def test_other_requests_of_clients_are_answered(running: Running, client: str) -
     ],
 )
 def test_a_stream_that_is_silent_shows_that_it_lives(
-    running: Running, scripted: None, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], sign: str
+    running: Running, scripted: None, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any], sign: str
 ) -> None:
     seen, lines = threading.Event(), []
     monkeypatch.setattr(answering, "KEEP_ALIVE_S", 0.01)
     takes_long = before_forwards(running.model.llm, lambda: seen.wait(PATIENCE_S))
-    with takes_long, running.client() as client, client.stream("POST", path, json=body) as reply:
+    with takes_long, running.client() as client, client.stream("POST", route, json=body) as reply:
         for line in reply.iter_lines():
             if sign in line:
                 seen.set()
             lines += [line] if line else []
     assert seen.is_set()
-    {"responses": read_codex, "messages": read_claude, "completions": read_chat}[path.rpartition("/")[2]](lines)
+    {"responses": read_codex, "messages": read_claude, "completions": read_chat}[route.rpartition("/")[2]](lines)
 
 
 def test_conversations_are_put_into_turns_for_templates_that_want_them(tmp_path: Any) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -118,16 +118,17 @@ CASES = [
 ]
 
 
-def with_field(body: dict[str, Any], place: tuple[str, ...], value: Any, listed: bool) -> dict[str, Any]:
+# Fields that a part needs beside the one that is tried.
+BESIDE = {"prediction": {"type": "content", "content": "a"}, "lora": {"id": 0, "scale": 1.0}}
+
+
+def with_field(body: dict[str, Any], place: Sequence[str], value: Any, listed: bool = False) -> dict[str, Any]:
     """The body with a value in this place; parts in a list are its only ones."""
-    name, *rest = place
-    if not rest:
-        return {**body, name: value}
-    part = {"speculation": {"draft": "none"}, "prediction": {"type": "content", "content": "a"}, "input_extra": {"text": "a"}}
-    own = with_field(
-        part.get(name, {"id": 0, "scale": 1.0} if name == "lora" else {"text": "a"} if listed else {}), tuple(rest), value, False
-    )
-    return {**body, name: [own] if listed else own}
+    name, *inner = place
+    if inner:
+        part = body[name] if isinstance(body.get(name), dict) else BESIDE.get(name, {"text": "a"} if listed else {})
+        value = [with_field(part, inner, value)] if listed else with_field(part, inner, value)
+    return {**body, name: value}
 
 
 def test_every_body_of_the_server_is_tested() -> None:

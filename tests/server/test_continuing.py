@@ -1,6 +1,7 @@
 """An assistant's message at the end of a conversation is continued: its prompt ends with it, the answer is what comes behind it."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,10 @@ TEMPLATES = {
     ),
     "opens thinking": PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"),
 }
+MODEL = partial(make_model, template=PLAIN)
 USER = {"role": "user", "content": "the cat"}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}
 HEAD = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), PLAIN)
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)

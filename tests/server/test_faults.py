@@ -31,17 +31,12 @@ from tests.processes import interrupt, started, wait_for
 from tests.server.asgi import Application, application
 from tests.server.running import PATIENCE_S, SMALL, Running, before_forwards, events, load, request_bytes, serving, tiny_model
 
+LOADED = {"max_sequences": 2}
+SERVED = {"max_waiting": 2, "max_body_bytes": 100_000}  # two answers at once, and two that wait
 ENDLESS = {"prompt": "the cat", "max_tokens": 30000, "temperature": 0, "ignore_eos": True}
 SHORT = ENDLESS | {"max_tokens": 5}
 PROBES = ("/livez", "/health", "/ready")
 JSON = {"content-type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def running(path: Path) -> Iterator[Running]:
-    """Two answers at once, and two that wait."""
-    with serving(lambda: load(path, max_sequences=2), max_waiting=2, max_body_bytes=100_000) as found:
-        yield found
 
 
 def is_idle(running: Running) -> bool:

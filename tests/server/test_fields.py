@@ -15,6 +15,7 @@ from cpuspec.server.fields import NEUTRAL, SAME_NAMES, UNLIMITED, read
 from tests.server.running import Running, events, load, serving
 from tests.server.test_bounds import ENDPOINTS
 
+SERVED = {"pooling": "mean"}
 BODIES = {
     path: body
     for path, (_, body) in ENDPOINTS.items()
@@ -54,12 +55,6 @@ IGNORED = (
         *("functions", "function_call", *REASONING),
     }
 )
-
-
-@pytest.fixture(scope="module")
-def running(path: Any) -> Iterator[Running]:
-    with serving(lambda: load(path), pooling="mean") as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

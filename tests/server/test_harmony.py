@@ -128,14 +128,6 @@ def test_reasoning_before_a_call_is_told_again_with_its_result(calling: Running,
         assert prompt.endswith('commentary<|message|>"42"<|end|><|start|>assistant')
 
 
-def test_drafts_change_no_answer_in_channels(path: Path) -> None:
-    texts = set()
-    for spec in ("none", "ngram", "self:mxfp4", "suffix:tree"):
-        with load(path, spec=spec) as llm:
-            texts.add(llm.chat([{"role": "user", "content": "hello"}]).text)
-    assert texts == {"<|channel|>analysis<|message|>Hm.<|start|> assistant<|channel|>final<|message|>Yes."}
-
-
 def test_generate_writes_the_answer_on_stdout_and_reasoning_on_stderr(path: Path) -> None:
     command = ("generate", "hello", "-m", str(path), "--temperature", "0", "--threads", "1")
     found = run(*command)

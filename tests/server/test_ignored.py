@@ -2,20 +2,26 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from cpuspec.server.model import Answers
 from cpuspec.server.schema import Body, body_in, is_ignored
-from tests.server.running import Running, load, serving, templated_model, with_tokens
+from tests.server.running import Running
 from tests.server.test_bounds import ENDPOINTS as BOUNDED
+from tests.server.test_bounds import with_field
+from tests.server.test_tools import full_model
 
 # A template that reads whatever a request may give it.
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }} {{ m.tool_calls }}{% endfor %}{{ tools }} {{ enable_thinking }} "
     "{{ reasoning_effort }} {{ extra }} <think> {% if add_generation_prompt %}[assistant]{% endif %}"
 )
+MODEL = partial(full_model, template=TEMPLATE)
+LOADED = {"prefix_cache_gb": 0}
+SERVED = {"pooling": "mean"}
 CHAT = {"messages": [{"role": "user", "content": "the cat sat"}], "max_tokens": 3}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
 FLAT = {"type": "function", "name": "find", "parameters": {"type": "object"}}
@@ -102,18 +108,6 @@ def _paths(body: type[Body], where: str = "") -> Iterator[tuple[str, bool]]:
             yield path, is_ignored(one)
 
 
-def _with(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    name, dot, inner = path.partition(".")
-    return {**body, name: {**body.get(name, {}), inner: value} if dot else value}
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    directory = with_tokens(templated_model(tmp_path_factory.mktemp("model"), TEMPLATE, vocab_size=512))
-    with serving(lambda: load(directory, prefix_cache_gb=0), pooling="mean") as found:
-        yield found
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the model is asked for, of each request."""
@@ -166,7 +160,7 @@ def test_each_field_has_an_effect_or_is_named(running: Running, asked: list[Any]
         assert value is not None, f"{own} has no value here that asks for something"
         if (key := json.dumps(base)) not in known:
             known[key] = _told(running, asked, endpoint, base)[1]
-        reply, after = _told(running, asked, endpoint, _with(base, path, value))
+        reply, after = _told(running, asked, endpoint, with_field(base, path.split("."), value))
         named = path in reply.headers.get("x-cpuspec-ignored-fields", "").split(", ")
         assert named or not ignored, own
         if not named and after == known[key]:

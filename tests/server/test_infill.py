@@ -7,15 +7,11 @@ import pytest
 
 from cpuspec import LLM, SamplingParams
 from tests.server.running import Running, load, serving, tiny_model, with_tokens
+from tests.server.test_tools import full_model
 from tools.make_tiny_model import make_tiny_hf
 
+MODEL = full_model
 BODY: dict[str, Any] = {"input_prefix": "def f(", "input_suffix": "return 1", "n_predict": 8, "temperature": 0, "samplers": ["x"]}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with the tokens that Qwen2.5-Coder has for this."""
-    return with_tokens(make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048, vocab_size=512))
 
 
 def wanted(llm: LLM, text: str) -> Any:

@@ -1,5 +1,6 @@
 """What Anthropic's protocol alone has, through its official client."""
 
+from functools import partial
 from typing import Any
 
 import anthropic
@@ -9,6 +10,7 @@ from cpuspec import LLM
 from tests.server.running import Running, prompt_of, templated_model
 from tests.server.test_tools import TEMPLATE
 
+MODEL = partial(templated_model, template=TEMPLATE)
 TOOL = {"name": "get_time", "description": "the time", "input_schema": {"type": "object"}}
 USED = [
     {"role": "user", "content": [{"type": "text", "text": "time?"}]},
@@ -28,11 +30,6 @@ USED = [
         ],
     },
 ]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return templated_model(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
 def test_blocks_reach_the_template_and_count(theirs: anthropic.Anthropic, llm: LLM) -> None:

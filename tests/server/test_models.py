@@ -1,7 +1,7 @@
 """Several models behind one server: loaded when asked for, let go when memory is short, and never under a request."""
 
 import asyncio
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,8 @@ def test_each_model_is_loaded_once_when_it_is_asked_for(paths: dict[str, Path], 
     with serving(loads.loaders["tiny"].load, loaders=loads.loaders) as running:
         assert loads.loaded == ["tiny"]
         assert listed(running) == {"tiny": "loaded", "second": "unloaded", "third": "unloaded"}
-        threads = [threading.Thread(target=ask, args=(running, "second"), daemon=True) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE_S)
+        with ThreadPoolExecutor(4) as pool:
+            assert [reply.status_code for reply in pool.map(ask, [running] * 4, ["second"] * 4)] == [200] * 4
         assert loads.loaded == ["tiny", "second"]
         for name in NAMES:
             assert text(running, name) == expected[name]

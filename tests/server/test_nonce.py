@@ -9,9 +9,9 @@ import pytest
 
 from tests.conformance.test_protocols import CHAT, PLAIN, PROTOCOLS, RESPONSES, TIME
 from tests.server.asgi import Application, application, parts, said
-from tests.server.running import templated_model, with_tokens
-from tests.server.test_tools import TEMPLATE
+from tests.server.test_tools import full_model
 
+MODEL = full_model
 TALK = {"messages": [{"role": "user", "content": "the cat sat on the mat and the cat sat on the mat"}], "max_tokens": 40}
 LONG = TALK | {"ignore_eos": True}
 
@@ -36,12 +36,6 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "several prompts": (PLAIN, {"prompt": ["the cat", "a dog"], "n": 2, "max_tokens": 20, "echo": True}),
     "suffix": (PLAIN, {"prompt": "the cat sat ", "suffix": "dog", "max_tokens": 40}),
 }
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with tools, reasoning and the tokens of filling in."""
-    return with_tokens(templated_model(tmp_path_factory.mktemp("model"), TEMPLATE, vocab_size=512))
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """What Ollama's protocol alone has, through its official client, against the answers of the Python interface."""
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import ollama
@@ -10,23 +8,13 @@ import pytest
 
 from cpuspec import LLM
 from cpuspec.server.server import Loader
-from tests.server.running import Running, load, prompt_of, serving, templated_model, with_tokens
-from tests.server.test_tools import TEMPLATE
+from tests.server.running import Running, load, prompt_of, serving
+from tests.server.test_tools import full_model
 
+MODEL = full_model
+SERVED = {"pooling": "mean"}
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the cat sat on the mat"}]
 GREEDY = {"temperature": 0, "num_predict": 12}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with tools, reasoning and the tokens of filling in."""
-    return with_tokens(templated_model(tmp_path_factory.mktemp("model"), TEMPLATE, vocab_size=512))
-
-
-@pytest.fixture(scope="module")
-def running(path: Any, prompt_arithmetic: str) -> Iterator[Running]:
-    with serving(lambda: load(path), pooling="mean") as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

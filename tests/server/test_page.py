@@ -17,16 +17,11 @@ from tests.server.browser import CHROMIUM, Browser, browsing
 from tests.server.running import Running, before_forwards, events, load, serving
 
 PACKAGE = Path(cpuspec.__file__).parent
+LOADED = {"max_rows": 64}
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat and the cat sat on the hat"}]
 GREEDY: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True, "stream": True}
 
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-
-
-@pytest.fixture(scope="module")
-def running(path: Path) -> Iterator[Running]:
-    with serving(lambda: load(path, max_rows=64)) as found:
-        yield found
 
 
 def chunks(running: Running, **settings: Any) -> list[dict[str, Any]]:

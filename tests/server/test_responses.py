@@ -1,6 +1,7 @@
 """What OpenAI's Responses protocol alone has, through its official client."""
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import openai
@@ -12,15 +13,10 @@ from cpuspec.server.response_store import ResponseStore
 from tests.server.running import Running, load, prompt_of, serving, templated_model
 from tests.server.test_tools import TEMPLATE
 
+MODEL = partial(templated_model, template=TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.reasoning_content }}"))
 ASK: dict[str, Any] = {"model": "tiny", "input": "the cat sat", "temperature": 0, "max_output_tokens": 12}
 ASK_AGAIN = [{"role": "user", "content": "and now?"}]
 TOOL = {"type": "function", "name": "get_time", "description": "the time", "parameters": {"type": "object"}, "strict": False}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    template = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.reasoning_content }}")
-    return templated_model(tmp_path_factory.mktemp("model"), template)
 
 
 def test_a_response_is_gone_on_from(client: openai.OpenAI, llm: LLM) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,9 +63,7 @@ def make_model(directory: Path, template: str) -> Path:
     return with_tokens(templated_model(directory, template, context_length=4096), ADDED, special=False)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_model(tmp_path_factory.mktemp("model"), TEMPLATE.replace("<think>", ""))
+MODEL = partial(make_model, template=TEMPLATE.replace("<think>", ""))
 
 
 @pytest.fixture(scope="module")

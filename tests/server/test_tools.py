@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from cpuspec.errors import TokenizerError
 from cpuspec.server.chat import chat_prompt
 from cpuspec.server.turns import tool_use
 from cpuspec.text import Tokenizer, make_tokenizer
-from tests.server.running import Running, load, serving, templated_model
+from tests.server.running import Running, templated_model, with_tokens
 from tools.make_tiny_model import CHAT_TEMPLATE, make_tiny_gguf
 
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -28,6 +28,7 @@ TEMPLATE = (
     "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if think %}<think>\n{% endif %}{% endif %}"
 )
+MODEL = partial(templated_model, template=TEMPLATE)
 CONVERSATION = [
     {"role": "user", "content": "what time is it"},
     {
@@ -39,12 +40,9 @@ CONVERSATION = [
 ]
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model whose template knows tools."""
-    directory = templated_model(tmp_path_factory.mktemp("model"), TEMPLATE)
-    with serving(lambda: load(directory)) as found:
-        yield found
+def full_model(directory: Path, template: str = TEMPLATE) -> Path:
+    """A model with tools, reasoning and the tokens of filling in."""
+    return with_tokens(templated_model(directory, template, vocab_size=512))
 
 
 def tokenizer_with(tmp_path: Path, **templates: str) -> Tokenizer:
