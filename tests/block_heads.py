@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.config import ModelConfig
-from tests.heads import F64, RandomHead, Reference, layer_arrays, llama_config, random_array, rms, write_gguf, write_head
+from tests.heads import F64, RandomHead, Reference, layer_arrays, llama_config, random_array, rms, write_head
 
 MASK_ID, RANK = 300, 8
 
@@ -93,35 +93,12 @@ def block_rows(head: RandomHead, features: F64, embedded: F64, output: NDArray[A
     for i in range(one.config["num_hidden_layers"]):
         prefix = f"layers.{i}."
         y = rms(x, one.arrays[f"{prefix}input_layernorm.weight"], one.eps)
-        x = x + _attention(one, f"{prefix}self_attn.", context, y, bool(head.config.get("causal")))
+        x = x + one.attention(prefix, y, context, bool(head.config.get("causal")))
         x = x + one.mlp(prefix, x)
     state = rms(x, one.arrays["norm.weight"], one.eps)
     logits = state @ one.arrays.get("lm_head.weight", np.asarray(output, np.float64)).T * scales.get("output_multiplier", 1)
     cap = scales.get("final_logit_softcapping")
     return cap * np.tanh(logits / cap) if cap else logits, state
-
-
-def _attention(one: Reference, prefix: str, context: F64, y: F64, causal: bool) -> F64:
-    c, both = one.config, np.concatenate([context, y])
-    dims, share = c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
-    angles = np.arange(len(both))[:, None] * c["rope_theta"] ** (-np.arange(0, dims, 2) / dims)
-
-    def heads(name: str, x: F64, norm: str = "") -> F64:
-        rows = one.linear(f"{prefix}{name}", x).reshape(len(x), -1, dims)
-        if not norm:
-            return rows
-        a, b = np.split(rms(rows, one.arrays[f"{prefix}{norm}.weight"], one.eps), 2, axis=-1)
-        cos, sin = (f(angles[len(both) - len(x) :])[:, None] for f in (np.cos, np.sin))
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-    q, k, v = heads("q_proj", y, "q_norm"), heads("k_proj", both, "k_norm"), heads("v_proj", both)
-    scores = np.einsum("thd,shd->hts", q, k.repeat(share, axis=1)) / np.sqrt(dims)
-    if causal:
-        scores[:, ~np.tri(len(y), len(both), len(context), dtype=bool)] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    mixed = np.einsum("hts,shd->thd", weights, v.repeat(share, axis=1)).reshape(len(y), -1)
-    return one.linear(f"{prefix}o_proj", mixed)
 
 
 def markov_bias(head: RandomHead, before: int, state: F64, memory: F64) -> tuple[F64, F64]:
@@ -146,41 +123,3 @@ def accepted_chance(head: RandomHead, before: int, state: F64) -> float:
     if len(weight) > len(state):
         state = np.concatenate([state, head.arrays["markov_head.markov_w1.weight"][before].astype(np.float64)])
     return 1 / (1 + float(np.exp(-(weight @ state) - bias)))
-
-
-def as_gguf(head: RandomHead, path: Path, **facts: Any) -> Path:
-    """A head of z-lab or DeepSpec as llama.cpp's converter writes it, and further keys."""
-    c, arrays = head.config, dict[str, NDArray[Any]]()
-    nested = c.get("dflash_config", c)
-    known = {
-        "dflash.attention.key_length": c["head_dim"],
-        "dflash.target_layers": [layer + 1 for layer in nested["target_layer_ids"]],
-        "dflash.block_size": c["block_size"],
-        "dflash.attention.causal": bool(c.get("causal")),
-        "tokenizer.ggml.mask_token_id": nested["mask_token_id"],
-    }
-    scales = {
-        "input_embedding_scale": "embedding_scale",
-        "output_multiplier": "logit_scale",
-        "final_logit_softcapping": "final_logit_softcapping",
-    }
-    known |= {f"dflash.{ours}": nested[theirs] for theirs, ours in scales.items() if theirs in nested}
-    parts = {
-        **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
-        "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        **{f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")},
-    }
-    names = {f"layers.{i}.{theirs}.weight": f"blk.{i}.{ours}.weight" for i in range(2) for theirs, ours in parts.items()}
-    names |= {
-        "hidden_norm.weight": "enc.output_norm.weight",
-        "norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    for name, array in head.arrays.items():
-        short = name.removeprefix("markov_head.").replace("confidence_head.", "conf_")
-        arrays[names.get(name, short)] = array + np.arange(len(array)) if name == "d2t" else array
-    return write_gguf(path, "dflash", c, {**known, **facts}, arrays)

@@ -35,24 +35,23 @@ COMBINED = {  # by directory
     "backends": "adapters experts kv_formats latent layer_differences recurrent sharing",
     "checkpoints": "adapters quantized safetensors",
     "conformance": "backends",
-    "engine": "adapters draft_spec engine faults grammar interleaving mixtures prefix_cache prompt_arithmetic recurrent_prefixes"
-    " scoring ways",
+    "engine": "adapters draft_spec engine faults grammar mixtures prefix_cache prompt_arithmetic recurrent_prefixes scoring ways",
     "evaluate": "certify parity replays",
     "kernels": "attention attention_plan",
     "model": "cache",
     "quantize": "cast methods",
     "server": "continuing nonce schema",
-    "speculation": "assistants constrained context guarded head_oracles heads masks planner prefixes trees",
+    "speculation": "assistants constrained context guarded head_files head_oracles heads masks planner prefixes",
     "train": "extract heads",
 }
 # Tests of these modules run in each arithmetic that prompts may have (`prompt_arithmetic`). In COMBINED it is one more parameter;
 # elsewhere the default run has every second test in bf16, and the others in codes.
 BOTH_ARITHMETICS = {
-    "engine": "adapters engine interleaving llm mixtures prefix_cache recurrent_prefixes scoring ways",
+    "conformance": "drafters protocols",
+    "engine": "adapters engine llm mixtures prefix_cache recurrent_prefixes scoring ways",
     "evaluate": "certify parity replays",
-    "conformance": "protocols",
     "server": "continuing nonce openai prefix_cache",
-    "speculation": "assistants constrained context heads prefixes sampled_heads trees",
+    "speculation": "assistants constrained context head_files prefixes",
 }
 PREFERRED = "numba"  # this backend has each value of the other parameters
 ROOT = Path(__file__).parent

@@ -1,6 +1,7 @@
 """Random heads as their makers publish them, and what they compute, written from the papers' formulas in float64."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.heads import Head, find_reader
+from cpuspec.checkpoints.heads.head import Block
 from cpuspec.config import ModelConfig
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.settings import EngineConfig
@@ -49,20 +51,16 @@ def check_same_head(one: Head, other: Head) -> None:
     no_matter = {"norm_eps": 1e-5, "architecture": ""}
     assert replace(one.model.config, **no_matter) == replace(other.model.config, **no_matter)  # type: ignore[arg-type]
     assert np.isclose(one.model.config.norm_eps, other.model.config.norm_eps)
-    for fact in ("method", "layers", "num_tokens", "mask_id"):
-        assert getattr(one, fact) == getattr(other, fact), fact
-    assert np.array_equal(one.token_ids, other.token_ids)  # type: ignore[arg-type]
-    norms = [[norm and norm.weight for norm in (*head.feature_norms, head.state_norm)] for head in (one, other)]
-    assert all(np.array_equal(a, b) for a, b in zip(*norms, strict=True))
-    if one.block is None or other.block is None:
-        assert one.block is other.block
-        return
-    for fact in ("size", "num_skipped", "both_ways", "confidence", "confidence_bias"):
-        assert np.array_equal(getattr(one.block, fact), getattr(other.block, fact)), fact
-    assert (one.block.markov is None) == (other.block.markov is None)
-    if one.block.markov and other.block.markov:
-        for part in ("w1", "w2"):
-            assert np.array_equal(getattr(one.block.markov, part).dequantize(), getattr(other.block.markov, part).dequantize())
+    assert all(np.array_equal(a, b) for a, b in zip(_facts(one), _facts(other), strict=True))  # type: ignore[arg-type]
+
+
+def _facts(head: Head) -> list[object]:
+    """What a head says besides its model."""
+    block = head.block or Block(0)
+    norms = [norm and norm.weight for norm in (*head.feature_norms, head.state_norm)]
+    markov = [block.markov.w1.dequantize(), block.markov.w2.dequantize()] if block.markov else []
+    how = [head.method, head.layers, head.num_tokens, head.mask_id, head.token_ids, block.size, block.num_skipped, block.both_ways]
+    return [*how, block.confidence, block.confidence_bias, *norms, *markov]
 
 
 def output_of(target: Checkpoint) -> NDArray[np.float32]:
@@ -137,18 +135,16 @@ def make_eagle3(
     num_layers: int = 1,
     own_embedding: bool = False,
     own_output: bool = True,
-    norm_before_residual: bool = False,
-    norm_before_fc: bool = False,
-    fc_norm: bool = False,
-    norm_output: bool = False,
     mask_id: int | None = None,
     mask_name: str = "mask_token_id",
     counts_outputs: bool = False,
     seed: int = 1,
+    **flags: bool,
 ) -> RandomHead:
     """An EAGLE-3 head, or a P-EAGLE one if it has a mask. layers: their inputs are read.
 
-    counts_outputs: whether the original layout's file counts outputs, as DeepSpec's.
+    counts_outputs: whether the original layout's file counts outputs, as DeepSpec's. flags: norm_before_residual, norm_before_fc,
+    fc_norm, norm_output.
     """
     rng, hidden, size = np.random.default_rng(seed), target.hidden_size, len(layers) * target.hidden_size
     config = llama_config(target, num_hidden_layers=num_layers)
@@ -170,42 +166,29 @@ def make_eagle3(
         arrays["lm_head.weight"] = 3 * random_array(rng, (num_drafted, hidden))
         arrays["d2t"] = (ids - np.arange(num_drafted)).astype(np.int64)
         arrays["t2d"] = np.isin(np.arange(target.vocab_size), ids)
-    flags = {
-        "norm_before_residual": norm_before_residual,
-        "norm_before_fc": norm_before_fc,
-        "fc_norm": fc_norm,
-        "norm_output": norm_output,
-    }
-    if norm_before_fc:
+    if flags.get("norm_before_fc"):
         arrays["input_norm.weight"] = random_array(rng, (size,))
-    if fc_norm:
+    if flags.get("fc_norm"):
         arrays |= {f"fc_norm.{i}.weight": random_array(rng, (hidden,)) for i in range(len(layers))}
     if mask_id is not None:
         arrays["mask_hidden"] = rng.standard_normal((1, 1, size)).astype(np.float32)
+    whole: dict[str, Any] = {"draft_vocab_size": num_drafted, **({} if mask_id is None else {mask_name: mask_id})}
     if layout == "original":
-        whole = {
-            **config,
-            **{key: value for key, value in flags.items() if value and key in ("norm_before_residual", "norm_output")},
-            "draft_vocab_size": num_drafted,
-            "architectures": ["LlamaForCausalLMEagle3"],
-            **({} if mask_id is None else {mask_name: mask_id}),
-        }
+        nested = {key: flags.pop(key) for key in ("norm_before_fc", "fc_norm") if key in flags}
+        whole |= {**config, **flags, "architectures": ["LlamaForCausalLMEagle3"]}
         if counts_outputs:
             return write_head(path, {**whole, "target_layer_ids": [layer - 1 for layer in layers]}, arrays)
-        said = {key: value for key, value in flags.items() if value and key in ("norm_before_fc", "fc_norm")}
-        whole["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(layers), **said}
-        return write_head(path, whole, arrays)
+        return write_head(path, {**whole, "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), **nested}}, arrays)
     kind = "eagle3" if mask_id is None else "peagle"
-    whole = {
+    whole |= {
         "architectures": ["Eagle3Speculator" if mask_id is None else "PEagleSpeculator"],
         "speculators_model_type": kind,
         "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "target"}},
         "transformer_layer_config": config,
-        "draft_vocab_size": num_drafted,
         "eagle_aux_hidden_state_layer_ids": list(layers),
-        **flags,
+        **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False),
     }
-    return write_head(path, whole if mask_id is None else {**whole, mask_name: mask_id}, arrays)
+    return write_head(path, whole | flags, arrays)
 
 
 def add_mtp(directory: Path, seed: int = 3) -> dict[str, NDArray[Any]]:
@@ -225,13 +208,55 @@ def add_mtp(directory: Path, seed: int = 3) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def write_gguf(
-    path: Path, architecture: str, c: Mapping[str, Any], facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
-) -> Path:
-    """A GGUF file of a head. c: the configuration of its layers. facts: keys of its own. arrays: tensors by llama.cpp's names."""
+# llama.cpp's names of the parts of a layer, and of other tensors.
+_PARTS = {
+    **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
+    **{"self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"},
+    **{"input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm"},
+    **{f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")},
+}
+_OTHERS = {
+    "fc.weight": "fc.weight",
+    "hidden_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_SCALES = {
+    "input_embedding_scale": "embedding_scale",
+    "output_multiplier": "logit_scale",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+
+def as_gguf(head: RandomHead, path: Path, **facts: Any) -> Path:
+    """A head of EAGLE-3's original layout, z-lab's or DeepSpec's as llama.cpp's converter writes it, and further keys."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, architecture)
+    c, is_eagle, arrays = head.config, "eagle_config" in head.config, dict[str, NDArray[Any]]()
+    if is_eagle:
+        known = {"eagle3.target_layers": c["eagle_config"]["eagle_aux_hidden_state_layer_ids"]}
+    else:
+        nested = c.get("dflash_config", c)
+        known = {
+            "dflash.attention.key_length": c["head_dim"],
+            "dflash.target_layers": [layer + 1 for layer in nested["target_layer_ids"]],
+            "dflash.block_size": c["block_size"],
+            "dflash.attention.causal": bool(c.get("causal")),
+            "tokenizer.ggml.mask_token_id": nested["mask_token_id"],
+            **{f"dflash.{ours}": nested[theirs] for theirs, ours in _SCALES.items() if theirs in nested},
+        }
+    for name, array in head.arrays.items():
+        layer = re.fullmatch(r"(?:midlayer|layers\.(\d))\.(.+)\.weight", name)
+        ours = _OTHERS.get(name, name.removeprefix("markov_head.").replace("confidence_head.", "conf_"))
+        ours = f"blk.{layer[1] or 0}.{_PARTS[layer[2]]}.weight" if layer else ours
+        if name == "d2t":
+            array = array + np.arange(len(array))  # noqa: PLW2901
+        elif is_eagle and ours.endswith(("attn_q.weight", "attn_k.weight")):
+            heads = c["num_attention_heads" if "attn_q" in ours else "num_key_value_heads"]
+            array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)  # noqa: PLW2901
+        if name != "t2d":
+            arrays[ours] = array
+    writer = gguf.GGUFWriter(path, "eagle3" if is_eagle else "dflash")
     writer.add_block_count(c["num_hidden_layers"])
     writer.add_embedding_length(c["hidden_size"])
     writer.add_feed_forward_length(c["intermediate_size"])
@@ -240,7 +265,7 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     writer.add_rope_freq_base(c["rope_theta"])
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
-    for key, value in facts.items():
+    for key, value in {**known, **facts}.items():
         add[type(value)](key, value)
     for name, array in arrays.items():
         writer.add_tensor(name, array)
@@ -249,36 +274,6 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def as_gguf(head: RandomHead, path: Path, **facts: Any) -> Path:
-    """An EAGLE-3 head as llama.cpp's converter writes it, and further keys."""
-    c, arrays = head.config, dict[str, NDArray[Any]]()
-    names = {
-        "fc.weight": "fc.weight",
-        "midlayer.input_layernorm.weight": "blk.0.attn_norm.weight",
-        "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
-        "midlayer.self_attn.q_proj.weight": "blk.0.attn_q.weight",
-        "midlayer.self_attn.k_proj.weight": "blk.0.attn_k.weight",
-        "midlayer.self_attn.v_proj.weight": "blk.0.attn_v.weight",
-        "midlayer.self_attn.o_proj.weight": "blk.0.attn_output.weight",
-        "midlayer.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
-        "midlayer.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
-        "midlayer.mlp.up_proj.weight": "blk.0.ffn_up.weight",
-        "midlayer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
-        "norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    for name, array in head.arrays.items():
-        if name == "d2t":
-            arrays["d2t"] = array + np.arange(len(array))
-        elif name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = c["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
-            arrays[names[name]] = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        elif name != "t2d":
-            arrays[names[name]] = array
-    layers = {"eagle3.target_layers": c["eagle_config"]["eagle_aux_hidden_state_layer_ids"]}
-    return write_gguf(path, "eagle3", c, {**layers, **facts}, arrays)
 
 
 def make_eagle1(path: Path, target: ModelConfig, *, bias: bool = True, seed: int = 2) -> RandomHead:
@@ -304,7 +299,7 @@ def rms(x: F64, weight: NDArray[Any], eps: float) -> F64:
 
 
 class Reference:
-    """Layers of a Llama over rows that all see the rows before them."""
+    """Layers of a Llama."""
 
     def __init__(self, head: RandomHead, config: Mapping[str, Any]) -> None:
         self.arrays = {name: array.astype(np.float64) for name, array in head.arrays.items()}
@@ -314,31 +309,29 @@ class Reference:
         """A matrix and its bias."""
         return x @ self.arrays[f"{name}.weight"].T + self.arrays.get(f"{name}.bias", 0)
 
-    def attention(self, prefix: str, x: F64, positions: NDArray[Any]) -> F64:
-        """Causal attention with rotary positions."""
-        c = self.config
-        dims, queries = c["hidden_size"] // c["num_attention_heads"], c["num_attention_heads"] // c["num_key_value_heads"]
-        q, k, v = (
-            (
-                x @ self.arrays[f"{prefix}self_attn.{part}_proj.weight"].T
-                + self.arrays.get(f"{prefix}self_attn.{part}_proj.bias", 0)
-            ).reshape(len(x), -1, dims)
-            for part in ("q", "k", "v")
-        )
-        angles = positions[:, None] * c["rope_theta"] ** (-np.arange(0, dims, 2) / dims)
-        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    def attention(self, prefix: str, x: F64, context: F64 | None = None, causal: bool = True) -> F64:
+        """Attention with rotary positions to the rows of the context, and then to those of x."""
+        c, both = self.config, x if context is None else np.concatenate([context, x])
+        dims = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
+        angles = np.arange(len(both))[:, None] * c["rope_theta"] ** (-np.arange(0, dims, 2) / dims)
 
-        def turned(y: F64) -> F64:
-            a, b = np.split(y, 2, axis=-1)
+        def heads(part: str, y: F64) -> F64:
+            rows = self.linear(f"{prefix}self_attn.{part}_proj", y).reshape(len(y), -1, dims)
+            if part == "v":
+                return rows
+            norm = self.arrays.get(f"{prefix}self_attn.{part}_norm.weight")
+            a, b = np.split(rows if norm is None else rms(rows, norm, self.eps), 2, axis=-1)
+            cos, sin = (turn(angles[len(both) - len(y) :])[:, None] for turn in (np.cos, np.sin))
             return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
-        q, k = turned(q), turned(k).repeat(queries, axis=1)
+        share = c["num_attention_heads"] // c["num_key_value_heads"]
+        q, k, v = heads("q", x), heads("k", both).repeat(share, axis=1), heads("v", both).repeat(share, axis=1)
         scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(dims)
-        scores[:, ~np.tri(len(x), dtype=bool)] = -np.inf
+        if causal:
+            scores[:, ~np.tri(len(x), len(both), len(both) - len(x), dtype=bool)] = -np.inf
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        mixed = np.einsum("hts,shd->thd", weights, v.repeat(queries, axis=1)).reshape(len(x), -1)
-        return mixed @ self.arrays[f"{prefix}self_attn.o_proj.weight"].T
+        return self.linear(f"{prefix}self_attn.o_proj", np.einsum("hts,shd->thd", weights, v).reshape(len(x), -1))
 
     def mlp(self, prefix: str, x: F64) -> F64:
         """SwiGLU behind its norm."""
@@ -360,46 +353,39 @@ def eagle3_encoded(head: RandomHead, features: F64) -> F64:
     return features @ one.arrays["fc.weight"].T
 
 
-def eagle3_rows(head: RandomHead, embedded: F64, g: F64, positions: NDArray[Any], output: NDArray[Any]) -> tuple[F64, F64]:
+def eagle3_rows(head: RandomHead, embedded: F64, g: F64, output: NDArray[Any]) -> tuple[F64, F64]:
     """Logits and hidden states of rows of an EAGLE-3 head. output: the target's matrix, for a head that has none."""
     one = Reference(head, head.config.get("transformer_layer_config", head.config))
     first = "midlayer." if "midlayer.hidden_norm.weight" in one.arrays else "layers.0."
     normed = rms(g, one.arrays[f"{first}hidden_norm.weight"], one.eps)
     x = np.concatenate([rms(embedded, one.arrays[f"{first}input_layernorm.weight"], one.eps), normed], axis=-1)
-    h = (normed if head.config.get("norm_before_residual") else g) + one.attention(first, x, positions)
+    h = (normed if head.config.get("norm_before_residual") else g) + one.attention(first, x)
     h = h + one.mlp(first, h)
     for i in range(1, one.config["num_hidden_layers"]):
         prefix = f"layers.{i}."
-        h = h + one.attention(prefix, rms(h, one.arrays[f"{prefix}input_layernorm.weight"], one.eps), positions)
+        h = h + one.attention(prefix, rms(h, one.arrays[f"{prefix}input_layernorm.weight"], one.eps))
         h = h + one.mlp(prefix, h)
     final = rms(h, one.arrays["norm.weight"], one.eps)
     logits = final @ one.arrays.get("lm_head.weight", np.asarray(output, np.float64)).T
     return logits, final if head.config.get("norm_output") else h
 
 
-def eagle1_rows(head: RandomHead, embedded: F64, h: F64, positions: NDArray[Any], output: NDArray[Any]) -> tuple[F64, F64]:
+def eagle1_rows(head: RandomHead, embedded: F64, h: F64, output: NDArray[Any]) -> tuple[F64, F64]:
     """Logits and hidden states of rows of an EAGLE-1 head. h: the target's, behind its final norm. output: the target's matrix."""
     one = Reference(head, head.config)
     x = np.concatenate([embedded, h], axis=-1) @ one.arrays["fc.weight"].T + one.arrays.get("fc.bias", 0)
-    x = x + one.attention("layers.0.", x, positions)
+    x = x + one.attention("layers.0.", x)
     x = x + one.mlp("layers.0.", x)
     return x @ np.asarray(output, np.float64).T, x
 
 
-def mtp_rows(
-    arrays: Mapping[str, NDArray[Any]],
-    config: Mapping[str, Any],
-    embedded: F64,
-    h: F64,
-    positions: NDArray[Any],
-    output: NDArray[Any],
-) -> tuple[F64, F64]:
-    """Logits and normed hidden states of rows of MiMo's layer for multi-token prediction. arrays: without the layer's prefix."""
-    one = Reference(RandomHead(Path(), dict(config), dict(arrays)), config)
+def mtp_rows(head: RandomHead, embedded: F64, h: F64, output: NDArray[Any]) -> tuple[F64, F64]:
+    """Logits and normed hidden states of rows of MiMo's layer for multi-token prediction, whose arrays have no prefix."""
+    one = Reference(head, head.config)
     a, eps = one.arrays, one.eps
     joined = [rms(h, a["hidden_layernorm.weight"], eps), rms(embedded, a["token_layernorm.weight"], eps)]
     x = np.concatenate(joined, axis=-1) @ a["input_proj.weight"].T
-    x = x + one.attention("", rms(x, a["input_layernorm.weight"], eps), positions)
+    x = x + one.attention("", rms(x, a["input_layernorm.weight"], eps))
     x = x + one.mlp("", x)
     final = rms(x, a["final_layernorm.weight"], eps)
     return final @ np.asarray(output, np.float64).T, final

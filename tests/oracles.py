@@ -427,11 +427,6 @@ def enumerate_exactly(program: Callable[[ExactRng], Hashable]) -> dict[Any, Frac
     return probs
 
 
-def total_variation(first: dict[Any, Any], second: dict[Any, Any]) -> Any:
-    """Half the summed difference of two distributions."""
-    return sum(abs(first.get(key, 0) - second.get(key, 0)) for key in first.keys() | second.keys()) / 2
-
-
 class PieceTokenizer:
     """A vocabulary spelled out: bytes, control tokens as texts, None for a row without a token. Text goes to the longest first."""
 

@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 
-from cpuspec.engine.llm import LLM, Completion
+from cpuspec.engine.llm import LLM
 from tools.make_tiny_model import make_tiny_gguf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "context_length": 1024}
-
-
-def shown(answers: list[Completion]) -> list[tuple[list[int], Any]]:
-    """Tokens and log-probabilities, in which any bit that differs is seen."""
-    return [(answer.token_ids, answer.logprobs) for answer in answers]
 
 
 @pytest.fixture(scope="module")

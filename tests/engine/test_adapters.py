@@ -12,7 +12,8 @@ from cpuspec.errors import BackendError, CacheError, CheckpointError, ConfigErro
 from cpuspec.sequence import Sequence
 from cpuspec.settings import SamplingParams
 from tests.checkpoints.test_adapters import write_peft
-from tests.engine.conftest import SMALL, shown
+from tests.conformance.harness import shown
+from tests.engine.conftest import SMALL
 from tools.make_tiny_model import make_tiny_hf
 
 PARAMS = SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cpuspec.speculation.combine import Combined
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.proposer import NullProposer, Proposer
+from tests.conformance.harness import check_ways
 from tests.oracles import ToyBackend, ToyTokenizer
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
@@ -365,80 +367,65 @@ def test_the_target_is_released_when_its_draft_cannot_be_loaded(models: Path, mo
 
 # ---------------------------------------------------------------------------------------------------------- and what it answers
 
+# Levels on levels; each drafter alone is in tests/conformance/test_drafters.py.
 CHAINS = (
-    "ngram",
-    "DRAFT@3",
-    "ngram,DRAFT@4",
-    "ngram@3,DRAFT@2,self:mxfp4@5",
     "self:int3_g32_asym@4:0.3+ngram",
-    "ngram,skip:1@3",
     "DRAFT@2,skip:1@4,self:q4_0@6",
     "HF@2+ngram@4",
     "suffix,PADDED@3,FEWER@4",
-    "ngram,OTHER@4",
     "text:OTHER@4+ngram",
     "ngram@3,DRAFT@2,OTHER@3,match:DRAFT@4,self:q4_0@5",
-    *("mtp@1", "ngram@2+mtp@4", "DRAFT@2+mtp@6"),
+    "DRAFT@2+mtp@6",
 )
-
-
-@pytest.fixture(scope="module")
-def wanted(models: Path) -> list[list[int]]:
-    with LLM(models / "target.gguf", backend="numba", threads=1) as plain:
-        return [answer.token_ids for answer in plain.generate(PROMPTS, PARAMS)]
-
-
-PROMPTS = ["the cat sat on the mat and the cat sat on", "one two one two one", "x", "a b c d e f g"]
-PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("chain", CHAINS)
-def test_greedy_answers_are_the_same_with_every_chain_in_a_batch(
-    models: Path, wanted: list[list[int]], chain: str, threads: int
-) -> None:
-    spec = re.sub("DRAFT|PADDED|FEWER|OTHER", lambda name: str(models / f"{name[0].lower()}.gguf"), chain)
-    spec = spec.replace("HF", str(models / "hf"))
-    with LLM(models / "target.gguf", spec, threads=threads, max_sequences=3) as llm:
-        assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)] == wanted
-        off = SamplingParams(max_tokens=40, ignore_eos=True, max_draft_tokens=0)
-        one = SamplingParams(max_tokens=40, ignore_eos=True, max_draft_tokens=1)
-        plain, capped = llm.generate(PROMPTS[:2], [off, one])
-        assert [plain.token_ids, capped.token_ids] == wanted[:2]
-        assert plain.stats.levels == {}
-        assert max(len(level.num_accepted_tokens_per_pos) for level in capped.stats.levels.values()) == 1
-        most = max(len(ids) for ids in wanted)
-        assert llm.memory()[-1].kv_bytes > most * llm.context.cache.bytes_per_token
-
-
-ACROSS = {
+ACROSS = {  # levels that run on other backends than the target
     "numba": (
         "torch:DRAFT@3",
         "ngram,torch:HF@3,numpy:skip:1@4",
         "torch:self:q8_0@4,self:mxfp4@3",
         "torch:cpu,dtype=f32:text:OTHER@3+ngram",
         "onnxruntime:DRAFT@3",
+        "numpy:mtp@3",
     ),
     "onnxruntime": ("numba:DRAFT@3",),
     "torch": ("numba:DRAFT@3", "suffix,numba:skip:1@3,DRAFT@2,numpy:self:q4_0@4", "skip:1@3,self:q8_0@4"),
 }
+PROMPTS = ["the cat sat on the mat and the cat sat on", "one two one two one", "x", "a b c d e f g"]
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+SETTINGS = EngineConfig(threads=1, max_sequences=3)
+
+
+def with_models(spec: str, models: Path) -> str:
+    spec = re.sub("DRAFT|PADDED|FEWER|OTHER", lambda name: str(models / f"{name[0].lower()}.gguf"), spec)
+    return spec.replace("HF", str(models / "hf"))
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_greedy_answers_are_the_same_with_every_chain_in_a_batch(models: Path, chain: str) -> None:
+    ways = [(with_models(chain, models), {"threads": threads}) for threads in (1, 2)]
+    check_ways(open_checkpoint(models / "target.gguf"), ways, PROMPTS, [PARAMS] * 4, SETTINGS)
+
+
+def test_a_request_has_as_many_drafts_as_it_allows(models: Path) -> None:
+    off, one = replace(PARAMS, max_draft_tokens=0), replace(PARAMS, max_draft_tokens=1)
+    with LLM(models / "target.gguf", with_models("ngram@3,DRAFT@2,self:mxfp4@5", models), settings=SETTINGS) as llm:
+        wanted = [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)]
+        plain, capped = llm.generate(PROMPTS[:2], [off, one])
+        assert [plain.token_ids, capped.token_ids] == wanted[:2]
+        assert plain.stats.levels == {}
+        assert max(len(level.num_accepted_tokens_per_pos) for level in capped.stats.levels.values()) == 1
+        assert llm.memory()[-1].kv_bytes > max(map(len, wanted)) * llm.context.cache.bytes_per_token
 
 
 @pytest.mark.parametrize(("backend", "chain"), [(backend, chain) for backend, chains in ACROSS.items() for chain in chains])
 def test_levels_may_run_on_other_backends_than_the_target(models: Path, backend: str, chain: str) -> None:
     """Greedy answers are those without drafts: numba promises it, and torch where no two tokens are nearly as likely, as here."""
-    spec = re.sub("DRAFT|OTHER", lambda name: str(models / f"{name[0].lower()}.gguf"), chain).replace("HF", str(models / "hf"))
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
-    with LLM(models / "target.gguf", "none", backend, threads=1) as llm:
-        plain = [answer.token_ids for answer in llm.generate(PROMPTS, params)]
-    with LLM(models / "target.gguf", spec, backend, threads=1, max_sequences=3) as llm:
-        answers = llm.generate(PROMPTS, params)
-        assert [answer.token_ids for answer in answers] == plain
+    target, spec = open_checkpoint(models / "target.gguf"), with_models(chain, models)
+    check_ways(target, [(spec, {})], PROMPTS, [replace(PARAMS, max_tokens=20)] * 4, SETTINGS, backend)
+    with LLM(target, spec, backend, settings=SETTINGS) as llm:
         ran = {draft.name: draft.context.backend.name for draft in llm.drafts}
         assert list(ran) == [level.name for level in llm.memory()[:-1]]
         for name, where in ran.items():
             assert where == (name.partition(":")[0] if name.partition(":")[0] in BACKENDS else backend)
-        assert sum(level.num_draft_tokens for answer in answers for level in answer.stats.levels.values()) > 0
 
 
 def test_a_level_may_have_settings_of_its_own(models: Path) -> None:

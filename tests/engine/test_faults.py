@@ -15,7 +15,6 @@ from cpuspec.model.cache import KVCache
 from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context
-from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.guarded import GuardedProposer
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.engine.test_engine import PROPOSER_FACTORIES, every_proposer
@@ -82,39 +81,6 @@ def test_a_draft_model_whose_rows_are_not_finite_changes_no_answer(how: str) -> 
     plain, got = (run(model, one, params, [*PROMPTS[:2], [0, POISON]]) for one in (NullProposer(), drafted))
     assert [ids(one) for one in got] == [ids(one) for one in plain]
     assert {one[-1].finish_reason for one in got} == {"length"}
-
-
-class FailsForOne(NullProposer):
-    """Raises where the prompt of a sequence begins with 4, in the call that is named."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def _call(self, where: str, seq: Any) -> None:
-        if where == self.where and seq.tokens[0] == 4 and (where == "begin" or seq.num_output_tokens > 3):
-            raise ZeroDivisionError("of one")
-
-    def begin(self, seq: Any, num_cached: int) -> None:
-        self._call("begin", seq)
-
-    def propose(self, seqs: list[Any], limits: list[int]) -> list[Draft]:
-        for seq in seqs:
-            self._call("propose", seq)
-        return [Draft.chain([4] * min(limit, 2), "mine") for limit in limits]
-
-    def accept(self, seq: Any, verdict: Any, hidden: Any) -> None:
-        self._call("accept", seq)
-
-
-@pytest.mark.parametrize("where", ["begin", "propose", "accept"])
-def test_a_drafter_that_fails_for_one_sequence_ends_that_one(where: str) -> None:
-    model, prompts, params = ToyBackend(1, memory=0.2), [[4, 5], *PROMPTS[:2]], [PARAMS["sampled"]] * 3
-    guarded = GuardedProposer(FailsForOne(where), Context(model, 3, 64), plain_on_error=False)
-    plain, got = (run(model, one, params, prompts) for one in (NullProposer(), guarded))
-    assert [ids(one) for one in got[1:]] == [ids(one) for one in plain[1:]]
-    assert got[0][-1].finish_reason == "error"
-    assert "ZeroDivisionError('of one')" in str(got[0][-1].error)
-    assert ids(got[0]) == ids(plain[0])[: len(ids(got[0]))]
 
 
 @pytest.fixture

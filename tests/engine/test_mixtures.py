@@ -1,6 +1,6 @@
 """Mixtures larger than the memory, and heads over families with operations of their own, change no answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from cpuspec.errors import BackendError
 from cpuspec.settings import EngineConfig
 from tests.backends.models import every_backend, in_gguf
 from tests.block_heads import make_block_head
+from tests.conformance.harness import check_ways
 from tests.heads import RandomHead, make_eagle1, make_eagle3
 from tests.stage_heads import make_medusa
 from tools.make_tiny_model import make_tiny_gguf
@@ -52,11 +53,15 @@ def plain_answers(model: str, params: SamplingParams) -> list[list[int]]:
         return [llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS]
 
 
+def check_specs(model: Path | str, specs: Sequence[str]) -> None:
+    """Greedy answers with drafts, on one thread and on two in turns, are those of plain decoding."""
+    params, usual = SamplingParams(max_tokens=24, ignore_eos=True), EngineConfig()
+    ways = [(spec, {"threads": 1 + number % 2}) for number, spec in enumerate(specs)]
+    check_ways(open_checkpoint(model), ways, PROMPTS, [params] * len(PROMPTS), usual)
+
+
 def test_a_draft_that_skips_all_layers_with_experts_changes_no_answer(tmp_path: Path) -> None:
-    model = str(make_tiny_gguf(tmp_path / "tiny.gguf", **{"num_layers": 2, **in_gguf("bailingmoe2")}))
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
-    with LLM(model, "skip:1@3", threads=1) as llm:
-        assert [one.token_ids for one in llm.generate(list(PROMPTS), params)] == plain_answers(model, params)
+    check_specs(make_tiny_gguf(tmp_path / "tiny.gguf", **{"num_layers": 2, **in_gguf("bailingmoe2")}), ["skip:1@3"])
 
 
 @pytest.mark.parametrize("model", ["a mixture"], indirect=True)
@@ -100,17 +105,9 @@ TWO_OF_FIVE = [(name, head) for i, name in enumerate(FAMILIES) for head in (list
 @pytest.mark.parametrize(("model", "head"), TWO_OF_FIVE, indirect=["model"])
 def test_heads_over_every_family_draft_and_change_no_answer(model: str, tmp_path: Path, head: str) -> None:
     """Each family under two kinds of heads: in trees, behind lookups, and as `auto` chooses."""
-    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
-    wanted = plain_answers(model, params)
     path = HEADS[head](tmp_path / "head", open_checkpoint(model).config).path
-    specs = [f"{path}@3", f"ngram@2+{path}@2", f"auto,{path}"] + ([f"tree:{path}@6"] if head[:2] in ("EA", "Me") else [])
-    for number, spec in enumerate(specs):
-        with LLM(model, spec=spec, threads=1 + number % 2) as llm:
-            outputs = llm.generate(list(PROMPTS), params)
-            assert [one.token_ids for one in outputs] == wanted, spec
-            if number == 0:
-                assert sum(one.stats.num_draft_tokens for one in outputs if one.stats) > 0
-                assert all(one.weight_bytes > 0 for one in llm.reads())
+    trees = [f"tree:{path}@6"] if head[:2] in ("EA", "Me") else []
+    check_specs(model, [f"{path}@3", f"ngram@2+{path}@2", f"auto,{path}", *trees])
 
 
 @pytest.mark.parametrize("model", ["a mixture"], indirect=True)

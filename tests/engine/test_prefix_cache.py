@@ -11,7 +11,7 @@ from cpuspec.errors import CacheError, ConfigError
 from cpuspec.settings import SamplingParams
 from cpuspec.speculation import slots as slots_module
 from tests.backends.models import every_backend
-from tests.engine.conftest import shown
+from tests.conformance.harness import shown
 
 PARAMS = {
     "greedy": SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0),

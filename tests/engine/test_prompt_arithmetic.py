@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,8 @@ from cpuspec.errors import BackendError, CacheError
 from cpuspec.kernels import isa
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.settings import EngineConfig, SamplingParams
-from tests.engine.conftest import SMALL, shown
+from tests.conformance.harness import check_ways, shown
+from tests.engine.conftest import SMALL
 from tools.make_tiny_model import make_tiny_gguf
 
 needs_bf16 = pytest.mark.skipif(not isa.has_bf16_dots(), reason="this processor does not multiply bf16")
@@ -43,30 +43,13 @@ def fed(backend: Backend, tokens: list[int], of_prompts: bool) -> np.ndarray:
 
 
 @needs_bf16
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_rows": 7, "prompt_rows": 3},
-        {"max_rows": 32},
-        {"threads": 3},
-        {"prefix_cache_gb": 0},
-        {"spec": "ngram"},
-        {"spec": "suffix:tree"},
-        {"spec": "auto"},
-        {"spec": "self:mxfp4@3"},
-        {"spec": "suffix,DRAFT@3", "max_rows": 20},
-        {"spec": "ngram", "model": "windows"},
-    ],
-    ids=str,
-)
-def test_an_answer_is_the_same_whatever_chunks_threads_batch_mates_and_drafts(
-    opened: Callable[..., LLM], settings: dict[str, Any]
-) -> None:
-    alone = opened(model=settings.get("model", "plain"), prefix_cache_gb=0)
-    expected = [shown(alone.generate([prompt], GREEDY)) for prompt in prompts()]
-    llm = opened(**settings)
-    assert [[one] for one in shown(llm.generate(prompts(), GREEDY))] == expected, "together"
-    assert [shown(llm.generate([prompt], GREEDY)) for prompt in prompts()] == expected, "one after the other"
+@pytest.mark.parametrize("model", ["plain", "windows"])
+def test_an_answer_is_the_same_whatever_chunks_threads_batch_mates_and_drafts(models: Path, model: str) -> None:
+    specs = ("ngram", "suffix:tree", "auto", "self:mxfp4@3", f"suffix,{models / 'draft.gguf'}@3")
+    ways = [("none", {"max_rows": 7, "prompt_rows": 3}), ("none", {"threads": 3}), ("none", {"prefix_cache_gb": 0})]
+    ways += [(spec, {"max_rows": 20} if number % 2 else {}) for number, spec in enumerate(specs)]
+    usual = EngineConfig(threads=1, max_sequences=4, prompt_arithmetic="bf16", keep_packed=False)
+    check_ways(open_checkpoint(models / f"{model}.gguf"), ways, prompts(), [GREEDY] * len(prompts()), usual)
 
 
 @needs_bf16

@@ -16,7 +16,7 @@ import pytest
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.settings import SamplingParams
 from tests.backends.models import RECURRENT, every_backend
-from tests.engine.conftest import shown
+from tests.conformance.harness import shown
 from tools.make_tiny_model import make_tiny_gguf
 
 _DELTA = {"num_layers": 5, "rope_dims": 8, "shared_size": 32, "expert_size": 64, "predicts": True}

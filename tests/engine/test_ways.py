@@ -21,7 +21,8 @@ from cpuspec.model.cache import KVCache
 from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.context import Context
 from tests.backends.models import GEMMA4, LATENT, MIXTURES, RECURRENT, SMALL, in_gguf
-from tests.engine.conftest import shown
+from tests.conformance.harness import check_ways
+from tests.conformance.knowing import Knowing
 from tests.engine.test_mixtures import FAMILIES
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -55,7 +56,7 @@ def _prompts(count: int) -> list[list[int]]:
     return found
 
 
-def check_ways(checkpoint: Checkpoint, num_prompts: int, predicts: bool, part: slice = slice(None), num_before: int = 0) -> int:
+def check_model(checkpoint: Checkpoint, num_prompts: int, predicts: bool, part: slice = slice(None), num_before: int = 0) -> int:
     """Half of the answers are greedy and half have a seed; they have different lengths. Returns how many were compared.
 
     part: of the ways. num_before: tokens before those of each prompt.
@@ -66,32 +67,17 @@ def check_ways(checkpoint: Checkpoint, num_prompts: int, predicts: bool, part: s
     usual = replace(SETTINGS, context_length=128 + 2 * num_before, **{"prompt_rows": 256, "max_rows": 256} if num_before else {})
     params = [SamplingParams(max_tokens=8 + number % 9, ignore_eos=True, logprobs=0) for number in range(num_prompts)]
     params[1::2] = [replace(one, temperature=0.8, seed=number) for number, one in enumerate(params[1::2])]
-    with LLM(checkpoint, "none", settings=replace(usual, threads=1, max_sequences=1)) as llm:
-        assert llm.context.cache.sizes.windows or not num_before
-        wanted = shown(llm.generate(prompts, params))
-    assert len({tuple(ids) for ids, _ in wanted}) > num_prompts // 2
-    compared = 0
-    recurs = checkpoint.config.is_recurrent
-    for draft, threads, sequences, others in [*WAYS, *(OWN_WAYS if predicts else []), *([] if recurs else TREE_WAYS)][part]:
-        settings = replace(usual, threads=threads, max_sequences=sequences, **others)  # type: ignore[arg-type]
-        if "skip" in draft and checkpoint.config.layer_owners:
-            continue  # the layers that would be left out are read by others
-        with LLM(checkpoint, draft, settings=settings) as llm:
-            got = shown(llm.generate(prompts, params))
-            assert got == wanted, f"{draft}, {threads} threads, {sequences} sequences, {others}"
-            assert draft in ("none", "auto") or sum(level.num_draft_tokens for level in llm.levels.values()), draft
-        compared += len(got)
-    kept = replace(usual, threads=2, max_sequences=4, prefix_cache_dir=str(checkpoint.path.parent / "prefixes"))
-    for start in ("first", "after a restart"):
-        for gigabytes in (0, 1):  # on the disk alone, and in memory
-            with LLM(checkpoint, "ngram@3", settings=replace(kept, prefix_cache_gb=gigabytes)) as llm:
-                for _ in range(2):
-                    assert shown(llm.generate(prompts, params)) == wanted, f"{start}, {gigabytes} GB"
-                    compared += len(wanted)
-    if not recurs:
-        return compared
-    with pytest.raises(ConfigError, match="tree"):
-        LLM(checkpoint, "suffix:tree", settings=SETTINGS)
+    recurs, owned = checkpoint.config.is_recurrent, checkpoint.config.layer_owners
+    named = [*WAYS, *(OWN_WAYS if predicts else []), *([] if recurs else TREE_WAYS)][part]
+    named = [way for way in named if not (owned and "skip" in way[0])]  # layers that would be left out are read by others
+    ways = [(spec, {"threads": threads, "max_sequences": most, **others}) for spec, threads, most, others in named]
+    kept = {"threads": 2, "max_sequences": 4, "prefix_cache_dir": str(checkpoint.path.parent / "prefixes")}
+    ways += 2 * [("ngram@3", {**kept, "prefix_cache_gb": gigabytes}) for gigabytes in (0, 1)]  # on the disk alone, and in memory
+    assert not num_before or any(checkpoint.config.layer_windows)
+    compared = check_ways(checkpoint, ways, prompts, params, usual)
+    if recurs:
+        with pytest.raises(ConfigError, match="tree"):
+            LLM(checkpoint, "suffix:tree", settings=SETTINGS)
     return compared
 
 
@@ -106,7 +92,7 @@ def _checkpoint(directory: Path, model: str) -> Checkpoint:
 def test_answers_are_those_of_plain_decoding_in_every_way(tmp_path: Path, model: str, part: int) -> None:
     """A sixth of the ways."""
     before = LONG.get(model, 0)
-    check_ways(_checkpoint(tmp_path, model), 4 if before else 8, model in PREDICTS, slice(part, None, 6), before)
+    check_model(_checkpoint(tmp_path, model), 4 if before else 8, model in PREDICTS, slice(part, None, 6), before)
 
 
 @pytest.mark.parametrize("model", ["windows", "gemma4-moe", "deepseek2"])
@@ -143,33 +129,6 @@ def test_steps_that_run_at_once_change_no_answer_and_no_figure(tmp_path: Path, m
         assert [answers(llm, most) for most in (3, 31)] == [ended] * 2
 
 
-_KNOWN = """
-from cpuspec import Draft
-
-ANSWERS = {answers}
-
-
-class Known:
-    name, hidden_layers = "known", ()
-
-    def propose(self, seqs, limits):
-        drafts = []
-        for seq, limit in zip(seqs, limits):
-            prompt, told = tuple(seq.tokens[: seq.num_prompt_tokens]), len(seq.tokens) - seq.num_prompt_tokens
-            coming = [(token + {added}) % 384 for token in ANSWERS.get(prompt, [])[told : told + limit]]
-            drafts.append(Draft.chain(coming, self.name))
-        return drafts
-"""
-
-
-def _knowing(directory: Path, prompts: list[list[int]], answers: list[list[int]], added: int) -> str:
-    """A drafter of these answers, with a number added to each token."""
-    path = directory / f"known_{added}.py"
-    found = dict(zip(map(tuple, prompts), answers, strict=True))
-    path.write_text(_KNOWN.replace("{answers}", repr(found)).replace("{added}", str(added)))
-    return f"{path}:Known"
-
-
 @pytest.fixture(scope="module", params=PREDICTS)
 def predicting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return _checkpoint(tmp_path_factory.mktemp("model"), request.param)
@@ -177,15 +136,17 @@ def predicting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
 def test_omlx_3370_exact_drafted_tokens_are_never_refused_at_a_temperature(
-    predicting: Checkpoint, tmp_path: Path, temperature: float
+    predicting: Checkpoint, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     """Its negative control: tokens one beside them are refused, all of them."""
     prompts = [[*prompt, number] for number, prompt in enumerate(_prompts(9))]
     params = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=temperature, seed=seed) for seed in range(9)]
     with LLM(predicting, "none", settings=SETTINGS) as llm:
         answers = [answer.token_ids for answer in llm.generate(prompts, params)]
+    monkeypatch.setattr(Knowing, "answers", dict(zip(map(tuple, prompts), answers, strict=True)))
     for added in (0, 1):
-        with LLM(predicting, f"{_knowing(tmp_path, prompts, answers, added)}@5", settings=SETTINGS) as llm:
+        monkeypatch.setattr(Knowing, "added", added)
+        with LLM(predicting, "tests.conformance.knowing:Knowing@5", settings=SETTINGS) as llm:
             assert [answer.token_ids for answer in llm.generate(prompts, params)] == answers
             (level,) = llm.levels.values()
             assert level.num_draft_tokens > 9
@@ -203,5 +164,5 @@ def test_ollama_18541_a_layer_that_is_never_right_soon_drafts_no_more(predicting
 if __name__ == "__main__":
     for name in sys.argv[2:] or MODELS:
         with TemporaryDirectory() as place:
-            count = check_ways(_checkpoint(Path(place), name), int(sys.argv[1]), name in PREDICTS, num_before=LONG.get(name, 0))
+            count = check_model(_checkpoint(Path(place), name), int(sys.argv[1]), name in PREDICTS, num_before=LONG.get(name, 0))
             print(name, count, "answers are the same")

@@ -30,7 +30,7 @@ DIRECTORIES: dict[str, Any] = {
     "DSpark": lambda path, target: block_heads.make_block_head(path, target, markov="gated", confidence="markov"),
     "DFlash of speculators": lambda path, target: block_heads.make_block_head(path, target, layout="speculators", num_drafted=96),
 }
-FILES = {"EAGLE-3": heads.as_gguf, "DFlash": block_heads.as_gguf, "DSpark": block_heads.as_gguf}
+FILES = dict.fromkeys(("EAGLE-3", "DFlash", "DSpark"), heads.as_gguf)
 MTP = "multi-token prediction"
 MTP_ALONE = "multi-token prediction in a file of its own"
 

@@ -5,7 +5,7 @@ from cpuspec.speculation import chain as chain_module
 from cpuspec.speculation import round as round_module
 from cpuspec.speculation.drafters import head_path as head_path_module
 from tests.backends.models import tiny
-from tests.speculation.head_runs import SMALL
+from tests.conformance.harness import SMALL
 
 
 @pytest.fixture

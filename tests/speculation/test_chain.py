@@ -15,6 +15,7 @@ from cpuspec.speculation.combine import Combined, Rule, first_hit, one_after_ano
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.proposer import NullProposer, Proposer
+from tests.conformance.harness import let_drafts_through
 from tests.oracles import ToyBackend
 from tests.speculation.exact import ExactContext, ExactSource, check_draws
 
@@ -41,6 +42,13 @@ def test_a_chain_of_any_depth_yields_exactly_the_targets_distribution(
 ) -> None:
     chain = exact_chain(depth, vocab, with_source and depth < 3, min_confidence=min_confidence)
     check_draws(chain, vocab, limit, length)
+
+
+@pytest.mark.usefixtures("exact_rows")
+def test_the_enumeration_catches_a_round_that_lets_a_drafted_token_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_drafts_through(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_draws(exact_chain(1, 3), 3, 2, 3)
 
 
 @pytest.mark.usefixtures("exact_rows")

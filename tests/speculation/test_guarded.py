@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cpuspec.engine.llm import LLM
+from cpuspec.engine.llm import LLM, Completion
 from cpuspec.settings import EngineConfig, SamplingParams
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.chosen import ChosenDrafts
@@ -85,19 +85,22 @@ def shapes(failing: Any) -> dict[str, Proposer]:
     }
 
 
-def answers(proposer: Proposer | None, params: SamplingParams, rounds: int = 1) -> list[list[int]]:
+def completions(proposer: Proposer, params: SamplingParams, rounds: int = 1) -> list[Completion]:
     settings = EngineConfig(max_sequences=2)
     llm = LLM.from_backend(ToyBackend(2, memory=0.3), ToyTokenizer(8), "none", settings)  # type: ignore[arg-type]
-    if proposer is not None:
-        llm.engine._proposer = proposer
-        llm.engine._contexts += [level.context for level in proposer.levels]
+    llm.engine._proposer = proposer
+    llm.engine._contexts += [level.context for level in proposer.levels]
     found = []
     for _ in range(rounds):
-        found = [answer.token_ids for answer in llm.generate(PROMPTS, params)]
+        found = llm.generate(PROMPTS, params)
         assert len(llm.context.slots.free) == 2
-        for level in proposer.levels if proposer else ():
+        for level in proposer.levels:
             assert len(level.context.slots.free) == 2
     return found
+
+
+def answers(proposer: Proposer, params: SamplingParams, rounds: int = 1) -> list[list[int]]:
+    return [answer.token_ids for answer in completions(proposer, params, rounds)]
 
 
 @pytest.mark.parametrize("how", PARAMS)
@@ -113,6 +116,17 @@ def test_answers_are_those_without_drafts_wherever_a_drafter_fails(shape: str, w
     assert not guarded._plain
     if where != "end":
         assert guarded.num_failures == 3  # of the poisoned prompt, once in each round
+
+
+@pytest.mark.parametrize("where", ["begin", "propose", "leaves tokens", "accept"])
+def test_a_drafter_that_fails_for_one_sequence_ends_that_one_unless_it_goes_on_without(where: str) -> None:
+    params, context = PARAMS["sampled"], Context(ToyBackend(2, memory=0.3), 2, 64)
+    guarded = GuardedProposer(Failing(where, poison=0), context, plain_on_error=False)
+    (failed, *others), (plain, *wanted) = completions(guarded, params), answers(NullProposer(), params)
+    assert [one.token_ids for one in others] == wanted
+    assert (failed.finish_reason, failed.token_ids) == ("error", plain[: len(failed.token_ids)])
+    assert failed.error
+    assert ("in the middle" if where == "leaves tokens" else f"{where} of this drafter is broken") in failed.error
 
 
 @pytest.mark.parametrize("where", [where for where in WAYS if where not in ("bad draft", "leaves tokens")])
@@ -137,7 +151,7 @@ def test_a_users_drafter_that_fails_ends_no_request_where_that_is_set(tmp_path: 
     settings = EngineConfig(plain_on_draft_error=True)
     llm = LLM.from_backend(backend, ToyTokenizer(8), f"{path}:Mine", settings)  # type: ignore[arg-type]
     found = [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS["greedy"])]
-    assert found == answers(None, PARAMS["greedy"])
+    assert found == answers(NullProposer(), PARAMS["greedy"])
     assert llm.num_draft_failures == 3
     assert "propose of mine failed with ZeroDivisionError" in caplog.text
     assert isinstance(llm.engine._proposer, GuardedProposer)

@@ -1,4 +1,4 @@
-"""Drafts of models that fill rows of a mask token: one forward each, of the model's own rows, and no answer changes."""
+"""Drafts of models that fill rows of a mask token: one forward each, of the model's own rows."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,6 @@ from cpuspec.speculation.drafters import head_path
 from cpuspec.speculation.drafters.head_path import likeliest_children
 from cpuspec.speculation.drafters.masks import MaskProposer
 from tests.oracles import ToyBackend
-from tests.speculation.head_runs import check_answers
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 MASK = 7
@@ -85,13 +84,6 @@ def pard(directory: Path, mask_id: object = MASK, key: str = "pard_token", seed:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, key: mask_id}))
     return directory
-
-
-@pytest.mark.parametrize("backend", ["numba", "numpy"])
-def test_drafts_change_no_answer(target: Path, tmp_path: Path, backend: str) -> None:
-    path = pard(tmp_path / "pard")
-    specs = [spec.format(path) for spec in ("{}", "draw:{}", "auto,{}", "{}@3", "ngram+{}")]
-    check_answers(open_checkpoint(target), backend, specs)
 
 
 def test_a_model_with_the_targets_weights_drafts_the_next_token_right(target: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from cpuspec.checkpoints.heads import own_mtp
 from cpuspec.engine.heads import draft_casts
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.settings import EngineConfig, SamplingParams
-from tests.speculation.test_heads import OWN, shape_of_own
+from tests.speculation.test_head_files import OWN, shape_of_own
 from tools.make_tiny_model import (
     prediction_weights,
     random_weights,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from cpuspec import LLM
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.heads import Head, find_reader, own_mtp
@@ -27,6 +26,7 @@ from cpuspec.train.start import HeadShape
 from cpuspec.train.vocabulary import count, drafted_ids
 from tests.backends.models import tiny
 from tests.block_heads import make_block_head
+from tests.conformance.harness import check_ways
 from tests.train.toy import FIRST, LAYERS, SETTINGS, SMALL, WORDS, make_samples, text
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -177,10 +177,12 @@ def test_a_layer_for_prediction_is_of_its_targets_family_and_drafts_from_a_file_
         assert beside.model.tensors.keys() == head.model.tensors.keys()
         for name, tensor in head.model.tensors.items():
             assert np.array_equal(beside.model.tensors[name].dequantize(), tensor.dequantize()), name
-    prompt, params = text(np.random.default_rng(3), 12).tolist(), SamplingParams(max_tokens=24, ignore_eos=True)
-    with LLM(path, "none", settings=SETTINGS) as plain, LLM(path, "mtp@3", settings=SETTINGS) as drafting:
-        assert plain.generate([prompt], params)[0].token_ids == drafting.generate([prompt], params)[0].token_ids
-        assert sum(level.num_draft_tokens for level in drafting.levels.values()) > 0
+    check_drafts(open_checkpoint(path), "mtp@3")
+
+
+def check_drafts(target: Checkpoint, spec: str) -> None:
+    prompts, params = [text(np.random.default_rng(3), 12).tolist()], SamplingParams(max_tokens=24, ignore_eos=True)
+    check_ways(target, [(spec, {})], prompts, [params], SETTINGS)
 
 
 @pytest.mark.parametrize(("family", "told"), [("gemma2", "attention_softcap"), ("mixtral", "router"), ("cohere2", "no heads")])
@@ -212,12 +214,7 @@ def test_answers_with_a_trained_head_are_those_without(target: Checkpoint, sampl
     found = find_reader(tmp_path / "head")
     assert found
     assert found[0].name == {"eagle3": "EAGLE-3", "mtp": "multi-token prediction"}[method]
-    prompt = text(np.random.default_rng(3), 12).tolist()
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
-    with LLM(target, "none", settings=SETTINGS) as plain, LLM(target, str(tmp_path / "head"), settings=SETTINGS) as drafting:
-        one, other = plain.generate([prompt], params)[0], drafting.generate([prompt], params)[0]
-        assert one.token_ids == other.token_ids
-        assert sum(level.num_draft_tokens for level in drafting.levels.values()) > 0
+    check_drafts(target, str(tmp_path / "head"))
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.0, 1.8])
