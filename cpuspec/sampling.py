@@ -231,9 +231,13 @@ def logprobs(logits: F32, token: int, num_top: int) -> TokenLogprobs:
     x = log_softmax(logits)
     if math.isnan(x[token]):  # one such logit makes all of them NaN
         raise _not_finite(logits)
-    best = _largest(x, min(num_top, len(x))) if num_top else np.arange(0)
-    best = best[np.argsort(-x[best], kind="stable")]
-    return TokenLogprobs(int(token), float(x[token]), tuple((int(i), float(x[i])) for i in best))
+    return TokenLogprobs(int(token), float(x[token]), tuple((int(i), float(x[i])) for i in likeliest(x, num_top)))
+
+
+def likeliest(x: NDArray[Any], num: int) -> I64:
+    """Ids of the `num` largest of x [V], or of all, the largest first; of equal ones the lower id comes first."""
+    best = _largest(x, min(num, len(x))) if num else np.arange(0)
+    return best[np.argsort(-x[best], kind="stable")]
 
 
 def log_softmax(logits: F32) -> F64:

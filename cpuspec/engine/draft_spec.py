@@ -72,10 +72,6 @@ def _cast_weights(target: Checkpoint, format_name: str) -> Weights:
     return target, casts(target, get_format(format_name))
 
 
-def _fewer_layers(target: Checkpoint, skipped: str) -> Weights:
-    return skip_layers(target, read_skipped(skipped, target)), {}
-
-
 # Drafters without a model. They look drafts up in text and verify none, so they come first in a spec.
 LOOKUPS: Mapping[str, Callable[[LevelSpec], Proposer]] = dict.fromkeys(NUM_TOKENS, make_lookup)
 
@@ -83,7 +79,10 @@ LOOKUPS: Mapping[str, Callable[[LevelSpec], Proposer]] = dict.fromkeys(NUM_TOKEN
 HEAD_STYLES = ("tree", "draw")
 
 # Drafters made of the target's own weights, and drafters of another vocabulary that are translated by text.
-OWN_WEIGHTS: Mapping[str, Callable[[Checkpoint, str], Weights]] = {"self": _cast_weights, "skip": _fewer_layers}
+OWN_WEIGHTS: Mapping[str, Callable[[Checkpoint, str], Weights]] = {
+    "self": _cast_weights,
+    "skip": lambda target, skipped: (skip_layers(target, read_skipped(skipped, target)), {}),
+}
 BY_TEXT = "text"
 MODELS = (*OWN_WEIGHTS, BY_TEXT, *HEAD_STYLES)
 
@@ -201,25 +200,29 @@ class Verifier:
     context_length: int
 
 
+class _Asked(NamedTuple):
+    """A drafter as a spec asks for it, beside its verifier. num_tokens: of a draft, if the drafter knows no number of its own."""
+
+    drafter: _Drafter
+    part: LevelSpec
+    num_tokens: int
+    backend: str
+    settings: EngineConfig
+    verifier: Verifier
+
+
 @dataclass(frozen=True)
 class OpenedModel:
     """A draft model that fits its verifier. Its weights are not loaded yet.
 
-    translation: from its vocabulary to the verifier's; None if they are the same. draws: whether a model that drafts in one pass
-    draws its tokens. token_ids: the only tokens that it drafts, rising; None for all.
+    translation: from its vocabulary to the verifier's; None if they are the same. token_ids: the only tokens that it drafts,
+    rising; None for all.
     """
 
-    name: str
-    num_tokens: int
-    min_confidence: float
+    asked: _Asked
     weights: Weights
     tokenizer: Tokenizer
-    backend: str
-    settings: EngineConfig
-    verifier: Verifier
     translation: SharedTokens | None
-    by_text: bool
-    draws: bool = False
     token_ids: I64 | None = None
 
     @property
@@ -231,23 +234,17 @@ class OpenedModel:
     def as_verifier(self) -> Verifier:
         """This model as the verifier of a drafter below it."""
         if self.translation is None:
-            return self.verifier
-        return Verifier(self.tokenizer, self.tokenizer.vocab_size, _MOST_TOKENS_FOR_ONE * self.verifier.context_length)
+            return self.asked.verifier
+        return Verifier(self.tokenizer, self.tokenizer.vocab_size, _MOST_TOKENS_FOR_ONE * self.asked.verifier.context_length)
 
 
 @dataclass(frozen=True)
 class OpenedHead:
-    """A trained head that fits the target. Its weights are not loaded yet. style: of HEAD_STYLES, or ""."""
+    """A trained head that fits the target. Its weights are not loaded yet."""
 
-    name: str
-    num_tokens: int
-    min_confidence: float
+    asked: _Asked
     head: Head
     casts: Mapping[str, Format]
-    backend: str
-    settings: EngineConfig
-    verifier: Verifier
-    style: str
 
 
 OpenedLevel = list[Proposer | OpenedModel | OpenedHead]  # its drafters; each continues the tokens of those before it
@@ -281,7 +278,7 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
     models: list[OpenedLevel] = []
     for level in [level for level in levels if not _read(level).is_lookup][::-1]:
         opened = _open_level(level, target, verifier, num_tokens)
-        heads = [one.name for one in opened if isinstance(one, OpenedHead)]
+        heads = [one.asked.drafter.shown for one in opened if isinstance(one, OpenedHead)]
         if heads and models and not is_planned:
             raise ConfigError(f"{heads[0]} drafts for the target alone; write it last, or join it to another drafter with +")
         models.insert(0, opened)
@@ -301,7 +298,7 @@ def within_memory(opened: OpenedSpec, target: Checkpoint, settings: EngineConfig
 
     Raises ConfigError if these leave no memory, and BackendError as the backend does.
     """
-    heads = [one for level in opened.models for one in level if isinstance(one, OpenedHead) and one.settings.memory != "auto"]
+    heads = [one for level in opened.models for one in level if isinstance(one, OpenedHead) and one.asked.settings.memory != "auto"]
     theirs = set(map(id, target.tensors.values()))
     own = sum(
         prod(tensor.shape[:-1]) * one.casts.get(name, tensor.format).row_bytes(tensor.shape[-1])
@@ -313,7 +310,7 @@ def within_memory(opened: OpenedSpec, target: Checkpoint, settings: EngineConfig
     if not own or limit is None:
         return settings
     if own >= limit:
-        names = " and ".join(one.name for one in heads)
+        names = " and ".join(one.asked.drafter.shown for one in heads)
         raise ConfigError(f"memory is limited to {limit / 1e9:.3f} GB, and {names} alone takes {own / 1e9:.3f} GB; allow more")
     return replace(settings, memory=f"{(limit - own) / 1e3:.3f}KB")
 
@@ -344,22 +341,21 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
         named, _ = read_backend(drafter.backend, settings)
         backend, settings = read_backend(drafter.backend, settings if named == backend else settings_on(named, settings))
         check_backend(backend, settings)
+    asked = _Asked(drafter, part, num_tokens, backend, settings, verifier)
     if drafter.name in (*OWN_WEIGHTS, MTP) or drafter.argument == MTP:
         if target.checkpoint is None:
             raise ConfigError(
                 f"{part.drafter} drafts with the target's own weights, and this target is not a checkpoint; name a model"
             )
         if drafter.argument == MTP:
-            head = own_mtp(target.checkpoint, settings.mmap)
-            return _opened_head(head, part, drafter, target, backend, settings, verifier, num_tokens)
+            return _opened_head(own_mtp(target.checkpoint, settings.mmap), asked, target)
         weights, tokenizer = OWN_WEIGHTS[drafter.name](target.checkpoint, drafter.argument), target.tokenizer
     else:
         source = find_model(drafter.model)
         path, made_for = source if isinstance(source, Path) else fetch(source), source.head if isinstance(source, Recipe) else None
         files = HeadFiles.read(path, settings.mmap)
         if files and (reader := reader_of(files)):
-            head = open_head(reader, files, target.checkpoint, target.tokenizer, made_for)
-            return _opened_head(head, part, drafter, target, backend, settings, verifier, num_tokens)
+            return _opened_head(open_head(reader, files, target.checkpoint, target.tokenizer, made_for), asked, target)
         if made_for:
             raise CheckpointError(f"{path} is not a head of a known kind, and the recipe {drafter.model} says that it is one")
         # Parsing a vocabulary of 150,000 tokens takes a third of a second: once is enough.
@@ -369,7 +365,7 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
             raise ConfigError(f"{part.drafter} drafts with a head that was trained for the target, and {path} is none")
         weights, tokenizer = (checkpoint, {}), make_tokenizer(checkpoint)
         if checkpoint.mask_id is not None:
-            num_tokens = max(num_tokens, masks.DEFAULT_NUM_TOKENS)
+            asked = asked._replace(num_tokens=max(num_tokens, masks.DEFAULT_NUM_TOKENS))
     by_text, translation = drafter.name == BY_TEXT, None
     if by_text or not same_tokens(verifier.tokenizer, tokenizer):
         translation = SharedTokens.find(verifier.tokenizer, verifier.num_rows, tokenizer, part.drafter)
@@ -382,40 +378,19 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
             checkpoint, token_ids = model_of_frequent_tokens(checkpoint, settings.draft_vocab, tokenizer, counted, known)
         named = ("int4" if backend == "numba" else "file") if settings.draft_format == "auto" else settings.draft_format
         weights = checkpoint, draft_casts(checkpoint, named)
-    return OpenedModel(
-        drafter.shown,
-        part.num_tokens or num_tokens,
-        part.min_confidence,
-        weights,
-        tokenizer,
-        backend,
-        settings,
-        verifier,
-        translation,
-        by_text,
-        drafter.name == "draw",
-        token_ids,
-    )
+    return OpenedModel(asked, weights, tokenizer, translation, token_ids)
 
 
-def _opened_head(
-    head: Head,
-    part: LevelSpec,
-    drafter: _Drafter,
-    target: Target,
-    backend: str,
-    settings: EngineConfig,
-    verifier: Verifier,
-    num_tokens: int,
-) -> OpenedHead:
+def _opened_head(head: Head, asked: _Asked, target: Target) -> OpenedHead:
+    drafter, settings = asked.drafter, asked.settings
     if drafter.name == "tree" and head.method not in TREE_RULES:
         raise ConfigError(f"{drafter.shown} drafts in one pass, and makes no trees; leave out tree:")
     head = of_frequent_tokens(head, settings.draft_vocab, target.tokenizer)
-    style, named = drafter.name if drafter.name in HEAD_STYLES else "", settings.draft_format.replace("auto", "int8")
-    casts = draft_casts(head.model, named, target.checkpoint.tensors.values() if target.checkpoint else ())
+    theirs = target.checkpoint.tensors.values() if target.checkpoint else ()
+    casts = draft_casts(head.model, settings.draft_format.replace("auto", "int8"), theirs)
     # A planner may ask a head for more tokens than its default, unless one pass makes the draft.
-    number = part.num_tokens or (max(num_tokens, head.num_tokens) if head.method in TREE_RULES else head.num_tokens)
-    return OpenedHead(drafter.shown, number, part.min_confidence, head, casts, backend, settings, verifier, style)
+    number = max(asked.num_tokens, head.num_tokens) if head.method in TREE_RULES else head.num_tokens
+    return OpenedHead(asked._replace(num_tokens=number), head, casts)
 
 
 # ------------------------------------------------------------------------------------------------------------- phase 2: building
@@ -486,7 +461,7 @@ def _loaded(default: Proposer, opened: OpenedSpec, vocab_size: int) -> dict[str,
     """The loaded models that may draft directly for the target, by name. These, and the models above them, have its vocabulary."""
     models = [one for level in opened.models for one in level if isinstance(one, OpenedModel)]
     same = {
-        one.name
+        one.asked.drafter.shown
         for number, one in enumerate(models)
         if all(above.translation is None for above in ([one] if opened.is_planned else models[number:]))
     }
@@ -501,32 +476,35 @@ def _load(one: Proposer | OpenedModel | OpenedHead, inner: Proposer, target: Bac
 
 
 def _load_head(opened: OpenedHead, target: Backend) -> HeadProposer:
-    head, settings = opened.head, opened.settings
-    rule = (TREE_RULES if opened.style == "tree" else RULES)[head.method]
-    backend, capacity = make_backend(opened.backend, head.model, settings, target, opened.casts), opened.verifier.context_length
+    head, asked = opened.head, opened.asked
+    settings, style = asked.settings, asked.drafter.name
+    rule = (TREE_RULES if style == "tree" else RULES)[head.method]
+    backend, capacity = make_backend(asked.backend, head.model, settings, target, opened.casts), asked.verifier.context_length
     context: HeadContext | StageContext = (
         StageContext(head, backend, capacity)
         if head.stages
         else HeadContext(head, backend, settings.max_sequences, capacity, settings.prompt_rows)
     )
-    draws, num_rows = opened.style == "draw", opened.verifier.num_rows
+    number, least = asked.part.num_tokens or asked.num_tokens, asked.part.min_confidence
     branches = not target.config.is_recurrent
-    return HeadProposer(context, rule, num_rows, opened.name, opened.num_tokens, opened.min_confidence, draws, branches)
+    return HeadProposer(context, rule, asked.verifier.num_rows, asked.drafter.shown, number, least, style == "draw", branches)
 
 
 def _load_model(model: OpenedModel, target: Backend, inner: Proposer) -> DraftModel:
-    checkpoint, casts = model.weights
-    backend = make_backend(model.backend, checkpoint, model.settings, target, casts)
+    (checkpoint, casts), asked = model.weights, model.asked
+    settings, name, by_text = asked.settings, asked.drafter.shown, asked.drafter.name == BY_TEXT
+    backend = make_backend(asked.backend, checkpoint, settings, target, casts)
     capacity = min(model.as_verifier.context_length, backend.config.context_length)
-    num_rows = None if model.translation else model.verifier.num_rows
+    num_rows = None if model.translation else asked.verifier.num_rows
     ids = model.token_ids
-    if ids is None and model.translation and not model.by_text:
+    if ids is None and model.translation and not by_text:
         ids = np.sort(model.translation.draft_ids)
-    context = Context(backend, model.settings.max_sequences, capacity, num_rows, ids, model.settings.prompt_rows)
+    context = Context(backend, settings.max_sequences, capacity, num_rows, ids, settings.prompt_rows)
+    number, least = asked.part.num_tokens or asked.num_tokens, asked.part.min_confidence
     if (mask_id := model.mask_id) is not None:
-        return masks.MaskProposer(context, mask_id, model.name, model.num_tokens, model.min_confidence, model.draws)
-    chain = ChainProposer(inner, context, model.name, model.num_tokens, model.min_confidence)
-    return TranslatedProposer(chain, model.translation, model.by_text) if model.translation else chain
+        return masks.MaskProposer(context, mask_id, name, number, least, asked.drafter.name == "draw")
+    chain = ChainProposer(inner, context, name, number, least)
+    return TranslatedProposer(chain, model.translation, by_text) if model.translation else chain
 
 
 def _combined(drafters: list[Proposer], rule: Rule, sign: str) -> Proposer:

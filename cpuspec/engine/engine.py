@@ -316,7 +316,9 @@ class Engine:
         if self._max_bytes is not None:
             part = max(self._max_bytes - self._taken(_TO_STAY), 0) * _KEPT_PARTS // max(self._max_bytes, 1)
             if part != self._kept_part:
-                self._keep_within(part / _KEPT_PARTS * self._max_bytes)
+                shares = divide_memory(self._contexts, part / _KEPT_PARTS * self._max_bytes)
+                for one, share in zip(self._contexts, shares, strict=True):
+                    one.slots.limit(share)
                 self._kept_part = part
 
     def _begin(self, seq: Sequence) -> None:
@@ -349,11 +351,6 @@ class Engine:
             seq = self._scheduler.running[-1]
             self._scheduler.preempt(seq)
             self._release(seq)
-
-    def _keep_within(self, num_bytes: float) -> None:
-        """Limit the prefixes of finished sequences to `num_bytes` in all, or to their settings if these are less."""
-        for context, share in zip(self._contexts, divide_memory(self._contexts, num_bytes), strict=True):
-            context.slots.limit(share)
 
     def _limit(self, request: Request) -> int:
         """How many tokens may be drafted: with the round's own token they must not exceed `max_length`."""

@@ -59,7 +59,7 @@ class ChainProposer(Proposer):
             if is_ready:
                 drafting.append(path)
             else:
-                path.give_up()
+                path.stop()
         while drafting or chunks:
             # A round yields up to one token more than inner drafted.
             limits = [path.num_missing - 1 for path in drafting]
@@ -96,10 +96,6 @@ class _Path:
     def num_missing(self) -> int:
         """Tokens that are still to be drafted."""
         return self._end - len(self.seq.tokens)
-
-    def give_up(self) -> None:
-        """Draft nothing."""
-        self._end = self._start
 
     def stop(self) -> None:
         """Draft no further tokens."""

@@ -122,7 +122,7 @@ class ChainTraining:
         counts = [len(one.token_ids) - 2 for one in samples]
         starts = np.cumsum([0, *counts])
         places = np.concatenate([np.arange(count) for count in counts])
-        attention = _ChainAttention(starts.tolist(), weights.device)
+        attention = ChainAttention(starts.tolist(), weights.device)
         embedded = weights.embedded(np.concatenate([one.token_ids[1:-1] for one in samples]).astype(np.int64))
         given = weights.encoded(samples, counts)
         previous = weights.on_device(np.maximum(np.arange(len(places)) - 1, 0))
@@ -140,8 +140,11 @@ class ChainTraining:
         return Chains(logits, weights.on_device(labels), weights.on_device(known), likeliest)
 
 
-class _ChainAttention:
-    """Row P of a step sees the rows of step 0 up to P minus the step, and of each later step the one row between."""
+class ChainAttention:
+    """Row P of a step sees the rows of step 0 up to P minus the step, and of each later step the one row between.
+
+    starts: the first row of each text, and the end of the last. At step 0 it is the attention of a model that is no head.
+    """
 
     def __init__(self, starts: Sequence[int], device: torch.device) -> None:
         self.step = 0

@@ -21,8 +21,9 @@ from cpuspec.text import Tokenizer
 from cpuspec.train.acceptance import Acceptance, chances
 from cpuspec.train.adapter import AdapterWeights
 from cpuspec.train.answers import AnswerFiles, check_answer
+from cpuspec.train.chains import ChainAttention
 from cpuspec.train.model_files import ModelWeights
-from cpuspec.train.rows import Rows, attended
+from cpuspec.train.rows import Rows
 from cpuspec.train.samples import Sample
 
 _MEASURED_STARTS = 32  # of a held-back sample, evenly spread
@@ -109,21 +110,8 @@ class DistillTraining:
         embedded = functional.embedding(self._on_device(tokens), served["embed"])
         places = np.concatenate([np.arange(count) for count in counts])
         wanted = None if asked is None else self._on_device(asked)
-        attention, config = _Attention(counts, weights.device), weights.model.config
+        attention, config = ChainAttention([0, *accumulate(counts)], weights.device), weights.model.config
         return decode(config, Rows(config, served, places, attention, embedded, asked=wanted))
 
     def _on_device(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self.weights.device)
-
-
-class _Attention:
-    """A token sees those of its text up to itself."""
-
-    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
-        self._parts = [
-            (slice(start, start + count), torch.ones(count, count, dtype=torch.bool, device=device).tril())
-            for start, count in zip(accumulate(counts, initial=0), counts, strict=False)
-        ]
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return torch.cat([attended(q[rows], k[rows], v[rows], mask, scale) for rows, mask in self._parts])

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpuspec.backends import Backend
 from cpuspec.checkpoints import Checkpoint
@@ -20,6 +19,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.metrics import now_s
 from cpuspec.model.batch import F32, I32, ForwardBatch
 from cpuspec.platform import SYSTEM
+from cpuspec.sampling import argmax, likeliest
 from cpuspec.text import Tokenizer
 from cpuspec.train.answers import AnswerFiles
 from cpuspec.train.prompts import line_ids
@@ -30,7 +30,6 @@ LAST = "last"  # in a list of layers: the output of the last one, which no norm 
 _SHARD_BYTES = 128 << 20  # of a shard's hidden states in memory
 _LOGIT_BYTES = 256 << 20  # of a forward
 _ABSENT = np.float32(1e9)  # log_sum of a row whose likeliest tokens are not asked for: they get no probability
-_LINES = 128  # lines that a row of logits is laid out in to find its largest ones
 _PIECE_CHARACTERS = 1 << 16  # of plain text that is read at once
 
 
@@ -178,26 +177,18 @@ class Extractor:
 
 
 def likeliest_ids(logits: F32, num: int) -> tuple[I32, F32, F32]:
-    """Of rows [T, V] the ids [T, num] of the largest logits, the largest first, these logits [T, num], and log_sum [T].
+    """Of rows [T, V] the ids [T, num] of the largest logits, as `sampling.likeliest` has them, these logits, and log_sum [T].
 
-    Of logits that are the same the one with the lower id comes first. Each row is taken while the processor's caches hold it.
+    Each row is taken while the processor's caches hold it. Raises BackendError for rows that are not finite.
     """
     ids, values = np.empty((len(logits), num), np.int32), np.empty((len(logits), num), np.float32)
     log_sum = np.empty(len(logits), np.float32)
     for i, row in enumerate(logits):
-        found = _at_least_the_largest(row, num)
-        ids[i] = found[np.lexsort((found, -row[found]))[:num]]
+        best = row[argmax(row)]
+        ids[i] = likeliest(row, num)
         values[i] = row[ids[i]]
-        best = row.max()
         log_sum[i] = best + np.log(np.exp(row - best).sum())
     return ids, values, log_sum
-
-
-def _at_least_the_largest(row: F32, num: int) -> NDArray[np.intp]:
-    """Where the `num` largest of a row are, and few others: all that are not below the num-th of the largest of its columns."""
-    lines = min(_LINES, len(row) // num)
-    columns = row[: len(row) // lines * lines].reshape(lines, -1).max(axis=0)
-    return np.flatnonzero(~(row < np.partition(columns, -num)[-num]))  # so that nothing is lost beside a NaN
 
 
 def extract(

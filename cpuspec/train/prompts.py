@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +148,7 @@ def users_turn(tokenizer: Tokenizer) -> list[int]:
 
 def self_made(number: int) -> Iterator[Prompt]:
     """Prompts that the target is to make up."""
-    return (Prompt(f"self-made:{index}", "self-made") for index in islice(count(), number))
+    return (Prompt(f"self-made:{index}", "self-made") for index in range(number))
 
 
 def in_turn(sources: Sequence[Callable[[], Iterator[Prompt]]]) -> Iterator[Prompt]:

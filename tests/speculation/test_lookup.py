@@ -220,14 +220,14 @@ def test_a_long_text_is_indexed_in_parts_and_then_matches_as_a_short_one_does(gr
     if grows:
         text.extend(tokens)
     found = []
-    while text.num_unindexed:
-        assert text.num_unindexed >= len(tokens) - before - size
-        before = len(tokens) - text.num_unindexed
+    while (num_indexed := len(text._runs[0].before)) < len(tokens):
+        assert num_indexed <= before + size
+        before = num_indexed
         found.append(text.matches(text.latest, 1, 5))
     assert [match.following for match in found[-1]] == [[15, 16, 17, 18, 19]]
     assert len(found) >= 3
     text.forget(size)
-    assert text.num_unindexed >= size
+    assert len(text.tokens) - len(text._runs[0].before) >= size
     assert text.matches([15, 16], 1, 2) == []  # forgotten
 
 

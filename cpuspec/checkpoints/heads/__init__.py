@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.heads.assistant import is_assistant, read_assistant
 from cpuspec.checkpoints.heads.dflash import is_block_head, read_block_head
 from cpuspec.checkpoints.heads.eagle import is_eagle1, is_eagle3, read_eagle1, read_eagle3
-from cpuspec.checkpoints.heads.gguf import is_gguf_block, is_gguf_eagle3, read_gguf_block, read_gguf_eagle3
+from cpuspec.checkpoints.heads.gguf import is_of_architecture, read_gguf_block, read_gguf_eagle3
 from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm
 from cpuspec.checkpoints.heads.medusa import is_medusa, read_medusa
 from cpuspec.checkpoints.heads.mlp_speculator import is_mlp_speculator, read_mlp_speculator
@@ -35,8 +36,8 @@ READERS = (
     HeadReader("multi-token prediction", is_mtp, read_mtp),
     HeadReader("Medusa", is_medusa, read_medusa),
     HeadReader("MLP speculator", is_mlp_speculator, read_mlp_speculator),
-    HeadReader("EAGLE-3 as GGUF", is_gguf_eagle3, read_gguf_eagle3),
-    HeadReader("DFlash as GGUF", is_gguf_block, read_gguf_block),
+    HeadReader("EAGLE-3 as GGUF", partial(is_of_architecture, "eagle3"), read_gguf_eagle3),
+    HeadReader("DFlash as GGUF", partial(is_of_architecture, "dflash"), read_gguf_block),
     HeadReader("multi-token prediction as GGUF", is_gguf_mtp, read_gguf_mtp),
 )
 

@@ -68,7 +68,8 @@ def read_assistant(files: HeadFiles, target: Checkpoint) -> Head:
         parts = {part: target.tensors.get(f"layers.{owner}.{part}") for part in ("k", "v", "k_norm")}
         tensors |= {f"layers.{number}.{part}": tensor for part, tensor in parts.items() if tensor}
     model = Checkpoint(files.path, files.name, config, tensors, target.vocabulary)
-    norms = [_norm(target, f"layers.{owner}.attn_norm", number * size) for number, owner in enumerate(owners)]
+    before = [target.tensors[f"layers.{owner}.attn_norm"].dequantize() for owner in owners]
+    norms = [HeadNorm(weight, target.config.norm_eps, number * size) for number, weight in enumerate(before)]
     norms.append(replace(final_norm(target), start=_READS * size))
     layers = (*(owner - 1 for owner in owners), target.config.num_layers - 1)
     state_norm = HeadNorm(tensors["norm"].dequantize(), config.norm_eps)
@@ -82,10 +83,6 @@ def _owners(target: ModelConfig) -> tuple[int, int]:
     kept = [i for i, owner in enumerate(owners) if owner == i]
     slid, whole = ([i for i in kept if bool(windows[i]) == has] for has in (True, False))
     return max(slid, default=-1), max(whole, default=-1)
-
-
-def _norm(target: Checkpoint, name: str, start: int) -> HeadNorm:
-    return HeadNorm(target.tensors[name].dequantize(), target.config.norm_eps, start)
 
 
 def _own_config(files: HeadFiles, named: Mapping[str, QuantTensor]) -> ModelConfig:

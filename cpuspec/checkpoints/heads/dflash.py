@@ -143,10 +143,7 @@ def side_heads(
     vocab_size, hidden, left = model.config.vocab_size, model.config.hidden_size, dict(others)
 
     def numbers(name: str, *shape: int) -> F32:
-        tensor = left.pop(name)
-        if tensor.shape != shape or tensor.format.block_size != 1:
-            files.refuse(f"tensor {name} is {tensor.format.name} {list(tensor.shape)}, wanted numbers {list(shape)}")
-        return tensor.dequantize()
+        return files.numbers(name, left.pop(name), *shape)
 
     markov, rank = None, 0
     if {"markov_w1.weight", "markov_w2.weight"} <= left.keys():

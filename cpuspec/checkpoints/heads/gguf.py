@@ -41,9 +41,9 @@ _UNSUPPORTED = {"attention.sliding_window": (0,), "attention.value_scale": (0, 1
 _FACTORS, FEATURE_NORM = "rope_freqs.weight", "enc.output_norm.weight"
 
 
-def is_gguf_eagle3(files: HeadFiles) -> bool:
-    """Whether a GGUF file is an EAGLE-3 head."""
-    return files.is_gguf and files.fields.value("general.architecture") == "eagle3"
+def is_of_architecture(architecture: str, files: HeadFiles) -> bool:
+    """Whether they are a GGUF file of an architecture: `eagle3`, or `dflash` of DFlash and DSpark heads."""
+    return files.is_gguf and files.fields.value("general.architecture") == architecture
 
 
 def read_gguf_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
@@ -65,11 +65,6 @@ def read_gguf_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     paired = {name: in_our_order(config, FAMILIES["llama"], GGUF, name, tensor) for name, tensor in model.tensors.items()}
     model = with_logit_scale(replace(model, tensors=paired), _factor(fields, "logit_scale"))
     return Head("eagle3", files.name, model, layers, norms, None, token_ids)
-
-
-def is_gguf_block(files: HeadFiles) -> bool:
-    """Whether a GGUF file is a DFlash or DSpark head."""
-    return files.is_gguf and files.fields.value("general.architecture") == "dflash"
 
 
 def read_gguf_block(files: HeadFiles, target: Checkpoint) -> Head:

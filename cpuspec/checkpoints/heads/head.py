@@ -219,10 +219,13 @@ class HeadFiles:
 
     def norm(self, name: str, length: int, eps: float, start: int = 0) -> HeadNorm:
         """A norm whose weights are a tensor of the files."""
-        tensor = self.tensors[name]
-        if tensor.shape != (length,) or tensor.format.block_size != 1:
-            self.refuse(f"tensor {name} is {tensor.format.name} {list(tensor.shape)}, wanted a vector of {length} numbers")
-        return HeadNorm(tensor.dequantize(), eps, start)
+        return HeadNorm(self.numbers(name, self.tensors[name], length), eps, start)
+
+    def numbers(self, name: str, tensor: QuantTensor, *shape: int) -> F32:
+        """The numbers of a tensor that is not quantized and has a shape; CheckpointError for others."""
+        if tensor.shape != shape or tensor.format.block_size != 1:
+            self.refuse(f"tensor {name} is {tensor.format.name} {list(tensor.shape)}, wanted numbers {list(shape)}")
+        return tensor.dequantize()
 
     def layers(self, inputs: list[object], target: Checkpoint) -> tuple[int, ...]:
         """Layers whose outputs are the inputs of layers `inputs`, as vLLM, speculators and GGUF count them."""

@@ -12,7 +12,6 @@ from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, final_norm
 from cpuspec.checkpoints.heads.stages import RecurrentStage, output_name, stages_model
 from cpuspec.formats import QuantTensor
-from cpuspec.formats.tensor import F32
 
 _MOST_STAGES = 32
 _EPS = 1e-6  # of all its norms
@@ -49,12 +48,6 @@ def read_mlp_speculator(files: HeadFiles, target: Checkpoint) -> Head:
             files.refuse(f"tensor {kind}.{stage}.{what} is missing")
         return found
 
-    def vector(kind: str, stage: int, what: str) -> F32:
-        tensor = part(kind, stage, what)
-        if tensor.shape != (size,) or tensor.format.block_size != 1:
-            files.refuse(f"tensor {kind}.{stage}.{what} is {tensor.format.name} {list(tensor.shape)}, wanted {size} numbers")
-        return tensor.dequantize()
-
     # So that the first state has half of the weight in the last one (fms_extras/models/speculator.py).
     state_weight = 0.5 ** (0.5 / number)
     embed_weight = math.sqrt((1 - state_weight**2) * size / 2) / state_weight
@@ -68,8 +61,8 @@ def read_mlp_speculator(files: HeadFiles, target: Checkpoint) -> Head:
         matrix, output = f"states.{min(stage, 1) if is_tied else stage}", output_name(0 if is_tied else stage)
         tensors |= {matrix: part("proj", stage), output: part("head", stage)}
         shapes |= {matrix: (size, size if stage else hidden), output: (vocab_size, size)}
-        norm = vector("ln", stage, "weight"), vector("ln", stage, "bias")
-        stages.append(RecurrentStage(matrix, embed, embed_weight, *norm, _EPS, output))
+        weight, bias = (files.numbers(f"ln.{stage}.{what}", part("ln", stage, what), size) for what in ("weight", "bias"))
+        stages.append(RecurrentStage(matrix, embed, embed_weight, weight, bias, _EPS, output))
     model = stages_model(files.path, target, size, vocab_size, {**tensors, "embed": stages[0].embed}, shapes)
     norms: tuple[HeadNorm, ...] = (final_norm(target),)
     if fields.boolean("scale_input", False):

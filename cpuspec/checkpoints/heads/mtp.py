@@ -192,7 +192,10 @@ def _head(files: Mapping[str, QuantTensor], target: Checkpoint, name: str) -> He
     if "norm" not in tensors:
         tensors["norm"] = target.tensors["norm"]
     if layout.hidden_first:
-        tensors["fuse"] = _swapped(tensors["fuse"])
+        fuse = tensors["fuse"]
+        half = fuse.format.row_bytes(fuse.shape[1] // 2)  # of its inputs: a whole number of blocks
+        swapped = np.concatenate([fuse.data[:, half:], fuse.data[:, :half]], axis=1)
+        tensors["fuse"] = QuantTensor(fuse.format, fuse.shape, swapped)
     tensors = shared(target, {name: tensor for name, tensor in tensors.items() if not _is_copy(tensor, name, target)})
     model = Checkpoint(target.path, f"{target.name}-mtp", config, tensors, target.vocabulary)
     norms = (final_norm(target),) if layout.normed else ()
@@ -223,9 +226,3 @@ def _is_copy(tensor: QuantTensor, name: str, target: Checkpoint) -> bool:
         return False
     rows = np.linspace(0, tensor.shape[0] - 1, min(_COMPARED_ROWS, tensor.shape[0])).astype(np.int64)
     return np.array_equal(tensor.rows(rows), theirs.rows(rows))
-
-
-def _swapped(tensor: QuantTensor) -> QuantTensor:
-    """The matrix with the two halves of its inputs exchanged. Each half is a whole number of blocks."""
-    half = tensor.format.row_bytes(tensor.shape[1] // 2)
-    return QuantTensor(tensor.format, tensor.shape, np.concatenate([tensor.data[:, half:], tensor.data[:, :half]], axis=1))

@@ -104,11 +104,6 @@ class IndexedText:
         self.tokens.extend(tokens)
         self._index()
 
-    @property
-    def num_unindexed(self) -> int:
-        """Tokens that are not indexed yet: no match is found there."""
-        return len(self.tokens) - len(self._runs[0].before)
-
     def _index(self) -> None:
         for runs in self._runs:
             runs.extend(self.tokens)

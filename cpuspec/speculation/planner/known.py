@@ -1,7 +1,6 @@
 """What a planner knows of its drafters: what their drafts came to, what they take, and what trials of them may still take."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from cpuspec.metrics import Spent
 from cpuspec.sequence import Sequence
@@ -140,28 +139,11 @@ class ModelDrafter(KnownDrafter):
         for known in (self._fed, self._own, self.rounds):
             known.pop(seq.id, None)
 
-    def usual(self, verifier: Costs) -> "Promise":
-        """The promise of its usual draft."""
-        limit, in_one_pass = min(self.proposer.num_tokens, MAX_TOKENS), self.proposer.in_one_pass
-        return best_length(verifier, self._right.expected(), self.seconds, limit, in_one_pass)
-
-
-class Promise(NamedTuple):
-    """A length of drafts, and the tokens of a round, the verifier's own included."""
-
-    num_tokens: int
-    tokens: float
-    tokens_per_s: float
-
-
-def best_length(verifier: Costs, chance: float, forward_s: float, limit: int, in_one_pass: bool = False) -> Promise:
-    """The best length, from 0 to `limit`, of drafts whose tokens are each right with a chance (arXiv 2211.17192, section 3.3).
-
-    forward_s: of the drafting model. in_one_pass: whether one forward makes the draft.
-    """
-    best, tokens = Promise(0, 1.0, 1 / verifier.forward_s(1)), 1.0
-    for n in range(1, limit + 1):
-        tokens += chance**n
-        seconds = verifier.forward_s(n + 1) + (1 if in_one_pass else n) * forward_s
-        best = max(best, Promise(n, tokens, tokens / seconds), key=lambda one: one.tokens_per_s)
-    return best
+    def usual(self, verifier: Costs) -> tuple[int, float]:
+        """The best length of its drafts, 0 for none, and tokens per second of rounds with them (arXiv 2211.17192, section 3.3)."""
+        chance, tokens, best = self._right.expected(), 1.0, (0, 1 / verifier.forward_s(1))
+        for n in range(1, min(self.proposer.num_tokens, MAX_TOKENS) + 1):
+            tokens += chance**n
+            seconds = verifier.forward_s(n + 1) + (1 if self.proposer.in_one_pass else n) * self.seconds
+            best = max(best, (n, tokens / seconds), key=lambda one: one[1])
+        return best

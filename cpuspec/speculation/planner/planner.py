@@ -374,7 +374,7 @@ class Planner(Proposer):
             proposer, drafted = drafter.proposer, drafter.drafted
             costs = (drafter.acceptance.expected(), drafter.seconds / plain_s, cost_of_rows)
             usual = drafter.usual(self.costs) if isinstance(drafter, ModelDrafter) else None
-            planned = (usual.num_tokens, usual.tokens_per_s * plain_s) if usual else (None, None)
+            planned = (usual[0], usual[1] * plain_s) if usual else (None, None)
             counts = (drafted.num_rounds, drafted.num_draft_tokens, drafted.num_accepted_tokens)
             table.append(PlannedDrafter(proposer.name, verifies, *counts, *costs, *planned))
             if isinstance(proposer, ChainProposer) and isinstance(proposer.inner, Planner):
