@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.backends.onnx_export import export_onnx
-from cpuspec.backends.onnx_graph import build_graph, external_tensor, read_bytes
+from cpuspec.backends.onnx_graph import build_graph, export_onnx, external_tensor, read_bytes
 from cpuspec.backends.weights import weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import ModelConfig

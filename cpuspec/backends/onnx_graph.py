@@ -17,21 +17,26 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.backends.weights import WeightTensor, key_centres
+from cpuspec.backends.weights import WeightTensor, key_centres, weight_tensors
+from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, ModelConfig, Rope
 from cpuspec.errors import BackendError
-from cpuspec.formats import Cast, QuantTensor
+from cpuspec.files import replacing
+from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.grouped import GroupedIntegers, group_integers
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.layers import Layer
 from cpuspec.model.rope import inverse_frequencies, rotary_factors
 from cpuspec.model.transformer import decode
+from cpuspec.settings import EngineConfig
 
 if TYPE_CHECKING:
     import onnx
@@ -41,6 +46,7 @@ Store = Callable[[str, Array, int], "onnx.TensorProto"]  # (name, array, ONNX ty
 
 OPSET, IR_VERSION = 21, 10
 _LARGE_BYTES = 4096  # initializers beyond are handed to `Store`
+_PAGE = 4096  # of an exported file, at which large tensors begin, so that runtimes can map them
 
 # How exact MatMulNBits computes: its accuracy_level, by what activations become.
 _ACCURACY: Mapping[str, int] = MappingProxyType({"auto": 4, "int8": 4, "f32": 1})
@@ -57,6 +63,44 @@ def build_graph(
     Raises BackendError for what a graph cannot do.
     """
     return _Writer(config, tensors, store, activations, kv_format).model()
+
+
+def export_onnx(
+    checkpoint: Checkpoint,
+    path: Path,
+    activations: str = EngineConfig.activations,
+    kv_format: str = EngineConfig.kv_format,
+    casts: Mapping[str, Format] = MappingProxyType({}),
+) -> int:
+    """Write the checkpoint to `path`, and its weights to `path`.data (no protobuf takes 2 GB); returns the bytes of both.
+
+    activations: what ONNX Runtime multiplies matrices in groups with: int8, which is fast and what auto is, or f32.
+    casts: matrices that are cast to another format, by name.
+    Raises BackendError where a file is there already or cannot be written, or `onnx` is not installed.
+    """
+    if find_spec("onnx") is None:
+        raise BackendError("writing ONNX needs onnx, which is not installed; pip install 'cpuspec[onnx]'")
+    if path.suffix != ".onnx":
+        raise BackendError(f"an ONNX file's name ends with .onnx, got {path.name!r}")
+    data_path = path.with_name(path.name + ".data")
+    for taken in (path, data_path):
+        if taken.exists():
+            raise BackendError(f"{taken} exists; remove it or choose another name")
+    try:
+        with replacing(path) as graph_file, replacing(data_path) as file:
+
+            def append(name: str, array: NDArray[Any], type: int) -> "onnx.TensorProto":
+                file.write(b"\0" * (-file.tell() % _PAGE))
+                offset = file.tell()
+                file.write(array.data)
+                return external_tensor(name, array.shape, type, data_path.name, offset=offset, length=array.nbytes)
+
+            tensors = weight_tensors(checkpoint, casts)
+            graph = build_graph(checkpoint.config, tensors, append, activations, get_kv_format(kv_format).name)
+            graph_file.write(graph.SerializeToString())
+            return graph_file.tell() + file.tell()
+    except OSError as error:
+        raise BackendError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def external_tensor(name: str, shape: tuple[int, ...], type: int, location: str, **place: int) -> "onnx.TensorProto":

@@ -193,7 +193,7 @@ def export(
     running: options.Running,
 ) -> None:
     """Write a model as ONNX for other programs, with its weights' own values and its cache as inputs and outputs."""
-    from cpuspec.backends.onnx_export import export_onnx
+    from cpuspec.backends.onnx_graph import export_onnx
 
     checkpoint = open_model(model)
     with busy(f"writing {out}"):

@@ -11,8 +11,7 @@ import pytest
 from cpuspec import backends
 from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
-from cpuspec.backends.onnx_export import export_onnx
-from cpuspec.backends.onnx_graph import KV_FORMATS
+from cpuspec.backends.onnx_graph import KV_FORMATS, export_onnx
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import Rope
 from cpuspec.errors import BackendError

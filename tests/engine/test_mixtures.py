@@ -8,7 +8,7 @@ import pytest
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.backends import make_backend
-from cpuspec.backends.onnx_export import export_onnx
+from cpuspec.backends.onnx_graph import export_onnx
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.cli.answer import explanation
 from cpuspec.config import ModelConfig, RopeScaling
