@@ -1,7 +1,6 @@
 """Compiled encoders give the bytes of `Format.encode`, and leave to it what it refuses."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -71,13 +70,3 @@ def test_recoding_decodes_and_encodes(source: str, to: str) -> None:
     wanted = FORMATS[to].encode(FORMATS[source].decode(data))
     assert np.array_equal(recode(data, FORMATS[source], FORMATS[to]), wanted)
     assert np.array_equal(recode(data[3:4], FORMATS[source], FORMATS[to]), wanted[3:4])
-
-
-@compiled
-def test_threads_encode_beside_each_other(name: str) -> None:
-    values = [weights(seed) for seed in range(4)]
-    wanted = [FORMATS[name].encode(some) for some in values]
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(5):
-            for got, want in zip(pool.map(lambda some: encode(FORMATS[name], some), values), wanted, strict=True):
-                assert np.array_equal(got, want)
