@@ -13,7 +13,7 @@ from cpuspec.engine.llm import LLM, Message
 from cpuspec.metrics import RequestStats, RoundPart
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.sequence import shared_prefix
-from cpuspec.server.parsing import Piece, answer_parser, shown_tokens
+from cpuspec.server.parsing.answer import Piece, answer_parser, shown_tokens
 from cpuspec.settings import SAMPLING_FIELDS, SamplingDefaults, SamplingParams
 from cpuspec.text.reasoning import opens_reasoning
 

@@ -16,7 +16,7 @@ from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import Prompt, prompt_ids
 from cpuspec.loadtest.figures import RequestResult
 from cpuspec.metrics import LevelCounters, RequestStats, now_s, percentiles, sum_levels
-from cpuspec.server.parsing import answer_parser, shown_tokens
+from cpuspec.server.parsing.answer import answer_parser, shown_tokens
 from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.text import make_tokenizer
 from cpuspec.text.reasoning import opens_reasoning, stop_scope

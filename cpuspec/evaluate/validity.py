@@ -13,8 +13,8 @@ from typing import Any
 
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.prompts import parse_line, read_text
-from cpuspec.server.parsing import answer_parser, tool_format
-from cpuspec.server.parsing.calls import tool_instructions
+from cpuspec.server.parsing.answer import answer_parser
+from cpuspec.server.parsing.calls import tool_format, tool_instructions
 from cpuspec.server.turns import tool_use
 from cpuspec.text import Tokenizer
 

@@ -18,8 +18,8 @@ from cpuspec.server.content import content_text, reasoning_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import loosened
 from cpuspec.server.model import ServedModel
-from cpuspec.server.parsing import AnswerParser, ToolFormat
-from cpuspec.server.parsing.calls import tool_instructions
+from cpuspec.server.parsing.answer import AnswerParser
+from cpuspec.server.parsing.calls import ToolFormat, tool_instructions
 from cpuspec.server.schema import Ending
 from cpuspec.server.structured import call_grammar, call_trigger, can_be_tagged, loose_format, loosened_note
 from cpuspec.server.turns import in_turns

@@ -30,7 +30,7 @@ from cpuspec.server.errors import (
     contained,
 )
 from cpuspec.server.fill import fill_tokens
-from cpuspec.server.parsing import shown_tokens
+from cpuspec.server.parsing.answer import shown_tokens
 from cpuspec.server.runner import Runner, in_own_thread
 from cpuspec.server.turns import ToolUse, tool_use
 from cpuspec.settings import SamplingParams, ServerConfig

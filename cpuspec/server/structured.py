@@ -12,7 +12,7 @@ from typing import Any
 
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import loosened
-from cpuspec.server.parsing import ToolFormat
+from cpuspec.server.parsing.calls import ToolFormat
 from cpuspec.server.parsing.converted import value_kinds
 from cpuspec.text import MOST_BYTES
 

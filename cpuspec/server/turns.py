@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpuspec.errors import TokenizerError
-from cpuspec.server.parsing import TOOL_FORMATS, ToolFormat, tool_format
+from cpuspec.server.parsing.calls import TOOL_FORMATS, ToolFormat, tool_format
 from cpuspec.text import Tokenizer
 
 _JOINED = ("system", "user", "assistant")

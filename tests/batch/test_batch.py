@@ -83,15 +83,11 @@ def test_a_line_goes_before_the_options(llm: LLM) -> None:
 def test_a_line_may_be_written_for_another_server(llm: LLM) -> None:
     lines = [
         {"prompt": "a", "n_predict": 3, "repeat_penalty": "1.5", "top_k": 40.0, "seed": -1, "temperature": 0, "cache_prompt": True},
-        {"prompt": "a", "options": {"num_predict": 3.0, "repeat_penalty": 1.5, "temperature": 0.0}, "functions": None},
-        {"prompt": "a", "max_tokens": -1, "temperature": 0, "stop_sequences": ["e"]},
         {"prompt": "a", "mirostat": 2},
     ]
-    *found, refused = answers(llm, *lines, ignore_eos=True)
-    first, second, third = map(body, found)
+    found, refused = answers(llm, *lines, ignore_eos=True)
     wanted = llm.generate("a", max_tokens=3, repetition_penalty=1.5, ignore_eos=True)[0].text
-    assert first["choices"][0]["text"] == second["choices"][0]["text"] == wanted
-    assert third["choices"][0]["finish_reason"] in ("stop", "length")
+    assert body(found)["choices"][0]["text"] == wanted
     assert "mirostat" in refused["response"]["body"]["error"]["message"], "a line has no header that could tell"
 
 

@@ -11,7 +11,8 @@ from random import Random
 
 import pytest
 
-from cpuspec.server.parsing import TOOL_FORMATS, AnswerParser, Piece, joined_pieces
+from cpuspec.server.parsing.answer import AnswerParser, Piece, joined_pieces
+from cpuspec.server.parsing.calls import TOOL_FORMATS
 from tests.server.written import FUNCTIONS, PARTS, WAYS, WORDS, damaged, random_call, random_text
 
 

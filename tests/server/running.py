@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import anthropic
@@ -22,6 +24,7 @@ from cpuspec.server.app import listen, serve
 from cpuspec.server.model import Answers, ServedModel
 from cpuspec.server.server import Loader, Server
 from cpuspec.settings import EngineConfig, ServerConfig
+from tests.processes import wait_for
 from tools.loop_watch import watching
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
@@ -131,6 +134,13 @@ class Running:
                 return
             waited.wait(0.01)
         raise AssertionError("it never came to hold")
+
+
+def ready_url(process: Popen[bytes]) -> str:
+    """The address of a server that runs as a process, when it is ready."""
+    line = process.stderr.readline().decode()
+    wait_for(process.stderr, b"ready: ")
+    return re.findall(r"http://127.0.0.1:\d+", line)[0]
 
 
 def request_bytes(body: dict[str, Any] | None, *headers: str, path: str = "/v1/completions") -> bytes:

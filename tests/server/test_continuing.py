@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cpuspec.server.parsing import Piece, answer_parser, joined_pieces
+from cpuspec.server.parsing.answer import Piece, answer_parser, joined_pieces
 from tests.server.running import Running, load, serving
 from tests.server.test_structured import make_model
 

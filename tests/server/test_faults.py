@@ -27,9 +27,20 @@ from cpuspec.server.app import listen, serve
 from cpuspec.server.errors import EngineFailedError
 from cpuspec.server.server import Server
 from cpuspec.settings import ServerConfig
-from tests.processes import interrupt, started, wait_for
+from tests.processes import interrupt, started
 from tests.server.asgi import Application, application
-from tests.server.running import PATIENCE_S, SMALL, Running, before_forwards, events, load, request_bytes, serving, tiny_model
+from tests.server.running import (
+    PATIENCE_S,
+    SMALL,
+    Running,
+    before_forwards,
+    events,
+    load,
+    ready_url,
+    request_bytes,
+    serving,
+    tiny_model,
+)
 
 LOADED = {"max_sequences": 2}
 SERVED = {"max_waiting": 2, "max_body_bytes": 100_000}  # two answers at once, and two that wait
@@ -467,37 +478,18 @@ def test_a_request_keeps_its_id(running: Running) -> None:
 
 
 def test_until_the_model_is_loaded_requests_are_put_off(path: Path) -> None:
-    go_on, addresses = threading.Event(), []
+    with listen(ServerConfig(port=0)) as free:
+        port = free.getsockname()[1]
+    found: list[Any] = []
 
-    def slow() -> LLM:
-        go_on.wait(PATIENCE_S)
+    def look_and_load() -> LLM:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
+            reply = client.post("/v1/completions", json=SHORT)
+            found.extend([*(client.get(probe).status_code for probe in PROBES), reply.status_code, reply.headers["retry-after"]])
         return load(path)
 
-    def look() -> None:
-        with httpx.Client(base_url=addresses[0], timeout=PATIENCE_S) as client:
-            found.update(probes=[client.get(probe).status_code for probe in PROBES])
-            reply = client.post("/v1/completions", json=SHORT)
-            found.update(status=reply.status_code, retry=reply.headers["retry-after"])
-        go_on.set()
-
-    found: dict[str, Any] = {}
-    listener = listen(ServerConfig(port=0))
-    port = listener.getsockname()[1]
-    listener.close()
-    addresses.append(f"http://127.0.0.1:{port}")
-
-    def looker() -> None:
-        while not found:
-            try:
-                look()
-            except httpx.ConnectError:
-                threading.Event().wait(0.01)
-
-    thread = threading.Thread(target=looker, daemon=True)
-    thread.start()
-    with serving(slow, listen_port=port) as running:
-        thread.join(PATIENCE_S)
-        assert found == {"probes": [200, 503, 503], "status": 503, "retry": "5"}
+    with serving(look_and_load, listen_port=port) as running:
+        assert found == [200, 503, 503, 503, "5"]
         assert answers(running)
 
 
@@ -521,14 +513,10 @@ def test_sigterm_lets_running_answers_end(tmp_path: Path) -> None:
     model = tiny_model(tmp_path, **SMALL)
     arguments = ("serve", str(model), "--port", "0", "--threads", "1", "--alias", "mine", "--draft", "none")
     with started(*arguments) as process:
-        assert process.stderr is not None
-        line = process.stderr.readline().decode()
-        url = re.search(r"http://127.0.0.1:\d+", line)
-        assert url, line
-        wait_for(process.stderr, b"ready: ")
+        url = ready_url(process)
         body = ENDLESS | {"max_tokens": 300, "stream": True, "model": "mine"}
         with (
-            httpx.Client(base_url=url[0], timeout=PATIENCE_S) as client,
+            httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
             client.stream("POST", "/v1/completions", json=body) as reply,
         ):
             lines = reply.iter_lines()

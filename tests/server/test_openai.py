@@ -14,6 +14,16 @@ GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
 IGNORE = {"extra_body": {"ignore_eos": True}}
 
 
+def test_several_answers_are_the_offline_ones(client: openai.OpenAI, llm: LLM) -> None:
+    settings: dict[str, Any] = {"temperature": 0.9, "seed": 11, "max_tokens": 15, "n": 3}
+    wanted = llm.chat(MESSAGES, SamplingParams(ignore_eos=True, **settings))
+    texts = [""] * 3
+    for chunk in client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, **settings, **IGNORE):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [one.text for one in wanted.outputs]
+
+
 def test_plain_completions_take_texts_ids_and_lists(client: openai.OpenAI, llm: LLM) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     wanted = [one.text for one in llm.generate(["the dog", "a small model"], params)]

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpuspec.server.parsing import TOOL_FORMATS, AnswerParser, Piece, ToolFormat, answer_parser, joined_pieces, tool_format
+from cpuspec.server.parsing.answer import AnswerParser, Piece, answer_parser, joined_pieces
+from cpuspec.server.parsing.calls import TOOL_FORMATS, ToolFormat, tool_format
 from cpuspec.text.reasoning import opens_reasoning, reasoning_marks
 from tests.server.written import FUNCTIONS, PARTS, WAYS, WORDS, damaged, random_call
 

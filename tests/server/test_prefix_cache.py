@@ -12,8 +12,8 @@ import pytest
 
 from cpuspec.engine.changing_lines import RULES
 from cpuspec.server import model as served_model
-from tests.processes import interrupt, started, wait_for
-from tests.server.running import PATIENCE_S, Running, before_forwards, load, serving
+from tests.processes import interrupt, started
+from tests.server.running import PATIENCE_S, Running, before_forwards, load, ready_url, serving
 
 PROMPT = list(range(3, 203)) * 2
 BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -47,11 +47,7 @@ def test_a_restarted_server_finds_what_the_last_one_computed(path: Path, tmp_pat
     answers = []
     for _ in range(2):
         with started(*arguments) as process:
-            assert process.stderr is not None
-            url = re.search(r"http://127.0.0.1:\d+", process.stderr.readline().decode())
-            assert url
-            wait_for(process.stderr, b"ready: ")
-            answers.append(ask(url[0]))
+            answers.append(ask(ready_url(process)))
             interrupt(process, number)
             assert process.wait(PATIENCE_S) == 0
     assert list(directory.glob("*.prefix"))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from cpuspec.server.parsing import TOOL_FORMATS
+from cpuspec.server.parsing.calls import TOOL_FORMATS
 
 Call = tuple[str, dict[str, Any]]
 
