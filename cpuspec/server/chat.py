@@ -285,12 +285,9 @@ def _as_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def custom_input(arguments: str) -> str:
-    """The text that such a call gives its custom tool; arguments of another shape, as of a call that was cut off, as they are."""
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return found["input"] if isinstance(found, dict) and isinstance(found.get("input"), str) else arguments
+    """The text that such a call gives its custom tool; arguments of another shape as they are."""
+    text = json.loads(arguments).get("input")
+    return text if isinstance(text, str) else arguments
 
 
 def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:

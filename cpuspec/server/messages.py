@@ -215,15 +215,6 @@ def _ending(last: Output, has_calls: bool) -> dict[str, Any]:
     return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
 
 
-def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; empty if the model wrote no object, as when its tokens run out."""
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 _DELTAS = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -284,7 +275,7 @@ class _MessageWriter(Writer):
         content = []
         for kind, block, texts in self._blocks:
             said = "".join(texts)
-            content.append(block | ({"input": _object(said)} if kind == "call" else {_DELTAS[kind][1]: said}))
+            content.append(block | ({"input": json.loads(said)} if kind == "call" else {_DELTAS[kind][1]: said}))
         ending, usage = events[-2]["delta"], events[-2]["usage"]
         return {**self._head, "content": content, **ending, "usage": usage}
 

@@ -7,7 +7,6 @@ plain completions of OpenAI's protocol under other names. Source: Ollama's API d
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from typing import Annotated, Any
@@ -246,7 +245,7 @@ class _OllamaLines(Writer):
     def finish(self, stats: Sequence[RequestStats]) -> Iterator[Event]:
         """The tool calls, and the figures of the answer."""
         if self._calls:
-            yield self._line("", {"tool_calls": [_as_ollama(number, one) for number, one in enumerate(self._calls)]})
+            yield self._line("", {"tool_calls": self._calls})
         context = {"context": [*self._context, *self._tokens]} if self._context else {}
         figures = _figures(stats[0]) if stats else {}
         yield self._line("", {}, done=True, done_reason=self._reason, **context, **figures)
@@ -282,7 +281,9 @@ class _OllamaLines(Writer):
         for choice in (one for chunk in chunks for one in chunk["choices"]):
             self._reason = "length" if choice["finish_reason"] == "length" else self._reason
             delta = choice.get("delta", {"content": choice.get("text", "")})
-            self._calls += [{"id": call["id"], **call["function"]} for call in delta.get("tool_calls", ())]
+            for call in delta.get("tool_calls", ()):
+                own = {**call["function"], "arguments": json.loads(call["function"]["arguments"])}
+                self._calls.append({"id": call["id"], "function": {"index": len(self._calls), **own}})
             content = delta.get("content", "")
             parts = {"thinking": delta["reasoning_content"]} if delta.get("reasoning_content") else {}
             if content or parts:
@@ -318,16 +319,6 @@ def _as_openai(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("tool_name"):
         found["name"] = message["tool_name"]
     return found
-
-
-def _as_ollama(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole tool call. Arguments that are no JSON object, as of a call that was cut off, are one argument, a text."""
-    arguments: Any = call["arguments"]
-    with suppress(ValueError, RecursionError):
-        arguments = json.loads(arguments)
-    if not isinstance(arguments, dict):
-        arguments = {"arguments": call["arguments"]}
-    return {"id": call["id"], "function": {"index": number, "name": call["name"], "arguments": arguments}}
 
 
 @router.post("/api/embed")
