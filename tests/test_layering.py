@@ -205,6 +205,19 @@ HEAVY = (
 )
 
 
+def foreign_imports(source: str) -> set[str]:
+    """Packages of this project, oracles aside, that a module imports."""
+    names = (name for _, name in _uses(ast.parse(source)) if not name.startswith("tests.oracles."))
+    return {name.partition(".")[0] for name in names} & {"cpuspec", "tools", "benchmarks", "tests"}
+
+
+def test_oracles_import_nothing_that_they_judge() -> None:
+    oracles = sorted((Path(__file__).parent / "oracles").glob("*.py"))
+    assert oracles
+    assert not {path.name: found for path in oracles if (found := foreign_imports(path.read_text()))}
+    assert foreign_imports("from cpuspec.text import Tokenizer\nimport numpy") == {"cpuspec"}
+
+
 def heavy_imports(code: str) -> list[str]:
     """Which of HEAVY a fresh interpreter has loaded after `code`."""
     code += f"\nimport sys\nprint(*(name for name in {HEAVY!r} if name in sys.modules))"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cpuspec import LLM, SamplingParams
 from cpuspec.checkpoints.checkpoint import GgufVocabulary
 from cpuspec.text import Tokenizer, make_tokenizer
-from tests.oracles import ToyBackend
+from tests.toys import ToyBackend
 
 
 def make(model: str, normal: list[str]) -> Tokenizer:

@@ -54,7 +54,7 @@ def test_requests_with_one_choice_share_a_proposer_that_goes_with_the_last(llm: 
     ("choice", "message"),
     [
         ("self:q8_0", "a request drafts with 'ngram', 'suffix'"),
-        ("tests.oracles:PieceTokenizer", "a request drafts with"),
+        ("tests.toys:PieceTokenizer", "a request drafts with"),
         ("./evil.py:Drafter", "a request drafts with"),
         ("auto", "a request drafts with"),
         ("smollm2-135m-instruct", "a request drafts with"),

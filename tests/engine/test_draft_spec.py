@@ -22,7 +22,7 @@ from cpuspec.speculation.context import Context
 from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.conformance.harness import check_ways
-from tests.oracles import ToyBackend, ToyTokenizer
+from tests.toys import ToyBackend, ToyTokenizer
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}

@@ -24,7 +24,7 @@ from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.planner.costs import Costs
 from cpuspec.speculation.planner.planner import Planner
 from cpuspec.speculation.proposer import NullProposer, Proposer
-from tests.oracles import SampledProposer, ToyBackend, ToyTokenizer, plain_greedy, string_probs
+from tests.toys import SampledProposer, ToyBackend, ToyTokenizer, plain_greedy, string_probs
 
 VOCAB = 8
 TREE = (-1, -1, 0, 1, 1, -1)

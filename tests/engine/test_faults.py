@@ -18,7 +18,7 @@ from cpuspec.speculation.context import Context
 from cpuspec.speculation.guarded import GuardedProposer
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.engine.test_engine import PROPOSER_FACTORIES, every_proposer
-from tests.oracles import ToyBackend, ToyTokenizer
+from tests.toys import ToyBackend, ToyTokenizer
 
 VOCAB = 8
 POISON = 7  # a token behind which a broken model has no finite logits

@@ -9,7 +9,7 @@ from cpuspec.engine.draft_spec import LOOKUPS
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
-from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
+from tests.toys import ToyBackend, ToyTokenizer, plain_greedy
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 

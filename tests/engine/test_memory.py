@@ -12,7 +12,7 @@ from cpuspec.settings import SamplingParams
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.engine.test_engine import PROPOSER_FACTORIES, VOCAB, every_proposer
-from tests.oracles import RecurrentBackend, ToyBackend, ToyTokenizer, plain_greedy
+from tests.toys import RecurrentBackend, ToyBackend, ToyTokenizer, plain_greedy
 
 PROMPTS = [[0, *range(2, 2 + number % 6)] * (1 + number % 3) for number in range(9)]
 PARAMS = SamplingParams(max_tokens=25, ignore_eos=True)

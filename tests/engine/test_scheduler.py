@@ -10,7 +10,7 @@ from cpuspec.engine.scheduler import Scheduler
 from cpuspec.sequence import Sequence
 from cpuspec.settings import SamplingParams
 from cpuspec.speculation import Context, NullProposer
-from tests.oracles import ToyBackend, ToyTokenizer
+from tests.toys import ToyBackend, ToyTokenizer
 
 
 def sequence(id: int, num_tokens: int, generates: bool = False) -> Sequence:

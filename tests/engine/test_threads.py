@@ -20,7 +20,7 @@ from cpuspec.engine.llm import LLM
 from cpuspec.errors import BackendError, ConfigError, CpuspecError
 from cpuspec.settings import EngineConfig, SamplingParams
 from tests.backends.models import tiny
-from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
+from tests.toys import ToyBackend, ToyTokenizer, plain_greedy
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[0, 4, 5], [0, 7], [0, 5, 6, 4, 4], [0, 6]]

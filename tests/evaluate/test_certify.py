@@ -17,7 +17,7 @@ from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.proposer import NullProposer
 from cpuspec.text import make_tokenizer
-from tests.oracles import SampledProposer
+from tests.toys import SampledProposer
 from tools.make_tiny_model import make_tiny_gguf
 
 VOCAB = 384

@@ -14,7 +14,7 @@ from cpuspec.formats import Format, get_format
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.settings import EngineConfig
 from tests.backends.models import RECURRENT, every_backend, forward, tiny
-from tests.oracles import ToyBackend
+from tests.toys import ToyBackend
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 40).tolist()
 

@@ -23,11 +23,11 @@ from cpuspec.server.parsing.answer import AnswerParser
 from cpuspec.server.parsing.calls import TOOL_FORMATS, ToolFormat, tool_format
 from cpuspec.server.structured import call_grammar, call_trigger
 from cpuspec.text import MOST_BYTES, GrammarConstraint, Grammars
-from tests.oracles import PieceTokenizer
 from tests.server.asgi import application
 from tests.server.running import PATIENCE_S, Running, load, serving, templated_model, with_tokens
 from tests.server.test_tools import TEMPLATE
 from tests.server.written import as_xml
+from tests.toys import PieceTokenizer
 
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 MESSAGES: Any = [{"role": "user", "content": "the cat sat on the mat"}]

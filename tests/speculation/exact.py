@@ -16,7 +16,8 @@ from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.speculation.round import speculate
 from cpuspec.speculation.slots import Slots
-from tests.oracles import ExactDraws, ToyBackend, enumerate_exactly
+from tests.oracles.exact import enumerate_exactly
+from tests.toys import ExactDraws, ToyBackend
 
 TARGET, SOURCE = 77, 78  # seeds; a chain's models are 0, 1, 2
 

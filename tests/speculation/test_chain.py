@@ -16,8 +16,8 @@ from cpuspec.speculation.context import Context
 from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.conformance.harness import let_drafts_through
-from tests.oracles import ToyBackend
 from tests.speculation.exact import ExactContext, ExactSource, check_draws
+from tests.toys import ToyBackend
 
 
 def exact_chain(depth: int, vocab: int, with_source: bool = True, min_confidence: float = 0) -> Proposer:

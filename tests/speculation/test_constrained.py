@@ -19,9 +19,10 @@ from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.speculation.round import speculate
 from cpuspec.speculation.verify import Verdict
 from cpuspec.text import Grammars
-from tests.oracles import ExactDraws, PieceTokenizer, enumerate_exactly
+from tests.oracles.exact import enumerate_exactly
 from tests.speculation.exact import SOURCE as DRAWS
 from tests.speculation.exact import TARGET, ExactContext, ExactSource, rational_row
+from tests.toys import ExactDraws, PieceTokenizer
 
 A, B, AB, END = range(4)
 VOCAB = 4

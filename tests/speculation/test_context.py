@@ -15,7 +15,7 @@ from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.settings import SamplingParams
 from cpuspec.speculation.context import Context, PromptChunk
 from cpuspec.speculation.draft import Draft
-from tests.oracles import ToyBackend
+from tests.toys import ToyBackend
 
 TOKENS = st.lists(st.integers(0, 3), max_size=6)  # few values, so that prefixes and repetitions are common
 

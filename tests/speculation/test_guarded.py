@@ -16,7 +16,7 @@ from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.drafters.user import UserProposer
 from cpuspec.speculation.guarded import GuardedProposer
 from cpuspec.speculation.proposer import NullProposer, Proposer
-from tests.oracles import ToyBackend, ToyTokenizer
+from tests.toys import ToyBackend, ToyTokenizer
 
 PROMPTS = [[0, 4, 5, 6, 7, 4], [1, 2, 3, 1, 2], [5, 5, 5]]
 PARAMS = {

@@ -15,7 +15,7 @@ from cpuspec.speculation.context import Context
 from cpuspec.speculation.drafters import head_path
 from cpuspec.speculation.drafters.head_path import likeliest_children
 from cpuspec.speculation.drafters.masks import MaskProposer
-from tests.oracles import ToyBackend
+from tests.toys import ToyBackend
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 MASK = 7

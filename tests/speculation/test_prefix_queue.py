@@ -16,8 +16,8 @@ from cpuspec.speculation.context import Context
 from cpuspec.speculation.prefix_files import PrefixDirectory, PrefixFiles, PrefixPart
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.proposer import NullProposer, Proposer
-from tests.oracles import ToyBackend, ToyTokenizer
 from tests.speculation.test_prefixes import Requests, counting, spill, written
+from tests.toys import ToyBackend, ToyTokenizer
 
 A, B, C = counting(0, 20), counting(3, 20), counting(5, 20)
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -19,8 +19,8 @@ from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.prefix_files import PrefixDirectory
 from cpuspec.speculation.prefix_queue import PrefixQueue
-from tests.oracles import RecurrentBackend, ToyBackend
 from tests.processes import make_pipe
+from tests.toys import RecurrentBackend, ToyBackend
 
 BLOCK = 4
 NO_DRAFT = Draft.chain([], "test")

@@ -13,7 +13,7 @@ from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Cycle, Draft
 from cpuspec.speculation.proposer import NullProposer
 from cpuspec.speculation.round import speculate
-from tests.oracles import ToyBackend
+from tests.toys import ToyBackend
 
 
 class Fixed(NullProposer):

@@ -21,8 +21,8 @@ from cpuspec.speculation.drafters.lookups import LookupProposer
 from cpuspec.speculation.drafters.translate import TranslatedProposer
 from cpuspec.speculation.drafters.vocab import SharedTokens
 from cpuspec.speculation.proposer import NullProposer, Proposer
-from tests.oracles import PieceTokenizer, ToyBackend
 from tests.speculation.exact import ExactContext, ExactSource, check_draws
+from tests.toys import PieceTokenizer, ToyBackend
 
 # ------------------------------------------------------------------------------------------- exactly, over three and three tokens
 

@@ -12,7 +12,7 @@ from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.settings import LevelSpec, SamplingParams
 from cpuspec.speculation.drafters.user import UserProposer, is_import_path
-from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
+from tests.toys import ToyBackend, ToyTokenizer, plain_greedy
 
 README = (Path(cpuspec.__file__).parent / "speculation" / "README.md").read_text("utf-8")
 (EXAMPLE,) = (code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class Echo" in code)

@@ -10,7 +10,8 @@ import pytest
 from cpuspec.sampling import Noise
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.verify import Verdict, verify_tokens
-from tests.oracles import ExactDraws, ExactRng, enumerate_exactly
+from tests.oracles.exact import ExactRng, enumerate_exactly
+from tests.toys import ExactDraws
 
 VOCAB = 3
 Rows = Callable[[tuple[int, ...]], np.ndarray]

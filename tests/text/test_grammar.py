@@ -12,7 +12,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.settings import SamplingParams
 from cpuspec.text import GrammarConstraint, Grammars
 from cpuspec.text.grammar import Limited, Reasoning
-from tests.oracles import PieceTokenizer
+from tests.toys import PieceTokenizer
 
 WORDS = ["ab", "abc", "na", "name", '":', '", "', '{"', " ", "1", "12", "the", "é", "true", "size"]
 BYTES = [bytes([byte]) for byte in range(256)]

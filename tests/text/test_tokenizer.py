@@ -19,7 +19,8 @@ from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.errors import TokenizerError
 from cpuspec.text import Tokenizer, byte_pairs, hf_vocabulary, make_tokenizer
 from cpuspec.text.pre_tokenizers import PRE_TOKENIZERS
-from tools.make_tiny_model import learn_merges, merged
+from tests.oracles.tokenizers import WORDS, byte_pair_ids, sentencepiece_ids, spell, unigram_pieces
+from tools.make_tiny_model import learn_merges
 
 CORPUS = (
     "the quick brown fox jumps over the lazy dog; the fox doesn't care, and they'll say it's 1234 or 56.\n"
@@ -41,30 +42,7 @@ TRICKY = [
     *("<|im_end|><|not|a token|><tool>", "\x00\x01\x7f\x85", "!!!???...,,,---___", "ſ'ſ K ﬁ ß"),
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
 ]
-WORDS = {
-    "gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
-WORDS["llama-bpe"] = WORDS["qwen2"].replace(r"\p{N}|", r"\p{N}{1,3}|")
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>")
-
-
-def spell(data: bytes) -> str:
-    """GPT-2's characters for bytes (its encoder.py, bytes_to_unicode)."""
-    keep = set(range(ord("!"), ord("~") + 1)) | set(range(ord("¡"), ord("¬") + 1)) | set(range(ord("®"), ord("ÿ") + 1))
-    others = [byte for byte in range(256) if byte not in keep]
-    return "".join(chr(byte) if byte in keep else chr(256 + others.index(byte)) for byte in data)
-
-
-def split_words(text: str, pre: str) -> list[str]:
-    if pre == "smollm":  # digits one by one, then GPT-2's words between them
-        pieces = regex.split(r"(\p{N})", text)
-        return [word for piece in pieces if piece for word in regex.findall(WORDS["gpt-2"], piece)]
-    if pre == "qwen2":
-        import unicodedata
-
-        text = unicodedata.normalize("NFC", text)
-    return regex.findall(WORDS[pre], text)
 
 
 MERGES = learn_merges(Counter(tuple(spell(word.encode())) for word in regex.findall(WORDS["qwen2"], CORPUS * 2)), 150)
@@ -96,18 +74,6 @@ def make(vocabulary: GgufVocabulary | HfTokenizerFiles, vocab_size: int | None =
     return make_tokenizer(checkpoint)
 
 
-def slow_encode(text: str, pre: str) -> list[int]:
-    ids = []
-    for word in split_words(text, pre):
-        pieces = tuple(spell(word.encode()))
-        if pre == "llama-bpe" and "".join(pieces) in IDS:
-            pieces = ("".join(pieces),)
-        for pair in MERGES:
-            pieces = merged(pieces, pair)
-        ids += [IDS[piece] for piece in pieces]
-    return ids
-
-
 def visible(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [tokenizer.token_bytes(i).decode() for i in ids]
 
@@ -116,14 +82,14 @@ def visible(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 def test_ids_equal_the_slow_reference(pre: str) -> None:
     tokenizer = make(make_vocabulary(pre))
     for text in [*(text for text in TRICKY if "<tool>" not in text), CORPUS]:
-        assert tokenizer.encode(text) == slow_encode(text, pre), text
+        assert tokenizer.encode(text) == byte_pair_ids(text, pre, MERGES, IDS), text
 
 
 @settings(max_examples=150)
 @given(st.text(max_size=40) | st.text("aeT 1'\n\r\tñ́中😀<|>", max_size=40), st.sampled_from(["smollm", *WORDS]))
 def test_ids_equal_the_slow_reference_for_any_text(text: str, pre: str) -> None:
     tokenizer = BUILT[pre]
-    assert tokenizer.encode(text) == slow_encode(text, pre)
+    assert tokenizer.encode(text) == byte_pair_ids(text, pre, MERGES, IDS)
 
 
 BUILT = {pre: make(make_vocabulary(pre)) for pre in ["smollm", *WORDS]}
@@ -133,7 +99,7 @@ def test_remembered_words_and_forgotten_ones_have_the_same_ids(monkeypatch) -> N
     monkeypatch.setattr(byte_pairs, "_MOST_WORDS", 3)
     tokenizer = make(make_vocabulary("qwen2"))
     for text in [*(text for text in TRICKY if "<tool>" not in text), CORPUS] * 2:
-        assert tokenizer.encode(text) == slow_encode(text, "qwen2"), text
+        assert tokenizer.encode(text) == byte_pair_ids(text, "qwen2", MERGES, IDS), text
 
 
 def test_digits_and_composed_characters_follow_the_pre_tokenizer() -> None:
@@ -345,28 +311,11 @@ SENTENCEPIECE = GgufVocabulary(
 )
 
 
-def slow_sentencepiece(text: str, pieces: list[tuple[str, int, float]] = PIECES) -> list[int]:
-    """Joins the neighbours that make the best-scored piece, leftmost first, until none is left; spells the rest as bytes."""
-    normal = {piece: score for piece, kind, score in pieces if kind == 1}
-    piece_ids = {piece: i for i, (piece, _, _) in enumerate(pieces)}
-    symbols = list(("▁" + text).replace(" ", "▁")) if text else []
-    while True:
-        joins = [(normal[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in normal]
-        if not joins:
-            break
-        at = -max(joins)[1]
-        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
-    ids = []
-    for symbol in symbols:
-        ids += [piece_ids[symbol]] if symbol in normal else [piece_ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
-    return ids
-
-
 @settings(max_examples=150)
 @given(st.text("thering ac", max_size=30) | st.text(max_size=10))
 def test_sentencepiece_equals_its_slow_reference(text: str) -> None:
     tokenizer = SPM
-    assert tokenizer.encode(text, add_special=False) == slow_sentencepiece(text)
+    assert tokenizer.encode(text, add_special=False) == sentencepiece_ids(text, PIECES)
     assert tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
 
 
@@ -600,7 +549,7 @@ PADDING = {"direction": "Left", "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
 def test_training_left_truncation_or_padding_and_ids_stay(tmp_path: Path, changes: dict[str, Any]) -> None:
     """As in transformers, which resets both unless a caller asks for them."""
     tokenizer, text = make(make_hf(tmp_path, **changes)), CORPUS[:200]
-    assert tokenizer.encode(text) == slow_encode(text, "qwen2")
+    assert tokenizer.encode(text) == byte_pair_ids(text, "qwen2", MERGES, IDS)
     assert tokenizer.encode("a") == [IDS["a"]]
 
 
@@ -608,7 +557,7 @@ def test_training_left_truncation_or_padding_and_ids_stay(tmp_path: Path, change
 def test_dropout_is_for_training(tmp_path: Path, dropout: Any) -> None:
     tokenizer = changed(make_hf(tmp_path), lambda data: data["model"].update(dropout=dropout))
     for _ in range(3):
-        assert tokenizer.encode(CORPUS) == slow_encode(CORPUS, "qwen2")
+        assert tokenizer.encode(CORPUS) == byte_pair_ids(CORPUS, "qwen2", MERGES, IDS)
 
 
 UNKNOWN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -770,7 +719,7 @@ def test_a_text_grows_into_so_many_characters_at_most(tmp_path: Path, monkeypatc
     monkeypatch.setattr(hf_vocabulary, "_MOST_GROWN", 10_000)
     grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 15}
     tokenizer = make(make_hf(tmp_path, normalizer=grow))
-    assert tokenizer.encode("a" * 100) == slow_encode("b" * 1500, "qwen2")
+    assert tokenizer.encode("a" * 100) == byte_pair_ids("b" * 1500, "qwen2", MERGES, IDS)
     with pytest.raises(TokenizerError, match="may make 60 of each"):
         tokenizer.encode("a" * 1000)
     assert len(make(make_hf(tmp_path)).encode("1" * 20_000)) == 20_000
@@ -847,7 +796,7 @@ def test_sentencepiece_prefers_the_leftmost_of_equal_scores() -> None:
 @given(st.text("the▁ ring", max_size=30))
 def test_sentencepiece_merges_across_words_where_a_piece_does(text: str) -> None:
     """Words are merged one by one only where no piece spans two."""
-    assert ACROSS.encode(text, add_special=False) == slow_sentencepiece(text, ACROSS_PIECES)
+    assert ACROSS.encode(text, add_special=False) == sentencepiece_ids(text, ACROSS_PIECES)
 
 
 ACROSS_PIECES = [*(piece for piece in PIECES if piece[0] != "▁▁"), ("g▁t", 1, 5.0), ("e▁", 1, 4.0), ("▁▁", 1, 3.0)]
@@ -1002,19 +951,6 @@ UNIGRAM = [
 ]  # fmt: skip
 
 
-def slow_unigram(text: str) -> list[str]:
-    """The pieces with the best sum of scores, of all ways to split the text (Kudo 2018, arXiv:1804.10959, section 3.2)."""
-    words = "".join("▁" + word for word in text.split(" ") if word)
-    scores = {piece: score for piece, kind, score in UNIGRAM if kind == 1}
-    best: list[tuple[float, list[str]]] = [(0.0, [])]
-    for end in range(1, len(words) + 1):
-        ways = [
-            (best[at][0] + scores[words[at:end]], [*best[at][1], words[at:end]]) for at in range(end) if words[at:end] in scores
-        ]
-        best.append(max(ways, default=(float("-inf"), [])))
-    return best[-1][1]
-
-
 @pytest.mark.parametrize("source", ["GGUF", "tokenizer.json", "tokenizer.model"])
 def test_unigram_finds_the_most_likely_pieces(tmp_path: Path, source: str) -> None:
     tokens = tuple(piece for piece, _, _ in UNIGRAM)
@@ -1048,7 +984,7 @@ def test_unigram_finds_the_most_likely_pieces(tmp_path: Path, source: str) -> No
     tokenizer = make(vocabulary)
     for text in ("there", "the  there ring", "in the thing", "er e g"):
         ids = tokenizer.encode(text, add_special=False)
-        assert [tokens[i] for i in ids] == slow_unigram(text)
+        assert [tokens[i] for i in ids] == unigram_pieces(text, UNIGRAM)
         assert tokenizer.decode(ids) == " ".join(text.split())
     assert [tokens[i] for i in tokenizer.encode("the中中<tool>")] == ["▁the", "<unk>", "<tool>", "</s>"]
     assert not {0, 1} & set(tokenizer.encode("<pad></s>", add_special=False))
