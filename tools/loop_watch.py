@@ -80,7 +80,9 @@ class LoopWatch:
     def look(self) -> None:
         """Note the stacks of callbacks that have run for a while, until the watch ends."""
         while not self.ended.wait(_SAMPLE_S):
+            gc.disable()  # a collection within the call may wait for ever before Python 3.12.1 (gh-106883)
             frames = sys._current_frames()
+            gc.enable()
             for thread, begin_s in list(self._running.items()):
                 if time.perf_counter() - begin_s > _SAMPLE_S and thread in frames:
                     self._stacks[thread] = "".join(traceback.format_stack(frames[thread])[-12:])
