@@ -44,7 +44,9 @@ def hadamard(rows: F32, size: int) -> F32:
     turned, half = rows.reshape(-1, size), size // 2
     while half:
         pairs = turned.reshape(-1, 2, half)
-        turned = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
+        turned = np.empty_like(pairs)
+        np.add(pairs[:, 0], pairs[:, 1], out=turned[:, 0])
+        np.subtract(pairs[:, 0], pairs[:, 1], out=turned[:, 1])
         half //= 2
     return (turned * (np.float32(1) / np.sqrt(np.float32(size)))).reshape(rows.shape)
 

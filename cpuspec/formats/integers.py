@@ -30,7 +30,8 @@ FACTORS = (3, 4, 5, 6)
 MOVES = tuple(range(-7, 8, 2))
 
 _GROUPS = SUPERBLOCK // BLOCK
-_MIDPOINTS = (np.add(LEVELS[:-1], LEVELS[1:]) / 2).astype(np.float32)
+# By ceil(2 x), from twice the first level on, the code whose level is nearest to x: midpoints of levels are whole numbers there.
+_NEAREST = np.searchsorted(np.add(LEVELS[:-1], LEVELS[1:]), np.arange(2 * LEVELS[0], 2 * LEVELS[-1] + 1)).astype(np.uint8)
 # Scales that a search tries, by the largest magnitude of a superblock: shares of the largest signed byte.
 _SHARES = tuple(np.float32(share / 127) for share in (0.86, 0.91, 0.95, 0.99, 1.03, 1.08))
 
@@ -68,7 +69,8 @@ def encode(values: F32, weights: F32 | None = None, find: Searches = IN_NUMPY) -
     steps = np.bitwise_or.reduce((factors | sign << 2 | (move & 1) << 3).astype(np.uint32) << (4 * shifts), axis=1)
     times = np.where(sign == 1, -1, 1) * (factors + FACTORS[0])
     whole = groups.reshape(*best_grid.shape, BLOCK) * inverse(best_scale)[:, None, None] - (2 * move + MOVES[0])[:, :, None]
-    codes = np.searchsorted(_MIDPOINTS, whole / times[:, :, None].astype(np.float32)).astype(np.uint8)
+    twice = np.ceil(whole / times[:, :, None].astype(np.float32) * 2)
+    codes = _NEAREST[(np.clip(twice, 2 * LEVELS[0], 2 * LEVELS[-1]) - 2 * LEVELS[0]).astype(np.intp)]
     return {"head": head[:, None], "steps": steps[:, None], "codes": codes.reshape(len(values), -1)}
 
 
