@@ -158,7 +158,7 @@ class _PackedFile:
         self._path = packed_directory() / f"{_readable(name)}-{key}.packed"
 
     def found_or_made(self, look: Callable[[], _Way | None]) -> _Way:
-        """What `read` or `open` finds, once everything is packed into the file. Raises OSError where that cannot be done."""
+        """The result of `look`. Where that finds nothing, everything is packed into the file first; raises OSError if it cannot be."""
         found = look()
         if found is None:
             self._write()
@@ -168,7 +168,7 @@ class _PackedFile:
         return found
 
     def read(self) -> dict[str, PackedTensor] | None:
-        """The matrices of the file; None if there is no such file, or its size or index is another."""
+        """The matrices in the file. None where the file is missing, or has another size or index."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())

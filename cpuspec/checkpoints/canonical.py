@@ -295,7 +295,7 @@ def _transposed(what: str, name: str, tensor: QuantTensor) -> QuantTensor:
 
 
 def _offset(family: Family, kind: int, name: str) -> float:
-    """What is added to a tensor of a file."""
+    """The number to add to a tensor of a file: 1 for norms of families whose files hold them less 1."""
     return family.norm_offset if kind == HF and name.endswith("norm") and not name.endswith("delta_norm") else 0.0
 
 

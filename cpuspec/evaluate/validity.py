@@ -148,7 +148,7 @@ def _parsed(content: str) -> tuple[Any] | None:
 
 
 def json_object(text: Any) -> dict[str, Any] | None:
-    """The arguments of a call; None if they are no JSON object. NaN and Infinity are no JSON."""
+    """The arguments of a call. None where they are not a JSON object; NaN and Infinity are not JSON."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")

@@ -1,4 +1,4 @@
-"""What a protocol's writer has to do; OpenAI's chunks of chat and plain completions, and a whole completion as their sum."""
+"""The interface of a protocol's writer; OpenAI's chunks of chat and plain completions. A whole completion is their sum."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -43,7 +43,7 @@ class Writer(Protocol):
         """The events after the last output. stats: of all answers, in their order."""
 
     def whole(self, events: Sequence[Event], stats: Sequence[RequestStats]) -> Event:
-        """One JSON object with what all these events say."""
+        """The whole answer as one JSON object, made of all events."""
 
     def sign_of_life(self) -> str:
         """The text that a silent stream sends so that its client does not give up: a comment, which clients skip."""
