@@ -158,7 +158,10 @@ class _PackedFile:
         self._path = packed_directory() / f"{_readable(name)}-{key}.packed"
 
     def found_or_made(self, look: Callable[[], _Way | None]) -> _Way:
-        """The result of `look`. Where that finds nothing, everything is packed into the file first; raises OSError if it cannot be."""
+        """The result of `look`, before which everything is packed into the file if need be.
+
+        Raises OSError where the file cannot be written, or not read again.
+        """
         found = look()
         if found is None:
             self._write()
