@@ -228,10 +228,14 @@ def logprobs(logits: F32, token: int, num_top: int) -> TokenLogprobs:
 
     Raises BackendError for NaN or infinite logits.
     """
-    x = log_softmax(logits)
-    if math.isnan(x[token]):  # one such logit makes all of them NaN
+    best = logits.max()
+    # f32, off by some 1e-7, takes a seventh of the time of f64 over the whole vocabulary.
+    log_sum = float(best) + math.log(np.exp(logits - best).sum(dtype=np.float64))
+    if math.isnan(log_sum):  # one such logit makes all of them NaN
         raise _not_finite(logits)
-    return TokenLogprobs(int(token), float(x[token]), tuple((int(i), float(x[i])) for i in likeliest(x, num_top)))
+    top = likeliest(logits, num_top)
+    values = logits[top].astype(np.float64) - log_sum
+    return TokenLogprobs(int(token), float(logits[token]) - log_sum, tuple(zip(top.tolist(), values.tolist(), strict=True)))
 
 
 def likeliest(x: NDArray[Any], num: int) -> I64:

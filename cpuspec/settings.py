@@ -713,9 +713,13 @@ _GRAMMAR = "wanted none, or levels drafter[:argument][@tokens[:confidence]], che
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """The draft levels, cheapest first; no level is plain decoding."""
+    """The draft levels, cheapest first; no level is plain decoding.
+
+    proposer: an object that drafts instead of levels, with the methods of `speculation.proposer.Proposer`.
+    """
 
     levels: tuple[LevelSpec, ...] = ()
+    proposer: Any = None
 
     @staticmethod
     def parse(text: str) -> "SpecConfig":
@@ -748,7 +752,7 @@ class SpecConfig:
         return SpecConfig(tuple(_read_level(level) for level in levels))
 
     def __str__(self) -> str:
-        return ",".join(map(str, self.levels)) or "none"
+        return str(self.proposer.name) if self.proposer is not None else ",".join(map(str, self.levels)) or "none"
 
 
 AUTO = SpecConfig((LevelSpec("auto"),))  # drafts where that pays: the default of everything that takes a spec

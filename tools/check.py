@@ -6,6 +6,7 @@ with 1 if any of them failed.
 `python tools/check.py --changed` prints the tests of the files that have changed since the last commit, and runs nothing.
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -79,10 +80,16 @@ def _passes(name: str, *command: str) -> bool:
 
 def main() -> int:
     """Run the checks; returns the exit code."""
-    if sys.argv[1:] == ["--changed"]:
-        print_tests_of_changes()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--all", action="store_true", help="also run the tests marked slow")
+    one.add_argument("--changed", action="store_true", help="print the tests of what has changed, and run nothing")
+    one.add_argument("--lines", action="store_true", help="print the lines of each package, and run nothing")
+    options = parser.parse_args()
+    if options.changed or options.lines:
+        (print_tests_of_changes if options.changed else print_lines)()
         return 0
-    chosen = ALL if sys.argv[1:] == ["--all"] else ()
+    chosen = ALL if options.all else ()
     failed = [name for name, command in CHECKS.items() if not _passes(name, *command, *(chosen if name == "tests" else ()))]
     if (ROOT / ".git").exists():
         print_lines()

@@ -1,6 +1,7 @@
 """The commands that make draft heads: `extract`, and `cpuspec train`."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from inspect import Parameter
@@ -17,12 +18,15 @@ from cpuspec.cli.progress import busy, step_progress
 from cpuspec.engine.draft_spec import model_and_spec
 from cpuspec.errors import ConfigError
 from cpuspec.metrics import now_s
+from cpuspec.settings import SpecConfig
 
 if TYPE_CHECKING:
+    from cpuspec.checkpoints import Checkpoint
     from cpuspec.train import answers as answering
     from cpuspec.train import extract as extracting
     from cpuspec.train.chains import ChainLoss
     from cpuspec.train.loop import Measured, Schedule
+    from cpuspec.train.states import AnswerStates
 
 _NOTES_APART_S = 10.0
 _SHOWN_REFUSALS = 20
@@ -138,6 +142,11 @@ def answers(
     part: Annotated[
         str, option("I/N", "Answer only the I-th of N shares of the prompts, as one of N machines. Commands take all N files.")
     ] = "1/1",
+    states: Annotated[
+        Path | None,
+        option("DIR", "Keep hidden states there while answering: EAGLE-3's layers, so that extract has no work.", file_okay=False),
+    ] = None,
+    top: Annotated[int, option("N", "With --states: keep the N likeliest tokens after each token, too.", min=0)] = 64,
     as_json: options.JsonOption = False,
     running: options.Running,
 ) -> None:
@@ -164,20 +173,36 @@ def answers(
             part=_read_part(part),
         )
     checkpoint = open_target(model)
-    with busy(f"loading {model}"):
-        from cpuspec.engine.llm import LLM
+    identity, spec, kept = file_identity(checkpoint.path), SpecConfig(), None
+    with ExitStack() as stack:
+        if states is not None:
+            kept = _answer_states(checkpoint, identity, states, top)
+            stack.callback(kept.close)
+            spec = SpecConfig(proposer=kept.recorder)
+        with busy(f"loading {model}"):
+            from cpuspec.engine.llm import LLM
 
-        settings = replace(running.settings, context_length=plan.context_length)
-        llm = LLM(checkpoint, "none", running.backend, settings=settings)
-    with llm:
-        identity = file_identity(checkpoint.path)
-        summary = answering.make_answers(llm, identity, plan, out, max_tokens, _Notes().of_answers)
+            settings = replace(running.settings, context_length=plan.context_length)
+            llm = stack.enter_context(LLM(checkpoint, spec, running.backend, settings=settings))
+        summary = answering.make_answers(llm, identity, plan, out, max_tokens, _Notes().of_answers, states=kept)
     if as_json:
         emit_json(summary.as_dict())
     for line in _describe_answers(summary):
         note(line)
     if summary.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _answer_states(checkpoint: "Checkpoint", files: list[dict[str, Any]], out: Path, top: int) -> "AnswerStates":
+    """What keeps hidden states of the layers that EAGLE-3 reads."""
+    from cpuspec.train.extract import usual_layers
+    from cpuspec.train.samples import FINAL, Extraction
+    from cpuspec.train.states import AnswerStates
+
+    config = checkpoint.config
+    layers = tuple(one for one in usual_layers(config.num_layers) if one != FINAL)
+    sizes = (config.vocab_size, config.hidden_size, config.num_layers)
+    return AnswerStates(checkpoint, Extraction(checkpoint.name, tuple(files), *sizes, layers, "bf16", top), out)
 
 
 @exit_codes()

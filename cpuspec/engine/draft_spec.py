@@ -265,6 +265,8 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
     Raises ConfigError, CheckpointError, DownloadError, TokenizerError or FormatError.
     """
     check_spec(spec)
+    if spec.proposer is not None:
+        return OpenedSpec(False, [[UserProposer(LevelSpec(type(spec.proposer).__name__), spec.proposer)]], [])
     # With a limit of memory, where experts may stay on the disk, only the models that the user named are loaded.
     if spec == AUTO and target.settings.memory == "auto" and _predicts(target):
         spec = SpecConfig((*AUTO.levels, LevelSpec(MTP)))

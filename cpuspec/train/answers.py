@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from cpuspec.batch.lines import MAX_LINE_BYTES, read_lines
 from cpuspec.checkpoints.fields import Fields, read_json_object
@@ -24,6 +24,7 @@ from cpuspec.evaluate.prompts import parse_line, prompt_ids
 from cpuspec.files import read_file, write_file
 from cpuspec.metrics import now_s
 from cpuspec.platform import SYSTEM
+from cpuspec.sampling import TokenLogprobs
 from cpuspec.settings import SamplingParams
 from cpuspec.text import Tokenizer
 from cpuspec.train.overlap import Exclusion, Known, words_of
@@ -75,6 +76,24 @@ class AnswerPlan:
         """Whether the part that this run answers has a prompt."""
         number, count = self.part
         return int.from_bytes(hashlib.sha256(prompt.id.encode()).digest()[:8]) % count == number - 1
+
+
+class StateWriter(Protocol):
+    """Writes the hidden states of answers. top: likeliest tokens of each place that it wants, 0 for none."""
+
+    top: int
+
+    def catch_up(self, llm: LLM, answers: Path) -> None:
+        """Write those of all answers in a file that it has none of."""
+        ...
+
+    def add(self, request: int, prompt_ids: list[int], answer_ids: list[int], chosen: list[TokenLogprobs]) -> None:
+        """Write those of the next answer in the file. chosen: of each of its tokens."""
+        ...
+
+    def forget(self, request: int) -> None:
+        """Drop those of a request, if there are any."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -140,10 +159,12 @@ def make_answers(
     max_tokens: int | None = None,
     on_progress: Callable[[AnswersSummary], None] = lambda summary: None,
     max_seconds: float = math.inf,
+    states: StateWriter | None = None,
 ) -> AnswersSummary:
     """Append the answers to the plan's prompts to `out`, from where an earlier run ended, and the facts to `header_path(out)`.
 
     files: name, bytes and sha256 of the model's files. max_tokens: of all answers, after which it ends; max_seconds: of this run.
+    states: writes hidden states, too (`states.AnswerStates`); `llm` then drafts with its recorder.
     Ctrl-C ends it with what is written. Raises ConfigError for prompts that cannot be read, and for an `out` of another model or
     plan, or that another run is writing; and OSError.
     """
@@ -157,15 +178,19 @@ def make_answers(
         if not SYSTEM.try_lock(file):
             raise ConfigError(f"{out} is being written by another run; wait for it, or name another file")
         header = _Header(out, _facts(llm, files, plan, exclusion), is_new=file.tell() == 0)
-        run = _Run(llm, plan, exclusion, header)
+        run = _Run(llm, plan, exclusion, header, states)
         begin_s = now_s()
         try:
             prompts = in_turn(sources)
             is_full = run.resume(file, prompts, out, max_tokens)
-            for lines in () if is_full else run.answers(prompts):
-                run.count(lines)
+            if states:
+                states.catch_up(llm, out)
+            for answers in () if is_full else run.answers(prompts):
+                run.count(lines := [line for line, _ in answers])
                 file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
                 file.flush()
+                for line, text in answers if states else ():
+                    states.add(text.request, line["prompt_ids"], text.ids, text.logprobs)  # type: ignore[union-attr]
                 run.summary.duration_s = now_s() - begin_s
                 on_progress(run.summary)
                 is_full = max_tokens is not None and run.summary.num_answer_tokens >= max_tokens
@@ -257,10 +282,12 @@ class _Text:
     summary: AnswersSummary  # which counts them
     request: int = -1
     ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # where states are kept
     reason: str = ""
 
     def receive(self, output: Output) -> None:
         self.ids += output.token_ids
+        self.logprobs += output.logprobs
         self.summary.num_new_tokens += len(output.token_ids)
         self.reason = output.finish_reason or ""
 
@@ -288,7 +315,10 @@ class _Job:
 
 
 class _Run:
-    def __init__(self, llm: LLM, plan: AnswerPlan, exclusion: Exclusion, header: _Header) -> None:
+    def __init__(
+        self, llm: LLM, plan: AnswerPlan, exclusion: Exclusion, header: _Header, states: StateWriter | None = None
+    ) -> None:
+        self._states = states
         self.summary = AnswersSummary(excluded=[asdict(one) for one in exclusion.files])
         self._llm, self._plan, self._exclusion, self._header = llm, plan, exclusion, header
         self._users_turn = users_turn(llm.tokenizer) if plan.num_self_made else []
@@ -333,8 +363,8 @@ class _Run:
             f"{out} answers {held[0][0]!r} last, which is none of the prompts; name the same sources, or another file"
         )
 
-    def answers(self, prompts: Iterator[Prompt]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the lines of each prompt, in order; none for one that is left out, and after each step."""
+    def answers(self, prompts: Iterator[Prompt]) -> Iterator[list[tuple[dict[str, Any], _Text]]]:
+        """Yield the lines of each prompt, in order, with their texts; none for one that is left out, and after each step."""
         more = True
         while self._jobs or more:
             while more and self._has_room():
@@ -346,7 +376,8 @@ class _Run:
                 if not job.is_settled and job.turn and job.turn.reason:
                     self._ask_turn(job)
             while self._jobs and self._jobs[0].done:
-                yield self._lines(self._jobs.popleft())
+                yield self._lines(job := self._jobs.popleft())
+                self._drop(job)
             if any(job.num_running for job in self._jobs):
                 self._llm.step()
                 yield []
@@ -434,6 +465,8 @@ class _Run:
     def _submit(self, ids: list[int], prompt_id: str, max_tokens: int, **sampling: float) -> _Text:
         digest = hashlib.sha256(f"{self._plan.seed}/{prompt_id}/{sampling['temperature']:g}".encode()).digest()
         params = SamplingParams(max_tokens=max_tokens, seed=int.from_bytes(digest[:4], "little") >> 1, **sampling)  # type: ignore[arg-type]
+        if self._states:  # of all its tokens, so it shares no prefix
+            params = replace(params, logprobs=self._states.top or None, cache_salt=digest.hex())
         self._llm.check(ids, params)
         text = _Text(self.summary)
         text.request = self._llm.submit(RequestedAnswer(ids, params), text.receive)
@@ -442,10 +475,11 @@ class _Run:
     def _drop(self, job: _Job) -> None:
         for one in job.texts:
             self._llm.abort(one.request)
+            if self._states:
+                self._states.forget(one.request)
 
-    def _lines(self, job: _Job) -> list[dict[str, Any]]:
+    def _lines(self, job: _Job) -> list[tuple[dict[str, Any], _Text]]:
         """The answers of a prompt that are worth keeping."""
-        self._drop(job)
         if any(one.reason == "aborted" for one in job.texts):
             raise CpuspecError("an answer was aborted, because another caller of this LLM was interrupted; run it again")
         if any(one.reason == "error" for one in job.texts):
@@ -465,7 +499,7 @@ class _Run:
             self._known_answers.add(text)
             name = f"{prompt.id}@{temperature:g}"
             own = {"id": name, "prompt_ids": ids, "answer_ids": answer.ids, "temperature": temperature}
-            lines.append({**own, "source": prompt.source, "finish_reason": answer.reason})
+            lines.append(({**own, "source": prompt.source, "finish_reason": answer.reason}, answer))
         if job.turn and lines:
             self._known_turns.add(self._turn_text(ids))
         return lines

@@ -11,6 +11,7 @@ with the same numbers as one that was not, where no stage ends by the clock.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -47,6 +48,7 @@ from cpuspec.train.loop import Measured, OnMeasured, OnStep, Schedule
 from cpuspec.train.model_files import GGUF_NAME, ModelWeights
 from cpuspec.train.samples import FINAL, Extraction, open_samples
 from cpuspec.train.start import HeadShape, start_from
+from cpuspec.train.states import AnswerStates
 from cpuspec.train.weights import HeadWeights
 
 PROGRESS = "progress.json"
@@ -167,6 +169,7 @@ class _Run:
         self._backend, self._settings, self._listener = backend, settings, listener
         self._answers, self._states = plan.given or (out / "answers.jsonl",), out / "states"
         self.small: Checkpoint | None = None
+        self._length = min(_LENGTH, target.config.context_length)  # of a sample
         self._method = "mtp" if target.config.is_recurrent else "eagle3"
         inside = 0 if self._method == "mtp" else plan.intermediate_size
         self._shape = HeadShape(intermediate_size=inside, vocab_size=plan.vocab_size)
@@ -192,10 +195,15 @@ class _Run:
                 progress.note("answers", before + summary.duration_s)
             self._listener.on_answers(summary)
 
-        most = {"max_seconds": _OF_ANSWERS * 3600 * plan.hours - before} if plan.hours else {}
-        identity = file_identity(self._target.path)
-        with LLM(self._target, "none", self._backend, settings=settings) as llm:
-            summary = make_answers(llm, identity, plan.answers, self._answers[0], plan.max_tokens, tell, **most)
+        most = _OF_ANSWERS * 3600 * plan.hours - before if plan.hours else math.inf
+        identity, spec, states = file_identity(self._target.path), SpecConfig(), None
+        with ExitStack() as stack:
+            if self.small is None and plan.answers.context_length <= self._length:
+                states = AnswerStates(self._target, self._about(), self._states)
+                stack.callback(states.close)
+                spec = SpecConfig(proposer=states.recorder)
+            llm = stack.enter_context(LLM(self._target, spec, self._backend, settings=settings))
+            summary = make_answers(llm, identity, plan.answers, self._answers[0], plan.max_tokens, tell, most, states)
         progress.note("answers", before + summary.duration_s)
         if summary.interrupted:
             raise KeyboardInterrupt
@@ -203,8 +211,8 @@ class _Run:
         progress.finish("answers", before + summary.duration_s, facts)
 
     def extract(self, progress: _Progress) -> None:
-        """The target's hidden states over its answers."""
-        about, length = self._about(), min(_LENGTH, self._target.config.context_length)
+        """The target's hidden states over its answers, where they were not kept while it answered."""
+        about, length = self._about(), self._length
         backend = load_target(self._backend, self._target, self._settings)
         before = progress.seconds.get("states", 0.0)
         try:

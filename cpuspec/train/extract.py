@@ -6,6 +6,7 @@ compared the tokens of the finished ones with its texts, writes the same bytes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +24,13 @@ from cpuspec.sampling import argmax, likeliest
 from cpuspec.text import Tokenizer
 from cpuspec.train.answers import AnswerFiles
 from cpuspec.train.prompts import line_ids
-from cpuspec.train.samples import FINAL, METADATA, MOST, Extraction, Sample, SampleSet, open_samples, shard_path, write_shard
+from cpuspec.train.samples import FINAL, METADATA, MOST, Extraction, Sample, open_samples, shard_path, write_shard
 
 LAST = "last"  # in a list of layers: the output of the last one, which no norm has changed
 
 _SHARD_BYTES = 128 << 20  # of a shard's hidden states in memory
 _LOGIT_BYTES = 256 << 20  # of a forward
-_ABSENT = np.float32(1e9)  # log_sum of a row whose likeliest tokens are not asked for: they get no probability
+ABSENT = np.float32(1e9)  # log_sum of a row whose likeliest tokens are not asked for: they get no probability
 _PIECE_CHARACTERS = 1 << 16  # of plain text that is read at once
 
 
@@ -131,6 +132,27 @@ def _plain(path: Path, tokenizer: Tokenizer, max_length: int, all_count: bool) -
         yield ReadText(ids, 0 if all_count else len(ids))
 
 
+class LayerStates:
+    """Makes the hidden states of a sample from what a forward hands out. asked: the layers that it must hand out, rising."""
+
+    def __init__(self, checkpoint: Checkpoint, layers: Sequence[int | str]) -> None:
+        """layers: as in `Extraction`."""
+        last = checkpoint.config.num_layers - 1
+        self._norm, self._layers = final_norm(checkpoint), layers
+        self.asked = tuple(sorted({last if one == FINAL else int(one) for one in layers}))
+        self._places = [self.asked.index(last if one == FINAL else int(one)) for one in layers]
+
+    def of(self, hidden: Sequence[F32]) -> F32:
+        """[T, L, H] of the layers' outputs [T, H], in the order of `asked`."""
+        return np.stack(
+            [
+                self._norm.applied(hidden[place]) if layer == FINAL else hidden[place]
+                for place, layer in zip(self._places, self._layers, strict=True)
+            ],
+            axis=1,
+        )
+
+
 class Extractor:
     """One loaded model, which gives samples of sequences of at most `max_length` tokens."""
 
@@ -142,9 +164,7 @@ class Extractor:
             raise ConfigError(f"at most the likeliest {most} tokens can be kept; got {top}")
         if not 1 <= max_length <= config.context_length:
             raise ConfigError(f"a sample may have 1 to {config.context_length} tokens, the model's context; got {max_length}")
-        self._backend, self._layers, self._top = backend, layers, top
-        self._norm = final_norm(checkpoint)
-        self._read = tuple(config.num_layers - 1 if one == FINAL else int(one) for one in layers)
+        self._backend, self._top, self._states = backend, top, LayerStates(checkpoint, layers)
         self._cache = backend.new_cache(1, max_length)
         self._max_rows = min(backend.max_rows, max(_LOGIT_BYTES // (4 * config.vocab_size), 1)) if top else backend.max_rows
 
@@ -154,26 +174,24 @@ class Extractor:
         Where none counts, after all: nothing else says which are wanted.
         """
         self._cache.truncate(0, 0)
-        asked, num = tuple(sorted(set(self._read))), len(text.token_ids)
+        num = len(text.token_ids)
         answer = np.arange(num) >= text.num_prompt
         judged = (answer | np.append(answer[1:], False) | (not answer.any())) & bool(self._top)
-        hidden = np.empty((num, len(self._layers), self._backend.config.hidden_size), np.float32)
-        tops = (np.zeros((num, self._top), np.int32), np.zeros((num, self._top), np.float32), np.full(num, _ABSENT))
+        hidden: list[F32] = []
+        tops = (np.zeros((num, self._top), np.int32), np.zeros((num, self._top), np.float32), np.full(num, ABSENT))
         for begin in range(0, num, self._max_rows):
             tokens = text.token_ids[begin : begin + self._max_rows]
             end = begin + len(tokens)
             rows = np.flatnonzero(judged[begin:end])
             batch = ForwardBatch(
-                tokens, list(range(begin, end)), [0], [0, len(tokens)], None, rows.tolist(), asked, of_prompts=True
+                tokens, list(range(begin, end)), [0], [0, len(tokens)], None, rows.tolist(), self._states.asked, of_prompts=True
             )
             output = self._backend.forward(batch, self._cache)
-            of_layer = dict(zip(asked, output.hidden, strict=True))
-            for place, (layer, name) in enumerate(zip(self._read, self._layers, strict=True)):
-                hidden[begin:end, place] = self._norm.applied(of_layer[layer]) if name == FINAL else of_layer[layer]
+            hidden.append(self._states.of(output.hidden))
             if len(rows):
                 for array, found in zip(tops, likeliest_ids(output.logits, self._top), strict=True):
                     array[begin + rows] = found
-        return Sample(np.array(text.token_ids, np.int32), answer, hidden, *(tops if self._top else ()))
+        return Sample(np.array(text.token_ids, np.int32), answer, np.concatenate(hidden), *(tops if self._top else ()))
 
 
 def likeliest_ids(logits: F32, num: int) -> tuple[I32, F32, F32]:
@@ -191,6 +209,80 @@ def likeliest_ids(logits: F32, num: int) -> tuple[I32, F32, F32]:
     return ids, values, log_sum
 
 
+class SampleWriter:
+    """Writes samples into a directory in shards, after those that are there. Until `close` no other run may write there.
+
+    summary: the counts, which whoever writes completes with what it computed. num_passed: samples so far, those that were there
+    included. Raises ConfigError for a directory of another model, of other settings, or that another run is writing;
+    CheckpointError for a damaged one; OSError.
+    """
+
+    def __init__(self, about: Extraction, out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        if not (out / METADATA).exists():
+            if any(out.iterdir()):
+                raise ConfigError(f"{out} has other files than samples; name a directory of its own")
+            about.write(out)
+        self._lock = (out / METADATA).open("rb")
+        try:
+            if not SYSTEM.try_lock(self._lock):
+                raise ConfigError(f"{out} is being written by another run; wait for it, or name another directory")
+            self._there = there = open_samples(out)
+            _check_same(there.about, about, out)
+        except BaseException:
+            self._lock.close()
+            raise
+        self.summary = ExtractSummary(str(out), len(there), len(there), there.num_tokens, there.num_answer_tokens)
+        self.num_passed = 0
+        self._about, self._out, self._number = about, out, there.num_shards
+        self._full = max(_SHARD_BYTES // (4 * len(about.layers) * about.hidden_size), 1)  # tokens
+        self._held: list[Sample] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all samples, those that are not on the disk yet included."""
+        return self.summary.num_tokens + _num_tokens(self._held)
+
+    def has(self, text: ReadText) -> bool:
+        """Pass the next text's sample if it is there. Raises ConfigError where the sample there is of another text."""
+        if self.num_passed >= len(self._there):
+            return False
+        token_ids, answer = self._there.tokens(self.num_passed)
+        if text.token_ids != token_ids.tolist() or len(answer) - int(answer.sum()) != text.num_prompt:
+            raise self._other_texts(f"sample {self.num_passed} is of another text")
+        self.num_passed += 1
+        return True
+
+    def check_complete(self) -> None:
+        """Raise ConfigError if there are samples that no text has passed."""
+        if self.num_passed < len(self._there):
+            raise self._other_texts("there are fewer texts now")
+
+    def add(self, sample: Sample) -> None:
+        """Append a sample; a full shard is written."""
+        self._held.append(sample)
+        self.num_passed += 1
+        if _num_tokens(self._held) >= self._full:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the samples that are held, as a shard that may not be full."""
+        if not self._held:
+            return
+        write_shard(shard_path(self._out, self._number), self._about, self._held)
+        self.summary.num_samples += len(self._held)
+        self.summary.num_tokens += _num_tokens(self._held)
+        self.summary.num_answer_tokens += sum(int(one.answer.sum()) for one in self._held)
+        self._number, self._held = self._number + 1, []
+
+    def close(self) -> None:
+        """Let others write. What is held and not flushed is lost."""
+        self._lock.close()
+
+    def _other_texts(self, what: str) -> ConfigError:
+        return ConfigError(f"{self._out} has samples of other texts: {what}; name the same texts, or another directory")
+
+
 def extract(
     extractor: Extractor,
     about: Extraction,
@@ -201,39 +293,24 @@ def extract(
 ) -> ExtractSummary:
     """Write the samples of `texts` into the directory `out`, after those that are there.
 
-    max_tokens: of all samples, after which it ends. Ctrl-C ends it with the shards that are written. Raises ConfigError for an
-    `out` of another model, of other settings or texts, or that another run is writing; CheckpointError for a damaged one; OSError.
+    max_tokens: of all samples, after which it ends. Ctrl-C ends it with the shards that are written. Raises what `SampleWriter`
+    raises, and ConfigError where the samples there are of other texts.
     """
-    out.mkdir(parents=True, exist_ok=True)
     begin_s = now_s()
-    if not (out / METADATA).exists():
-        if any(out.iterdir()):
-            raise ConfigError(f"{out} has other files than samples; name a directory of its own")
-        about.write(out)
-    with (out / METADATA).open("rb") as lock:
-        if not SYSTEM.try_lock(lock):
-            raise ConfigError(f"{out} is being written by another run; wait for it, or name another directory")
-        there = open_samples(out)
-        _check_same(there.about, about, out)
-        summary = ExtractSummary(str(out), len(there), len(there), there.num_tokens, there.num_answer_tokens)
-        number = there.num_shards
-        full = max(_SHARD_BYTES // (4 * len(about.layers) * about.hidden_size), 1)  # tokens
-        held: list[Sample] = []
+    with closing(SampleWriter(about, out)) as writer:
+        summary = writer.summary
         try:
-            _go_past(there, texts, out)
-            while max_tokens is None or summary.num_tokens + _num_tokens(held) < max_tokens:
+            while max_tokens is None or writer.num_passed < summary.num_kept or writer.num_tokens < max_tokens:
                 text = next(texts, None)
                 if text is None:
+                    writer.check_complete()
                     break
-                held.append(extractor.sample(text))
-                summary.num_new_tokens += len(text.token_ids)
-                summary.duration_s = now_s() - begin_s
-                on_progress(summary)
-                if _num_tokens(held) >= full:
-                    _write(shard_path(out, number), about, held, summary)
-                    number, held = number + 1, []
-            if held:
-                _write(shard_path(out, number), about, held, summary)
+                if not writer.has(text):
+                    writer.add(extractor.sample(text))
+                    summary.num_new_tokens += len(text.token_ids)
+                    summary.duration_s = now_s() - begin_s
+                    on_progress(summary)
+            writer.flush()
         except KeyboardInterrupt:
             summary.interrupted = True
     summary.duration_s = now_s() - begin_s
@@ -244,13 +321,6 @@ def _num_tokens(samples: Sequence[Sample]) -> int:
     return sum(len(one.token_ids) for one in samples)
 
 
-def _write(path: Path, about: Extraction, samples: list[Sample], summary: ExtractSummary) -> None:
-    write_shard(path, about, samples)
-    summary.num_samples += len(samples)
-    summary.num_tokens += _num_tokens(samples)
-    summary.num_answer_tokens += sum(int(one.answer.sum()) for one in samples)
-
-
 def _check_same(there: Extraction, wanted: Extraction, out: Path) -> None:
     """Raise ConfigError unless a directory's samples are of the same model and settings."""
     mine, theirs = (asdict(one) | {"files": sorted(file["sha256"] for file in one.files)} for one in (wanted, there))
@@ -259,13 +329,3 @@ def _check_same(there: Extraction, wanted: Extraction, out: Path) -> None:
             raise ConfigError(
                 f"{out} has samples with {name} {theirs[name]}, and this run has {mine[name]}; name another directory"
             )
-
-
-def _go_past(there: SampleSet, texts: Iterator[ReadText], out: Path) -> None:
-    """Take the texts whose samples are there. Raises ConfigError where they are others."""
-    for index in range(len(there)):
-        text = next(texts, None)
-        token_ids, answer = there.tokens(index)
-        if text is None or text.token_ids != token_ids.tolist() or len(answer) - int(answer.sum()) != text.num_prompt:
-            what = "there are fewer texts now" if text is None else f"sample {index} is of another text"
-            raise ConfigError(f"{out} has samples of other texts: {what}; name the same texts, or another directory")

@@ -10,8 +10,8 @@ import pytest
 import cpuspec
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
-from cpuspec.settings import LevelSpec, SamplingParams
-from cpuspec.speculation.drafters.user import UserProposer, is_import_path
+from cpuspec.settings import LevelSpec, SamplingParams, SpecConfig
+from cpuspec.speculation.drafters.user import UserProposer, imported, is_import_path
 from tests.toys import ToyBackend, ToyTokenizer, plain_greedy
 
 README = (Path(cpuspec.__file__).parent / "speculation" / "README.md").read_text("utf-8")
@@ -24,7 +24,7 @@ GOOD = f"""{EXAMPLE}
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
-def toy_llm(spec: str) -> LLM:
+def toy_llm(spec: str | SpecConfig) -> LLM:
     return LLM.from_backend(ToyBackend(2, memory=0.3), ToyTokenizer(8), spec)  # type: ignore[arg-type]
 
 
@@ -67,6 +67,16 @@ def test_a_class_of_a_file_or_of_a_module_drafts_and_changes_no_answer(
         assert answer.token_ids == expected
         assert any("echo" in name for name in answer.stats.levels)
     assert max(len(level.num_accepted_tokens_per_pos) for level in toy_stats("mine:Echo@2").values()) == 2
+
+
+def test_an_object_drafts_too(tmp_path: Path) -> None:
+    mine = imported(f"{write(tmp_path, GOOD)}:Echo")()
+    llm = toy_llm(SpecConfig(proposer=mine))
+    (answer,) = llm.generate([[0, 4, 5, 6, 7, 4]], PARAMS)
+    assert answer.token_ids == toy_llm("none").generate([[0, 4, 5, 6, 7, 4]], PARAMS)[0].token_ids
+    assert (str(llm.spec), list(answer.stats.levels)) == ("echo", ["echo"])
+    with pytest.raises(ConfigError, match="int has no method propose"):
+        toy_llm(SpecConfig(proposer=5))
 
 
 def toy_stats(spec: str) -> dict[str, Any]:

@@ -50,6 +50,19 @@ def invoke(arguments: list[str]) -> Any:
     return CliRunner().invoke(app, arguments, prog_name="cpuspec")
 
 
+def test_states_are_kept_while_a_model_answers(prompts: str, tmp_path: Path) -> None:
+    model, out, states = tiny(tmp_path, num_layers=7).path, tmp_path / "answers.jsonl", tmp_path / "states"
+    asked = ("train", "answers", model, prompts, out, "--states", states, "--top", "3", *ASKED)
+    assert run(*asked).exit_code == 0
+    kept = open_samples(states)
+    assert (kept.about.layers, kept.about.top, len(kept)) == ((1, 2, 3), 3, len(out.read_text().splitlines()))
+    again = json.loads(run("extract", model, out, states, "--layers", "1,2,3", "--top", "3", "--json", *QUICK).stdout)
+    assert (again["num_kept"], again["num_new_tokens"]) == (len(kept), 0)
+    result = run(*asked[:-2], "--top", "4", *QUICK)
+    assert result.exit_code == 1
+    assert "has samples with top 3, and this run has 4" in result.stderr
+
+
 def test_prompts_become_samples(model: str, prompts: str, tmp_path: Path) -> None:
     out, tasks, samples = (tmp_path / name for name in ("answers.jsonl", "tasks.jsonl", "samples"))
     tasks.write_text(json.dumps({"prompt": "the 3 of the 21 things that they have"}) + "\n")

@@ -31,18 +31,19 @@ def is_import_path(drafter: str) -> bool:
 
 
 class UserProposer(Proposer):
-    """Stands between the engine and an object of the user's class, which is made without arguments.
+    """Stands between the engine and an object of the user's class, which is made without arguments, or `proposer`, a made one.
 
     The class may leave out the second argument of `begin`, the number of cached tokens.
     """
 
-    def __init__(self, level: LevelSpec) -> None:
+    def __init__(self, level: LevelSpec, proposer: Any = None) -> None:
         if level.min_confidence:
             raise ConfigError(f"{level.drafter} decides itself when it is unsure; leave out :{level.min_confidence:g}")
         self._num_tokens = level.num_tokens
         self._failed = False
         self.name = level.drafter
-        proposer = self._call("making it", imported(level.drafter))
+        if proposer is None:
+            proposer = self._call("making it", imported(level.drafter))
         if not callable(getattr(proposer, "propose", None)):
             raise ConfigError(f"{level.drafter} has no method propose; a proposer has one, and may have begin, accept and end")
         name, layers = getattr(proposer, "name", None), getattr(proposer, "hidden_layers", ())
