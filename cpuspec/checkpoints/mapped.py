@@ -63,6 +63,8 @@ def map_file(path: Path, mmap: bool = True) -> U8:
         raise CheckpointError(f"{path} does not exist") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (MemoryError, OverflowError):
+        raise CheckpointError(f"{path} has {status.st_size} bytes, more than memory can hold") from None
     except ValueError:
         # mmap of nothing; also a path with a null byte in it.
         raise CheckpointError(f"{path} is empty, not a path, or became shorter while it was read") from None

@@ -57,6 +57,7 @@ _log = logging.getLogger(__name__)
 _one_at_a_time = threading.RLock()
 
 _COMPILER_BYTES = 1 << 30  # that compiling takes, and some more
+_MOST_BYTES = 1 << 26  # of a kernel's file; a large one has 200 kB
 _MOST_DIRECTORIES = 24  # of other sources, compilers and processors; a directory has some megabytes
 _LONGEST_WAIT_S = 120.0  # for another process that compiles: it may have been stopped
 _ENDED = "a process ended while it ran the kernel for the first time"
@@ -329,7 +330,7 @@ def _read(path: Path) -> bytes | None:
     try:
         with path.open("rb") as file:
             others = who_else_writes(os.fstat(file.fileno()))
-            content = file.read()
+            content = file.read(_MOST_BYTES)
     except OSError:
         return None
     digest, body = content[:32], content[32:]

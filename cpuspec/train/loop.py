@@ -324,7 +324,8 @@ class _Run:
         try:
             whole = torch.load(self._path, map_location=self._training.weights.device, weights_only=True)
         except Exception as error:  # torch has many errors for a damaged file
-            raise CheckpointError(f"{self._path} is damaged: {error}; remove {self._path.parent} and start again") from error
+            why = str(error).partition("\n")[0][:200]
+            raise CheckpointError(f"{self._path} is damaged: {why}; remove {self._path.parent} and start again") from error
         if whole["settings"] != self._settings:
             raise CheckpointError(
                 f"{self._path.parent} is of a run with other settings or samples; use the same ones, or choose another output"

@@ -206,20 +206,17 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_written_again(model: Path, packs: list[str], damage: str) -> None:
+def test_a_file_whose_head_lies_is_written_again(model: Path, packs: list[str]) -> None:
+    """What else may happen to a file: `tests/faults`."""
     check(tensors_of(model))
     path = only_file()
     good = path.read_bytes()
-    DAMAGE[damage](path)
-    assert not path.exists() or path.read_bytes() != good
+    DAMAGE["an offset"](path)
+    assert path.read_bytes() != good
     packs.clear()
     check(tensors_of(model))
     assert packs
     assert path.read_bytes() == good
-    packs.clear()
-    check(tensors_of(model))
-    assert packs == []
 
 
 def fail(*_: object) -> None:

@@ -126,13 +126,9 @@ def test_a_shard_that_lies_is_refused(tmp_path: Path, change: Callable[[Arrays],
     assert about.top, "top_ids are there to be damaged"
 
 
-def test_a_shard_that_was_cut_off_or_is_missing_is_refused(tmp_path: Path) -> None:
+def test_a_shard_that_is_missing_is_refused(tmp_path: Path) -> None:
     written(tmp_path)
-    path = shard_path(tmp_path, 0)
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(CheckpointError, match="shard-00000"):
-        open_samples(tmp_path)
-    path.unlink()
+    shard_path(tmp_path, 0).unlink()
     with pytest.raises(CheckpointError, match=r"shard-00000.safetensors is missing"):
         open_samples(tmp_path)
 
