@@ -362,7 +362,7 @@ def _recurrent(family: Family, s: TinyShape) -> dict[str, Any]:
         "mamba2 alone": ("mamba2",), "mamba2 and feed": ("mamba2", "none", "attention", "none"),
     }  # fmt: skip
     kind = family.recurrent
-    if family.single:
+    if family.single_branch:
         kind += " and feed" if "up" in family.layer_names else " alone"
     chosen = s.mixers or tuple(turns[kind][i % len(turns[kind])] for i in range(s.num_layers))
     recurs, mamba2 = tuple(one in ("short_conv", "mamba2") for one in chosen), Mamba2(2, 32, 8, 64, normed=kind != "both")
@@ -370,7 +370,7 @@ def _recurrent(family: Family, s: TinyShape) -> dict[str, Any]:
     if any(recurs) or "both" in chosen:
         mixer = ShortConv(s.hidden_size) if kind == "short_conv" else s.mamba2 or mamba2
         found |= {"recurrent": mixer, "beside": "both" in chosen}
-    if family.single:
+    if family.single_branch:
         found["layer_feeds"] = tuple(one == "none" for one in chosen)
     if not {"attention", "both"} & set(chosen):
         found |= {"num_heads": 1, "num_kv_heads": 1, "head_dim": 2, "intermediate_size": 0}
@@ -811,7 +811,7 @@ def _hf_mixers(config: ModelConfig) -> dict[str, object]:
     fields: dict[str, object] = {"norm_eps": config.norm_eps, "layer_norm_epsilon": config.norm_eps}
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_base}
     if family.recurrent != "both":
-        fields["layers_block_type" if family.single else "layer_types"] = words
+        fields["layers_block_type" if family.single_branch else "layer_types"] = words
     if config.architecture == "mamba2":
         del fields["layers_block_type"]
     if isinstance(mixer, ShortConv):

@@ -180,7 +180,7 @@ _NEMOTRON_H_NAMES = {
     **_mamba_names("mixer"),
 }
 _MAMBA2: dict[str, Any] = {  # also of the layers of Nemotron-H
-    **{"single": True, "unrotated_every": 1, "recurrent": "mamba2", "hf_root": "backbone"},
+    **{"single_branch": True, "unrotated_every": 1, "recurrent": "mamba2", "hf_root": "backbone"},
     "global_names": {
         "embed": ("token_embd.weight", "backbone.embeddings.weight"),
         "norm": ("output_norm.weight", "backbone.norm_f.weight"),
@@ -303,7 +303,7 @@ class Family:
     has_logit_scale: bool = False
     has_sections: bool = False  # sections of rotary positions for images, which are one for texts
     has_local_rope: bool = False  # layers with a window rotate with another base, or without the scaling
-    grows: bool = False  # queries may have a temperature that grows with the position
+    temperature_grows: bool = False  # queries may have a temperature that grows with the position
     turns_in_windows: bool = False  # in a model with windows, only layers that have one have rotary positions
     norm_offset: float = 0.0  # what is added to norm weights of Hugging Face files; GGUF files hold the sum
     delta_layers: bool = False  # layers without attention are gated delta nets
@@ -313,7 +313,7 @@ class Family:
     unrotated_every: int = 0  # each n-th layer has no rotary positions; 0: all have them, 1: none
     # What layers without attention have: "short_conv" or "mamba2"; "both": each layer has Mamba-2 beside its attention.
     recurrent: str = ""
-    single: bool = False  # a layer is one branch
+    single_branch: bool = False  # a layer is one branch
     steps_at_least: bool = False  # Hugging Face configurations have a least step of Mamba-2, which GGUF files do not know
     hf_root: str = "model"  # the prefix of layers in Hugging Face files
     folds_multipliers: bool = False  # Hugging Face configurations have factors that GGUF files have multiplied into the matrices
@@ -643,7 +643,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 **_MISTRAL3_WRAPPER,
                 experts={},
                 hf_defaults=_MISTRAL4_DEFAULTS,
-                grows=True,
+                temperature_grows=True,
                 **{**_LATENT, "layer_names": _MISTRAL4_NAMES},
             ),
             Family(
@@ -843,7 +843,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     **{"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},
                 },
                 pairs_neighbours=True,
-                grows=True,
+                temperature_grows=True,
                 gguf_mark="attention.temperature_scale",
             ),
             Family(

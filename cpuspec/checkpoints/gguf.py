@@ -236,7 +236,7 @@ def _check_supported(fields: Fields, family: Family) -> None:
         # llama.cpp's converter writes true for StableLMs that are not: their norm before the MLP decides.
         *(("use_parallel_residual",) if family.architecture == "stablelm" else ()),
         *(("rope.dimension_sections",) if family.has_sections else ()),
-        *(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier") if family.grows or family.latent else ()),
+        *(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier") if family.temperature_grows or family.latent else ()),
         *(("attention.temperature_length",) if family.latent else ()),
         *(("attention.shared_kv_layers", "embedding_length_per_layer_input") if family.by_window else ()),
     }
@@ -283,7 +283,7 @@ def _read_config(
     recurs, feeds = (mixers.get(key) or nothing for key in ("layer_recurrent", "layer_feeds"))
     attends = [i for i, (other, feed) in enumerate(zip(recurs, feeds, strict=True)) if not other and not feed]
     num_heads, head_dim, rope_dims = _heads(fields, family, hidden_size, bool(attends), num_blocks)
-    growth = fields.number("attention.temperature_scale", 0.0) if family.grows or family.latent else 0.0
+    growth = fields.number("attention.temperature_scale", 0.0) if family.temperature_grows or family.latent else 0.0
     growth_length = fields.integer("rope.scaling.original_context_length", context_length) if growth else 0
     if growth and family.latent:
         growth_length = fields.integer("attention.temperature_length", growth_length)
@@ -295,7 +295,7 @@ def _read_config(
         rotated = (False,) * num_layers
     is_local = "rope.freq_base_swa" in fields or (family.has_local_rope and any(slides))
     eps = f"attention.layer_norm_{'' if family.flags.get('norm_kind') == 'layer' else 'rms_'}epsilon"
-    if family.single and eps not in fields:
+    if family.single_branch and eps not in fields:
         eps = "attention.layer_norm_epsilon"
     if fields.integer("embedding_length_out", hidden_size) != hidden_size:
         fields.fail("embedding_length_out", f"that of the model, {hidden_size}")
@@ -384,7 +384,7 @@ def _read_experts(
     first = fields.integer("leading_dense_block_count", 0)
     every = fields.integer("interleave_moe_layer_step", 1)
     layers = each_layer(num_layers, lambda i: i >= first and every > 0 and (i + 1) % every == 0)
-    if family.single:
+    if family.single_branch:
         layers = feeds
     some = next((f"layers.{i}." for i, has in enumerate(layers) if has), "layers.0.")
     names = ("expert_down", "expert_gate+expert_up", "expert_down@0")
@@ -412,7 +412,7 @@ def _read_experts(
     experts = Experts(**{**facts, **family.experts})
     return {
         "experts": replace(experts, least_sum=LEAST_SUM) if experts.score == "sigmoid" else experts,
-        "layer_experts": () if all(layers) or family.single else layers,
+        "layer_experts": () if all(layers) or family.single_branch else layers,
         "shared_size": shared.shape[-1] if shared else 0,
         "weighs_shared": some + "shared_weight" in tensors,
     }

@@ -312,7 +312,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
     original = fields.integer("original_max_position_embeddings", 0)
     if has_local_rope and _read_rope_scaling(local, context_length, 0, family) is not None:
         local.fail("rope_type", "default in layers with a window")
-    growth = rope.number("llama_4_scaling_beta", 0.0) if family.grows else 0.0
+    growth = rope.number("llama_4_scaling_beta", 0.0) if family.temperature_grows else 0.0
     rope_base = _rope_base(fields, rope, head_dim)
     scaling = _read_rope_scaling(rope, context_length, original, family)
     pre_attention = fields.number("query_pre_attn_scalar", head_dim)
@@ -433,7 +433,7 @@ def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, 
         if len(kinds) != num_layers or set(map(str, kinds)) - {"dense", "sparse"}:
             fields.fail("mlp_layer_types", f"dense or sparse for each of {num_layers} layers")
         layers = tuple(kind == "sparse" for kind in kinds)
-    if family.single:
+    if family.single_branch:
         layers = tuple(kind != "none" for kind in kinds_of(fields, family, num_layers))
         fields.integer("n_shared_experts", 0)  # whose size is that of all
         if fields.value("moe_latent_size") is not None:

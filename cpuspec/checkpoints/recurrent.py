@@ -47,7 +47,7 @@ def kinds_of(fields: Fields, family: Family, num_layers: int) -> tuple[str, ...]
         return tuple("attention" if i in attending else "short_conv" for i in range(min(num_layers, MOST_LAYERS)))
     if not kinds:
         return (family.recurrent if family.recurrent != "short_conv" else "attention",) * min(num_layers, MOST_LAYERS)
-    allowed = {"attention", family.recurrent, *(("moe", "none") if family.single else ())}
+    allowed = {"attention", family.recurrent, *(("moe", "none") if family.single_branch else ())}
     if len(kinds) != num_layers or set(kinds) - allowed:
         fields.fail(key, f"one of {', '.join(sorted(allowed))} for each of the {num_layers} layers")
     return tuple(kinds)
@@ -75,7 +75,7 @@ def dense_size(fields: Fields, family: Family) -> int:
         return size
     if family.recurrent == "mamba2" and family.has_scales:
         return fields.integer("shared_intermediate_size" if family.experts is None else "intermediate_size")
-    if family.single:
+    if family.single_branch:
         key = "intermediate_size" if family.experts is None else "moe_intermediate_size"
         return fields.integer(key, 0) if family.layer_names.get("up") else 0
     return fields.integer("intermediate_size")
@@ -172,7 +172,7 @@ def _arguments(family: Family, kinds: Sequence[str], mixer: Callable[[], Recurre
     """Of layers of these kinds, as arguments of `ModelConfig`."""
     recurs = tuple(kind not in ("attention", "both", "none") for kind in kinds)
     found: dict[str, Any] = {"layer_recurrent": recurs} if any(recurs) else {}
-    if family.single:
+    if family.single_branch:
         found["layer_feeds"] = tuple(kind == "none" for kind in kinds)
     if any(recurs) or "both" in kinds:
         found |= {"recurrent": mixer(), "beside": "both" in kinds}
@@ -191,7 +191,7 @@ def _mamba2(fields: Fields, family: Family) -> Mamba2:
         if fields.boolean(key, False):
             fields.fail(key, "false; biases of the products around a state are not supported")
     for key in ("mamba_hidden_act", "hidden_act"):
-        if not family.single and fields.text(key, "silu") != "silu":
+        if not family.single_branch and fields.text(key, "silu") != "silu":
             fields.fail(key, "silu")
     normed = fields.boolean("mamba_rms_norm", False) if family.recurrent == "both" else True
     if family.recurrent == "both" and normed and fields.boolean("mamba_norm_before_gate", True):
@@ -222,7 +222,7 @@ def read_gguf(
         attends = fields.per_layer("attention.head_count_kv", num_blocks, 0)
         feeds = fields.per_layer("feed_forward_length", num_blocks, 0)
         kinds = ["attention" if attends[i] else family.recurrent for i in range(num_layers)]
-        if family.single:
+        if family.single_branch:
             kinds = ["none" if feeds[i] else kind for i, kind in enumerate(kinds)]
 
     def mixer() -> Recurrent:

@@ -220,7 +220,7 @@ def shape_entries(config: ModelConfig, name: str, architecture: str = "") -> dic
     if c.layer_windows:
         found["attention.sliding_window"] = max(c.layer_windows)
         found["attention.sliding_window_pattern"] = np.array([window > 0 for window in c.layer_windows])
-    if c.query_growth and FAMILIES[c.architecture].grows:
+    if c.query_growth and FAMILIES[c.architecture].temperature_grows:
         found["attention.temperature_scale"] = c.query_growth
     if FAMILIES[c.architecture].has_sections:
         # Sections of time, height and width, which are one for texts: those of published models, or pairs dealt out in turn.

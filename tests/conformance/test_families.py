@@ -147,7 +147,7 @@ def test_configuration_and_values_come_back_as_written_in_either_container(tmp_p
     shape = {"hidden_size": 64, "num_heads": 4, "head_dim": 32, "num_layers": 4, "tied": tied}
     family = FAMILIES[architecture]
     if not family.latent:  # which has scalings of its own
-        shape |= {"rope_scaling": None if family.single else YARN if tied else RopeScaling("linear", 2.0)}
+        shape |= {"rope_scaling": None if family.single_branch else YARN if tied else RopeScaling("linear", 2.0)}
     if architecture == "llama":
         shape |= {"qkv_bias": not tied, "o_bias": not tied}
     config = tiny_config(architecture, **shape)
