@@ -25,7 +25,7 @@ from cpuspec.server.model import Answers, ServedModel
 from cpuspec.server.server import Loader, Server
 from cpuspec.settings import EngineConfig, ServerConfig
 from tests.processes import wait_for
-from tools.loop_watch import watching
+from tests.server.loop_watch import watching
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
