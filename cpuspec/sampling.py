@@ -40,7 +40,20 @@ class SparseRow:
     vocab_size: int
 
 
-Row = NDArray[Any] | SparseRow  # [V] probabilities
+@dataclass(frozen=True, eq=False)
+class LogitRow:
+    """Probabilities of the next token as `weights` of logits [V], of which few are computed where a token is drawn."""
+
+    logits: NDArray[Any]
+    best: Any  # the largest
+    temperature: float
+
+    def weights(self, logits: NDArray[Any], out: F64 | None = None) -> F64:
+        """What some logits weigh: the largest 1, and all together any number."""
+        return _weights(logits, self.best, self.temperature, out)
+
+
+Row = NDArray[Any] | SparseRow | LogitRow  # [V] probabilities
 
 
 class Draws(Protocol):
@@ -70,13 +83,14 @@ class Noise:
         keys = _keys(self.seed, position)
         if isinstance(row, SparseRow):
             return int(row.ids[(row.probs / _times(row.ids, keys)).argmax()])
+        values, weights = (row.logits, row.weights) if isinstance(row, LogitRow) else (row, np.asarray)
         # A token is no sooner than the first of its block, so a few blocks are left where one of the best could have won.
-        starts = np.arange(0, len(row), _BLOCK)
+        starts = np.arange(0, len(values), _BLOCK)
         soonest, _ = _firsts(starts // _BLOCK, keys)
-        bounds = np.maximum.reduceat(row, starts) / soonest
-        ids = _tokens(np.array([bounds.argmax()]), len(row))
-        ids = _tokens((bounds >= (row[ids] / _times(ids, keys)).max()).nonzero()[0], len(row))
-        return int(ids[(row[ids] / _times(ids, keys)).argmax()])
+        bounds = weights(np.maximum.reduceat(values, starts)) / soonest
+        ids = _tokens(np.array([bounds.argmax()]), len(values))
+        ids = _tokens((bounds >= (weights(values[ids]) / _times(ids, keys)).max()).nonzero()[0], len(values))
+        return int(ids[(weights(values[ids]) / _times(ids, keys)).argmax()])
 
 
 class TokenHistory:
@@ -159,7 +173,20 @@ def _processed(
 def distribution(
     logits: F32, params: SamplingParams, history: TokenHistory | None, drafted: Sequence[int] = (), legal: Legal | None = None
 ) -> Row:
-    """Probabilities [V] of the next token; greedy is a point mass on the argmax. Arguments and errors as in `processed`.
+    """Probabilities [V] of the next token; greedy is a point mass on the argmax. Arguments and errors as in `processed`."""
+    row = row_to_draw(logits, params, history, drafted, legal)
+    if not isinstance(row, LogitRow):
+        return row
+    weights = row.weights(row.logits, None if row.logits is logits else row.logits)
+    weights /= weights.sum()
+    return weights
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def row_to_draw(
+    logits: F32, params: SamplingParams, history: TokenHistory | None, drafted: Sequence[int] = (), legal: Legal | None = None
+) -> Row:
+    """The same, as a LogitRow where no token is cut off, and so all would have to be computed.
 
     Ties at the edge of top-k and top-p go to the lower id. Top-p looks at the renormalised distribution that top-k leaves
     and keeps the fewest tokens that reach it. Probabilities are float64, and computed for those tokens only that may be kept.
@@ -173,9 +200,7 @@ def distribution(
     elif params.min_p or params.top_p < 1:
         kept = (x >= _bound(best, params.temperature, params.min_p or _NOTHING / size)).nonzero()[0]
     else:
-        weights = _weights(x, best, params.temperature, None if x is logits else x)
-        weights /= weights.sum()
-        return weights
+        return LogitRow(x, best, params.temperature)
     weights = _weights(x[kept], best, params.temperature)
     inside = (weights >= (params.min_p or _SMALLEST)).nonzero()[0]
     kept, weights = kept[inside], weights[inside]
@@ -187,6 +212,9 @@ def distribution(
 
 def dense(row: Row) -> NDArray[Any]:
     """A row's probabilities [V], written out."""
+    if isinstance(row, LogitRow):
+        weights = row.weights(row.logits)
+        return weights / weights.sum()
     if not isinstance(row, SparseRow):
         return row
     probs = np.zeros(row.vocab_size, row.probs.dtype)

@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.statistics import chi_square
-from cpuspec.sampling import Noise, SparseRow, TokenHistory, argmax, dense, distribution, logprobs, processed
+from cpuspec.sampling import (
+    LogitRow,
+    Noise,
+    SparseRow,
+    TokenHistory,
+    argmax,
+    dense,
+    distribution,
+    logprobs,
+    processed,
+    row_to_draw,
+)
 from cpuspec.settings import SamplingParams
 
 EMPTY = TokenHistory([])
@@ -198,6 +209,23 @@ def test_draws_of_a_large_row_with_a_long_tail_follow_their_probabilities() -> N
     assert chi_square(kinds, {0: 0.3, 1: 0.2, 2: 0.25, 3: 0.25}).p_value > 1e-6
     whole = [Noise(seed).draw(SparseRow(np.arange(100_000), probs, 100_000), 0) for seed in range(100)]
     assert draws[:100] == whole
+
+
+@pytest.mark.parametrize("size", [3, 64, 5000])
+@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"temperature": 1e-9}, {"temperature": 2.0, "presence_penalty": 1.0}])
+def test_a_token_drawn_from_logits_is_that_of_their_probabilities(size: int, settings: dict[str, float]) -> None:
+    rng, params, history = np.random.default_rng(size), SamplingParams(**settings), TokenHistory([1])  # type: ignore[arg-type]
+    for seed in range(200):
+        logits = rng.normal(0, 3, size).astype(np.float32)
+        legal = rng.random(size) < 0.8 if seed % 2 else None
+        if legal is not None:
+            legal[0] = True
+        row = row_to_draw(logits, params, history, (), legal)
+        assert isinstance(row, LogitRow)
+        probs = distribution(logits, params, history, (), legal)
+        assert np.array_equal(dense(row), dense(probs))
+        assert Noise(seed).draw(row, 3) == Noise(seed).draw(probs, 3)
+        assert legal is None or legal[Noise(seed).draw(row, 3)]
 
 
 @pytest.mark.parametrize("other", ["position", "seed"])

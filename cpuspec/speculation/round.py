@@ -10,7 +10,7 @@ import numpy as np
 from cpuspec.errors import ConfigError, CpuspecError, fault_of_one
 from cpuspec.metrics import now_s
 from cpuspec.model.batch import F32, ForwardOutput
-from cpuspec.sampling import argmax, distribution, processed
+from cpuspec.sampling import argmax, processed, row_to_draw
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.combine import joined_drafts
 from cpuspec.speculation.constrained import SOURCE, forced_tokens, legal_part, own_verdict
@@ -157,7 +157,7 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
         legal = seq.legal(drafted, is_answer)
         if params.greedy:
             return int(argmax(processed(logits[row], params, history, drafted, legal)))
-        return seq.draw(distribution(logits[row], params, history, drafted, legal), len(drafted))
+        return seq.draw(row_to_draw(logits[row], params, history, drafted, legal), len(drafted))
 
     def token_or_none(row: int) -> int:
         try:

@@ -11,8 +11,8 @@ from tests.conformance.harness import SMALL
 @pytest.fixture
 def exact_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are distributions already."""
-    monkeypatch.setattr(round_module, "distribution", lambda row, *_: row)
-    monkeypatch.setattr(head_path_module, "distribution", lambda row, *_: row)
+    monkeypatch.setattr(round_module, "row_to_draw", lambda row, *_: row)
+    monkeypatch.setattr(head_path_module, "row_to_draw", lambda row, *_: row)
     monkeypatch.setattr(chain_module, "confidence", lambda row, legal: max(row))
 
 

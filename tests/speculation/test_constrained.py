@@ -129,7 +129,7 @@ def exact_legal_rows(monkeypatch: pytest.MonkeyPatch, exact_rows: None) -> None:
     def distribution(row: Any, params: Any, history: Any, drafted: Any = (), legal: Legal | None = None) -> Any:
         return row if legal is None else legal_row(row, legal)
 
-    monkeypatch.setattr(round_module, "distribution", distribution)
+    monkeypatch.setattr(round_module, "row_to_draw", distribution)
 
 
 def legal_row(row: np.ndarray, legal: Legal) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 from cpuspec.checkpoints.heads.head import I64
 from cpuspec.errors import CpuspecError
 from cpuspec.model.batch import F32
-from cpuspec.sampling import confidence, distribution, processed
+from cpuspec.sampling import confidence, processed, row_to_draw
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import Floors, goes_on
@@ -63,7 +63,7 @@ class HeadPath:
             row = self._over_vocabulary(logits)
             try:
                 if draws:
-                    token = seq.draw(distribution(row, seq.params, seq.history, self.tokens, legal), len(self.tokens))
+                    token = seq.draw(row_to_draw(row, seq.params, seq.history, self.tokens, legal), len(self.tokens))
                 else:
                     token = int(processed(row, seq.params, seq.history, self.tokens, legal).argmax())
             except CpuspecError:  # the request forbids every token that the head knows, or the row is not finite

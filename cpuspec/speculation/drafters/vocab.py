@@ -12,7 +12,7 @@ from itertools import takewhile
 import numpy as np
 
 from cpuspec.errors import ConfigError
-from cpuspec.sampling import I64, Row, SparseRow
+from cpuspec.sampling import I64, LogitRow, Row, SparseRow
 from cpuspec.text import Tokenizer
 
 
@@ -66,6 +66,8 @@ class SharedTokens:
 
     def row_for_verifier(self, row: Row) -> SparseRow:
         """A distribution over the draft's tokens in pairs as one over the verifier's tokens [num_rows]."""
+        if isinstance(row, LogitRow):
+            return SparseRow(self.verifier_ids, row.weights(row.logits[self.draft_ids]), self.num_rows)
         if not isinstance(row, SparseRow):
             return SparseRow(self.verifier_ids, row[self.draft_ids], self.num_rows)
         ids = self.partner[row.ids]
