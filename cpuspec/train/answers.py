@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+import numpy as np
+
 from cpuspec.batch.lines import MAX_LINE_BYTES, read_lines
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.engine.engine import Output, RequestedAnswer
@@ -23,6 +25,7 @@ from cpuspec.errors import CheckpointError, ConfigError, CpuspecError
 from cpuspec.evaluate.prompts import parse_line, prompt_ids
 from cpuspec.files import read_file, write_file
 from cpuspec.metrics import now_s
+from cpuspec.model.batch import F32, I32
 from cpuspec.platform import SYSTEM
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.settings import SamplingParams
@@ -78,6 +81,15 @@ class AnswerPlan:
         return int.from_bytes(hashlib.sha256(prompt.id.encode()).digest()[:8]) % count == number - 1
 
 
+Likeliest = tuple[I32, F32]  # of one place [top]: token ids, and their log-probabilities
+
+
+def _likeliest(one: TokenLogprobs) -> Likeliest:
+    """As arrays, because millions of objects would be held."""
+    ids, values = zip(*one.top, strict=True) if one.top else ((), ())
+    return np.array(ids, np.int32), np.array(values, np.float32)
+
+
 class StateWriter(Protocol):
     """Writes the hidden states of answers. top: likeliest tokens of each place that it wants, 0 for none."""
 
@@ -87,8 +99,8 @@ class StateWriter(Protocol):
         """Write those of all answers in a file that it has none of."""
         ...
 
-    def add(self, request: int, prompt_ids: list[int], answer_ids: list[int], chosen: list[TokenLogprobs]) -> None:
-        """Write those of the next answer in the file. chosen: of each of its tokens."""
+    def add(self, request: int, prompt_ids: list[int], answer_ids: list[int], likeliest: list[Likeliest]) -> None:
+        """Write those of the next answer in the file. likeliest: in the place of each of its tokens; none where `top` is 0."""
         ...
 
     def forget(self, request: int) -> None:
@@ -190,7 +202,7 @@ def make_answers(
                 file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
                 file.flush()
                 for line, text in answers if states else ():
-                    states.add(text.request, line["prompt_ids"], text.ids, text.logprobs)  # type: ignore[union-attr]
+                    states.add(text.request, line["prompt_ids"], text.ids, text.likeliest)  # type: ignore[union-attr]
                 run.summary.duration_s = now_s() - begin_s
                 on_progress(run.summary)
                 is_full = max_tokens is not None and run.summary.num_answer_tokens >= max_tokens
@@ -282,12 +294,12 @@ class _Text:
     summary: AnswersSummary  # which counts them
     request: int = -1
     ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # where states are kept
+    likeliest: list[Likeliest] = field(default_factory=list)  # where states are kept
     reason: str = ""
 
     def receive(self, output: Output) -> None:
         self.ids += output.token_ids
-        self.logprobs += output.logprobs
+        self.likeliest += map(_likeliest, output.logprobs)
         self.summary.num_new_tokens += len(output.token_ids)
         self.reason = output.finish_reason or ""
 

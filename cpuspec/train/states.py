@@ -12,11 +12,10 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
 from cpuspec.model.batch import F32, I32
-from cpuspec.sampling import TokenLogprobs
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.proposer import NullProposer
 from cpuspec.speculation.verify import Verdict
-from cpuspec.train.answers import AnswerFiles
+from cpuspec.train.answers import AnswerFiles, Likeliest
 from cpuspec.train.extract import ABSENT, Extractor, LayerStates, ReadText, SampleWriter, read_texts
 from cpuspec.train.samples import Extraction, Sample
 
@@ -71,8 +70,8 @@ class AnswerStates:
                     extractor = Extractor(llm.backend, self._checkpoint, self._about.layers, self.top, llm.context_length)
                 self._writer.add(extractor.sample(text))
 
-    def add(self, request: int, prompt_ids: list[int], answer_ids: list[int], chosen: list[TokenLogprobs]) -> None:
-        """Write the sample of an answer. chosen: of each of its tokens, with the likeliest ones; empty if `top` is 0."""
+    def add(self, request: int, prompt_ids: list[int], answer_ids: list[int], likeliest: list[Likeliest]) -> None:
+        """Write the sample of an answer. likeliest: in the place of each of its tokens; empty if `top` is 0."""
         text = ReadText(prompt_ids + answer_ids, len(prompt_ids))
         hidden = self.recorder.take(request)
         if self._writer.has(text):
@@ -82,18 +81,17 @@ class AnswerStates:
             raise CpuspecError(f"an answer of {num} tokens has {len(hidden)} hidden states; wanted {num - 1}; run it again")
         answer = np.arange(num) >= text.num_prompt
         hidden = np.concatenate([hidden, np.zeros_like(hidden[:1])])
-        tops = self._likeliest(num, slice(text.num_prompt - 1, num - 1), chosen) if self.top else ()
+        tops = self._likeliest(num, slice(text.num_prompt - 1, num - 1), likeliest) if self.top else ()
         self._writer.add(Sample(np.array(text.token_ids, np.int32), answer, hidden, *tops))
 
     def forget(self, request: int) -> None:
         """Drop the states of a request, if there are any."""
         self.recorder.forget(request)
 
-    def _likeliest(self, num: int, rows: slice, chosen: list[TokenLogprobs]) -> tuple[I32, F32, F32]:
+    def _likeliest(self, num: int, rows: slice, likeliest: list[Likeliest]) -> tuple[I32, F32, F32]:
         ids, values, log_sum = np.zeros((num, self.top), np.int32), np.zeros((num, self.top), np.float32), np.full(num, ABSENT)
-        ids[rows] = [[token for token, _ in one.top] for one in chosen]
-        values[rows] = [[value for _, value in one.top] for one in chosen]  # logarithms of probabilities: their log_sum is 0
-        log_sum[rows] = 0
+        ids[rows], values[rows] = map(np.stack, zip(*likeliest, strict=True))
+        log_sum[rows] = 0  # the values are logarithms of probabilities
         return ids, values, log_sum
 
     def close(self) -> None:
