@@ -202,7 +202,9 @@ def _answer_states(checkpoint: "Checkpoint", files: list[dict[str, Any]], out: P
     config = checkpoint.config
     layers = tuple(one for one in usual_layers(config.num_layers) if one != FINAL)
     sizes = (config.vocab_size, config.hidden_size, config.num_layers)
-    return AnswerStates(checkpoint, Extraction(checkpoint.name, tuple(files), *sizes, layers, "bf16", top), out)
+    return AnswerStates(
+        checkpoint, Extraction(checkpoint.name, tuple(files), *sizes, layers, "bf16", top), out, _Notes().of_extraction
+    )
 
 
 @exit_codes()

@@ -199,7 +199,7 @@ class _Run:
         identity, spec, states = file_identity(self._target.path), SpecConfig(), None
         with ExitStack() as stack:
             if self.small is None and plan.answers.context_length <= self._length:
-                states = AnswerStates(self._target, self._about(), self._states)
+                states = AnswerStates(self._target, self._about(), self._states, self._listener.on_states)
                 stack.callback(states.close)
                 spec = SpecConfig(proposer=states.recorder)
             llm = stack.enter_context(LLM(self._target, spec, self._backend, settings=settings))

@@ -4,6 +4,7 @@ The state of an answer's last token is never computed, because nothing follows i
 tokens. Training reads neither, since a head drafts the token after next.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,16 @@ import numpy as np
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
+from cpuspec.metrics import now_s
 from cpuspec.model.batch import F32, I32
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.proposer import NullProposer
 from cpuspec.speculation.verify import Verdict
 from cpuspec.train.answers import AnswerFiles, Likeliest
-from cpuspec.train.extract import ABSENT, Extractor, LayerStates, ReadText, SampleWriter, read_texts
+from cpuspec.train.extract import ABSENT, Extractor, ExtractSummary, LayerStates, ReadText, SampleWriter, read_texts
 from cpuspec.train.samples import Extraction, Sample
+
+OnProgress = Callable[[ExtractSummary], None]
 
 
 class StateRecorder(NullProposer):
@@ -29,8 +33,9 @@ class StateRecorder(NullProposer):
         self._parts: dict[int, list[F32]] = {}
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Begin anew, also for a sequence that was put back and is read again."""
-        self._parts[seq.id] = []
+        """Begin with what is known of the cached tokens: of a sequence that was put back and goes on."""
+        known = self._parts.get(seq.id)
+        self._parts[seq.id] = [np.concatenate(known)[:num_cached]] if known and num_cached else []
 
     def num_idle(self, seqs: list[Sequence]) -> int:
         """None: it is told of every round."""
@@ -52,23 +57,29 @@ class StateRecorder(NullProposer):
 class AnswerStates:
     """Writes a sample for each line of a file of answers, in its order, from what `recorder` kept while they were generated.
 
-    Raises what `SampleWriter` raises.
+    on_progress: is told of answers that are read again. Raises what `SampleWriter` raises.
     """
 
-    def __init__(self, checkpoint: Checkpoint, about: Extraction, out: Path) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, about: Extraction, out: Path, on_progress: OnProgress = lambda summary: None
+    ) -> None:
         self.recorder = StateRecorder(LayerStates(checkpoint, about.layers))
         self.top = about.top
-        self._checkpoint, self._about = checkpoint, about
+        self._checkpoint, self._about, self._on_progress = checkpoint, about, on_progress
         self._writer = SampleWriter(about, out)
 
     def catch_up(self, llm: LLM, answers: Path) -> None:
         """Read the answers of earlier runs whose samples are not there. Their states are computed as those of prompts."""
         extractor: Extractor | None = None
+        summary, begin_s = self._writer.summary, now_s()
         for text in read_texts([answers], AnswerFiles(llm.tokenizer), llm.context_length):
             if not self._writer.has(text):
                 if extractor is None:
                     extractor = Extractor(llm.backend, self._checkpoint, self._about.layers, self.top, llm.context_length)
                 self._writer.add(extractor.sample(text))
+                summary.num_new_tokens += len(text.token_ids)
+                summary.duration_s = now_s() - begin_s
+                self._on_progress(summary)
 
     def add(self, request: int, prompt_ids: list[int], answer_ids: list[int], likeliest: list[Likeliest]) -> None:
         """Write the sample of an answer. likeliest: in the place of each of its tokens; empty if `top` is 0."""

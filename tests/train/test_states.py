@@ -10,12 +10,14 @@ import pytest
 from cpuspec import LLM
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.errors import ConfigError
-from cpuspec.settings import EngineConfig, SpecConfig
+from cpuspec.sequence import Sequence
+from cpuspec.settings import EngineConfig, SamplingParams, SpecConfig
+from cpuspec.speculation.verify import Verdict
 from cpuspec.train import extract as extracting
 from cpuspec.train.answers import AnswerFiles, AnswerPlan, make_answers
-from cpuspec.train.extract import Extractor, extract, read_texts
+from cpuspec.train.extract import Extractor, LayerStates, extract, read_texts
 from cpuspec.train.samples import FINAL, Extraction, Sample, open_samples, shard_paths
-from cpuspec.train.states import AnswerStates
+from cpuspec.train.states import AnswerStates, StateRecorder
 from tests.train.models import tiny
 
 FILES = ({"name": "tiny.gguf", "bytes": 1, "sha256": "0" * 64},)
@@ -93,6 +95,17 @@ def test_answers_are_the_same_whether_states_are_kept(checkpoint: Checkpoint, pl
     with LLM(checkpoint, "none", settings=SETTINGS) as llm:
         make_answers(llm, list(map(dict, FILES)), plan, tmp_path / "plain.jsonl")
     assert (tmp_path / "answers.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
+
+
+def test_a_sequence_that_was_put_back_keeps_the_states_of_cached_tokens(checkpoint: Checkpoint) -> None:
+    recorder, seq = StateRecorder(LayerStates(checkpoint, (0,))), Sequence.new(5, [1, 2, 3], SamplingParams())
+    rows = [np.full((1, checkpoint.config.hidden_size), number, np.float32) for number in range(6)]
+    recorder.begin(seq, 0)
+    recorder.accept(seq, Verdict([4], []), (np.concatenate(rows[:3]),))
+    recorder.accept(seq, Verdict([5], []), (rows[3],))
+    recorder.begin(seq, 2)
+    recorder.accept(seq, Verdict([6], []), (np.concatenate(rows[2:]),))
+    assert recorder.take(5)[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("lost", [0, 1, 9])
