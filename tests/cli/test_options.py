@@ -99,7 +99,8 @@ def value_of(name: str, option: Any, file: Path) -> tuple[str, Any]:
     elif "float" in kind:
         text, value = str(fraction), fraction
     elif "Path" in kind:
-        text, value = str(file), file
+        value = file if info.file_okay else file.parent
+        text = str(value)
     else:
         text, value = (str(file), "text") if option.name in ("json_schema", "grammar") else ("some", "some")
     return text, [value] if option.multiple else value
