@@ -49,7 +49,7 @@ class LogitRow:
     temperature: float
 
     def weights(self, logits: NDArray[Any], out: F64 | None = None) -> F64:
-        """What some logits weigh: the largest 1, and all together any number."""
+        """Probabilities of some logits, not normalised: the largest logit of the row has 1."""
         return _weights(logits, self.best, self.temperature, out)
 
 

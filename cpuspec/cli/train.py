@@ -194,7 +194,7 @@ def answers(
 
 
 def _answer_states(checkpoint: "Checkpoint", files: list[dict[str, Any]], out: Path, top: int) -> "AnswerStates":
-    """What keeps hidden states of the layers that EAGLE-3 reads."""
+    """The writer of hidden states of the layers that EAGLE-3 reads."""
     from cpuspec.train.extract import usual_layers
     from cpuspec.train.samples import FINAL, Extraction
     from cpuspec.train.states import AnswerStates

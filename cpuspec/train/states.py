@@ -38,7 +38,7 @@ class StateRecorder(NullProposer):
         self._parts[seq.id] = [np.concatenate(known)[:num_cached]] if known and num_cached else []
 
     def num_idle(self, seqs: list[Sequence]) -> int:
-        """None: it is told of every round."""
+        """0, since it is told of every round."""
         return 0
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
