@@ -204,24 +204,28 @@ class PrefixDirectory:
         self.num_bytes = sum(size for _, _, size in self._files())
 
     def parts(self, files: PrefixFiles) -> dict[bytes, PrefixPart]:
-        """The parts in files of this cache, by key, with empty blocks. Damaged files are removed, and so written anew."""
+        """The parts in files of this cache, by key, with empty blocks. Others, as of a process with other heads, are left alone."""
         keys = [key for _, path, _ in self._files() if (key := files.key_of(path.name))]
-        parts = {key: self._read(files, key, with_blocks=False) for key in keys}
+        parts = {key: self._part(files, key) for key in keys}
         return {key: part for key, part in parts.items() if part}
+
+    def refresh(self, files: PrefixFiles, part: PrefixPart, used_ns: int) -> bool:
+        """Note when a block was used that is to be written; returns whether a file has it, which is not damaged at first sight."""
+        key = files.key(part)
+        return self._part(files, key) is not None and self.touch(files.name(key), used_ns)
+
+    def _part(self, files: PrefixFiles, key: bytes) -> PrefixPart | None:
+        with suppress(CacheError):
+            part = files.read_tokens(self.path / files.name(key))
+            if files.key(part) == key and len(part.arrays) == 1:
+                return part
+        return None
 
     def read(self, files: PrefixFiles, key: bytes) -> U8 | None:
         """The block of a key; None if its file is gone or damaged. A damaged file is removed."""
-        part = self._read(files, key, with_blocks=True)
-        if part is None:
-            return None
-        self.num_read += 1
-        self.touch(files.name(key))
-        return part.arrays[0]
-
-    def _read(self, files: PrefixFiles, key: bytes, with_blocks: bool) -> PrefixPart | None:
         path = self.path / files.name(key)
         try:
-            part = files.read(path) if with_blocks else files.read_tokens(path)
+            part = files.read(path)
             if files.key(part) != key or len(part.arrays) != 1:
                 raise CacheError(f"{path} holds other tokens than its name says")
         except CacheError as error:
@@ -230,7 +234,9 @@ class PrefixDirectory:
                 _log.warning("%s; it is removed, and its tokens are computed again", error)
                 self.remove(files, key)
             return None
-        return part
+        self.num_read += 1
+        self.touch(path.name)
+        return part.arrays[0]
 
     def write(self, files: PrefixFiles, part: PrefixPart, used_ns: int) -> bool:
         """Write a block, which was used at the time `used_ns`; returns whether its file exists then.

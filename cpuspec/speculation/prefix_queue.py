@@ -220,7 +220,8 @@ class PrefixQueue:
                 is_there = False
                 try:
                     used_ns = write.used_ns()
-                    is_there = self.directory.touch(name, used_ns) or self.directory.write(write.files, write.part, used_ns)
+                    there = self.directory.refresh(write.files, write.part, used_ns)
+                    is_there = there or self.directory.write(write.files, write.part, used_ns)
                 finally:
                     if self._writes.get(name) is write:
                         self._writes.pop(name, None)

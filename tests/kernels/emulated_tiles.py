@@ -9,8 +9,8 @@ they call functions of the C library by their addresses.
 import ctypes
 import os
 import tempfile
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from llvmlite import ir
 
@@ -119,21 +119,18 @@ class EmulatedTiles(Ops):
             sums.store(sums.f32() + (parts[0].get() + parts[1].get()))
             put_back()
 
-    def _products(self, total: int, rows: int, columns: int) -> Any:
+    @contextmanager
+    def _products(self, total: int, rows: int, columns: int) -> Iterator[tuple[Value, Value, Value]]:
         """For each row of the sums where it is, where its numbers begin, and how many words these are."""
-        o, count = self, _words(self, rows)
-        _check(o, (_rows(o, total), _rows(o, rows)), (count, _rows(o, columns)), (_words(o, total), _words(o, columns)))
-        loop = o.loop(_rows(o, total))
-
-        class Each:
-            def __enter__(self) -> tuple[Value, Value, Value]:
-                row = loop.__enter__()
-                return _register(o, total) + row * _LINE, _register(o, rows) + row * _LINE, count
-
-            def __exit__(self, *error: Any) -> None:
-                loop.__exit__(*error)
-
-        return Each()
+        count = _words(self, rows)
+        _check(
+            self,
+            (_rows(self, total), _rows(self, rows)),
+            (count, _rows(self, columns)),
+            (_words(self, total), _words(self, columns)),
+        )
+        with self.loop(_rows(self, total)) as row:
+            yield _register(self, total) + row * _LINE, _register(self, rows) + row * _LINE, count
 
 
 def _signed(words: Value, byte: int) -> Value:

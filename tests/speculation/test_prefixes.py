@@ -17,7 +17,7 @@ from cpuspec.settings import SamplingParams
 from cpuspec.speculation import slots as slots_module
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.prefix_files import PrefixDirectory
+from cpuspec.speculation.prefix_files import PrefixDirectory, PrefixFiles
 from cpuspec.speculation.prefix_queue import PrefixQueue
 from tests.processes import make_pipe
 from tests.toys import RecurrentBackend, ToyBackend
@@ -405,6 +405,18 @@ def test_a_block_on_the_disk_that_lies_is_computed_again(
         assert Requests(known).run(*A, 5) == 21
     assert "it is removed, and its tokens are computed again" in caplog.text
     assert Requests(keeping(model(), 100, directory=tmp_path)).run(*A, 5) == 21
+
+
+def test_files_of_a_process_with_other_heads_are_left_alone(tmp_path: Path) -> None:
+    context = keeping(recurrent(), 100, directory=tmp_path)
+    Requests(context).run(*A)
+    spill(context)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    own = PrefixFiles(context.cache, 8)
+    others = PrefixFiles(context.cache, 8, hidden_layers=(0,), hidden_size=4)
+    found = [PrefixDirectory(tmp_path, 10**6).parts(files) for files in (own, others)]
+    assert len(found[1]) < len(found[0])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_saved_prefix_is_restored(tmp_path: Path) -> None:
