@@ -462,15 +462,18 @@ class ProgramWriter:
             "scale": experts.scale, "least_sum": experts.least_sum,
             "weights": at(self._vectors.get(weight("router_factors"))),
         }  # fmt: skip
-        copies = [
-            {
-                "source": at(self._inputs[encoding]), "to": at(self._inputs_of_pairs[encoding]),
-                "bytes": products.ENCODINGS[encoding],
-                "by_input": encoding in ("f32", "rounded"), "padded": encoding == "rounded",
-            }
-            for encoding in dict.fromkeys(encodings[name] for name in names)
-        ]  # fmt: skip
-        gather = {"features": hidden, "used": used, "num_copies": len(copies), "copies": copies}
+        copies = []
+        for encoding in dict.fromkeys(encodings[name] for name in names):
+            step, row_bytes = products.step_layout(encoding), products.row_bytes(encoding, hidden)
+            steps = hidden if encoding == "f32" else round_up(hidden, GROUP) // step.inputs  # f32 alone is not padded
+            copies.append(
+                {
+                    "source": at(self._inputs[encoding]), "to": at(self._inputs_of_pairs[encoding]), "row_bytes": row_bytes,
+                    "steps": steps, "step_bytes": products.ENCODINGS[encoding] * step.inputs // GROUP,
+                    "size": step.size, "pieces": step.pieces, "words": step.words,
+                }
+            )  # fmt: skip
+        gather = {"used": used, "num_copies": len(copies), "copies": copies}
         self.operations.append(("route", route))
         if experts.normed_apart:
             self.operations.append(("prepare", self._prepare(x, norm, hidden, of_experts)))

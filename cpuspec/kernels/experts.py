@@ -145,23 +145,20 @@ def _segment(op, state):
 def gather(op, state, pair):
     """Copy a row's activations to where those of one of its pairs lie."""
     place = state.pairs[pair]
-    row, groups = place.row, (op.features + 31) // 32
-    top = row // BLOCK_ROWS * BLOCK_ROWS
-    rows = rows_of_block(row, state.num_rows)
+    top, rows, to_rows = place.row // BLOCK_ROWS * BLOCK_ROWS, rows_of_block(place.row, state.num_rows), place.block_rows
+    row, to_row = place.row - top, pair - place.block
     for n in range(op.num_copies):
         copy = op.copies[n]
-        size, steps = copy.bytes, groups
-        if copy.by_input != 0:  # numbers of one input after another
-            size, steps = 4, op.features if copy.padded == 0 else groups * 32
-        source = copy.source + top * groups * copy.bytes + (row - top) * size
-        to = copy.to + place.block * groups * copy.bytes + (pair - place.block) * size
-        for step in range(steps):
-            if size == 4:
-                simd.poke_f32(to + step * place.block_rows * 4, simd.peek_f32(source + step * rows * 4))
-            else:
-                for at in range(0, size, 64):
-                    numbers = simd.load_f32(source + step * rows * size + at)
-                    simd.store_f32(to + step * place.block_rows * size + at, numbers)
+        for step in range(copy.steps):
+            source = copy.source + top * copy.row_bytes + step * rows * copy.step_bytes
+            to = copy.to + place.block * copy.row_bytes + step * to_rows * copy.step_bytes
+            for piece in range(copy.pieces):
+                for at in range(0, copy.size, 64):
+                    numbers = simd.load_f32(source + (piece * rows + row) * copy.size + at)
+                    simd.store_f32(to + (piece * to_rows + to_row) * copy.size + at, numbers)
+            source, to = source + copy.pieces * rows * copy.size, to + copy.pieces * to_rows * copy.size
+            for word in range(copy.words):
+                simd.poke_f32(to + (word * to_rows + to_row) * 4, simd.peek_f32(source + (word * rows + row) * 4))
 
 
 @compiled

@@ -176,9 +176,9 @@ TENSOR = _words(
 )  # fmt: skip
 # A matrix of "shrink" and "expand": its number among those that adapters may change, and where its results are.
 ADAPTED_TENSOR = _words("number", "out", "stride", "num_tiles")
-# Activations in one encoding that "gather" copies. bytes: of a row's group. by_input: not 0 where they are numbers
-# [input][row]; padded: and so are those that fill up the last group.
-COPY = _words("source", "to", "bytes", "by_input", "padded")
+# Activations in one encoding that "gather" copies: `steps` steps of `step_bytes` bytes a row, `row_bytes` in all. A step of a block
+# has `pieces` pieces of `size` bytes, each of all rows, and behind them `words` words likewise (`products.StepLayout`).
+COPY = _words("source", "to", "row_bytes", "steps", "step_bytes", "size", "pieces", "words")
 
 # The recurrence of a layer (`recurrent`).
 #   queries, keys, values: rows with one stride
@@ -290,7 +290,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             scale=_F32,
             least_sum=_F32,
         ),
-        "gather": _record(features=_I64, used=_I64, num_copies=_I64, copies=to(COPY)),
+        "gather": _record(used=_I64, num_copies=_I64, copies=to(COPY)),
         # rows = scale * (the sum over slots of factors * outputs of pairs, + sigmoid(weights) * shared), + rows where it `adds`
         "combine": _record(
             **dict.fromkeys(

@@ -19,6 +19,7 @@ and of the last, the second and third of each four swapped.
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from cpuspec.formats.packing import GROUP, PANEL
 from cpuspec.kernels.isa import dot_isa
@@ -36,9 +37,29 @@ ENCODINGS: Mapping[str, int] = MappingProxyType(
 )
 
 
+class StepLayout(NamedTuple):
+    """How a block has the activations of some inputs, a step: `pieces` pieces of `size` bytes, each of all rows before the next
+    piece, and behind them `words` words likewise.
+    """
+
+    inputs: int
+    size: int
+    pieces: int
+    words: int = 0
+
+
+def step_layout(encoding: str) -> StepLayout:
+    """The steps of an encoding."""
+    if encoding in ("f32", "rounded"):
+        return StepLayout(1, 4, 0, 1)
+    if encoding == "rotated":
+        return StepLayout(PANEL, PANEL_LINE, PANEL // PANEL_LINE, (PANEL_RECORD - PANEL) // 4)
+    return StepLayout(GROUP, ENCODINGS[encoding], 1)
+
+
 def bytes_between_rows(encoding: str) -> int:
     """Bytes from the first activations of a row to those of the next row of its block."""
-    return {"f32": 4, "rounded": 4, "rotated": PANEL_LINE}.get(encoding, ENCODINGS[encoding])
+    return step_layout(encoding).size
 
 
 def factors_of_panel(codes: Value, rows: Value | int, row: Value | int) -> tuple[Value, Value]:

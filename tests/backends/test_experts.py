@@ -75,6 +75,22 @@ def test_the_comparison_would_see_another_choice(tmp_path_factory, facts: dict[s
     assert np.abs(reference(checkpoint) - reference(other)).max() > 1e-3
 
 
+@pytest.mark.parametrize(("format_name", "allowed"), [("q8_0", 0.1), ("f16", 1e-2), ("bf16", 0.1), ("nl4_i", 0.2)])
+def test_rows_of_every_encoding_reach_their_experts(tmp_path_factory, format_name: str, allowed: float) -> None:
+    """Each encoding of activations lies otherwise in a block of rows, from which rows go to the blocks of their experts."""
+    base = tiny(
+        tmp_path_factory, architecture="qwen3moe", weight_format="f32", num_layers=2, num_experts=8, num_used=3, expert_size=256
+    )
+    in_format = partial(QuantTensor.encode, get_format(format_name))
+    tensors = {name: in_format(tensor.dequantize()) if ".expert_" in name else tensor for name, tensor in base.tensors.items()}
+    checkpoint = replace(base, tensors=tensors)
+    assert len(TOKENS) > 2 * 16, "some blocks, the last in part"
+    alone = computed("numba", checkpoint, size=1, prompt_arithmetic="codes")
+    assert np.abs(alone - reference(checkpoint)).max() < allowed
+    for rows in (2, 5, 64):
+        assert np.array_equal(computed("numba", checkpoint, size=rows, threads=2, prompt_arithmetic="codes"), alone)
+
+
 def _union_bytes(checkpoint: Checkpoint, backend: Backend, tokens: list[int], itemsize: int) -> int:
     """Bytes of the matrices that a forward over `tokens` needs: all but experts, and the experts that numpy's routers choose."""
     seen: set[tuple[str, int]] = set()
