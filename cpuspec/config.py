@@ -584,6 +584,10 @@ class ModelConfig:
                 raise ConfigError(
                     "latent attention is supported without biases, norms of heads, gates, sinks and parallel branches"
                 )
+            if any(self.layer_windows) or self.attention_softcap:
+                raise ConfigError(
+                    "latent attention is supported over all positions, with scores as they are; got windows or a soft cap"
+                )
             if self.head and (self.head.fuses != "matrix" or self.head.injects):
                 raise ConfigError('a head with latent attention joins states by a matrix; wanted fuses "matrix"')
         if (self.beside or self.layer_feeds) and (self.parallel or self.head or self.norms != "before"):

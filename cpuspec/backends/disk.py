@@ -119,12 +119,10 @@ class Reader:
         self._work, self._arrived = threading.Condition(lock), threading.Condition(lock)
         self._threads: list[threading.Thread] = []
 
-    def after_fork(self) -> bool:
-        """Whether this is a forked child, in which none of the parent's readings arrives; the reader is then as new."""
-        if self._process == os.getpid():
-            return False
-        self._begin()
-        return True
+    def notice_fork(self) -> None:
+        """In a forked child, in which none of the parent's readings arrives, begin anew."""
+        if self._process != os.getpid():
+            self._begin()
 
     def start(self, reading: Reading, is_waited_for: bool) -> None:
         """Begin a reading, before or after the others."""

@@ -299,6 +299,8 @@ class NumbaBackend:
         if self._recurrent:
             memories = [memory for slot in lists.slots if (memory := cache.storage(slot).recurrent)]
             self._recurrent.enter(entered.state, lists.q_start, lengths, memories)
+        if self._routing:  # in a child that was forked within `_go_on` it may be a part of them
+            entered.state["segments"] = at(self._routing.segments)
         self.team.run(entered)
         if entered.state["stopped"]:
             raise ForwardStoppedError
@@ -329,24 +331,21 @@ class NumbaBackend:
         state, routing, num_rows = entered.state, self._routing, int(entered.state["num_rows"])
         assert routing, "the model has experts"
         layers = self._writer.stored
-        try:
-            for number, (layer, _) in enumerate(layers):
-                segments = routing.segments[: state["num_segments"]]
-                layer.need(segments["expert"].tolist())
-                after, router = layers[number + 1] if number + 1 < len(layers) else (None, None)
-                if after and router:
-                    after.guess(router.likeliest(num_rows))
-                for first, end in layer.rounds():
-                    some = segments[first:end]
-                    state["segments"], state["num_segments"] = at(some), end - first
-                    state["first_pair"], state["num_pairs"] = some["first"][0], some["rows"].sum()
-                    self._resume(entered, 2 * number + 1)
-                state["segments"] = at(segments)
-                if after:
-                    after.settle()
-                self._resume(entered, 2 * number + 2)
-        finally:
-            state["segments"] = at(routing.segments)
+        for number, (layer, _) in enumerate(layers):
+            segments = routing.segments[: state["num_segments"]]
+            layer.need(segments["expert"].tolist())
+            after, router = layers[number + 1] if number + 1 < len(layers) else (None, None)
+            if after and router:
+                after.guess(router.likeliest(num_rows))
+            for first, end in layer.rounds():
+                some = segments[first:end]
+                state["segments"], state["num_segments"] = at(some), end - first
+                state["first_pair"], state["num_pairs"] = some["first"][0], some["rows"].sum()
+                self._resume(entered, 2 * number + 1)
+            state["segments"] = at(segments)
+            if after:
+                after.settle()
+            self._resume(entered, 2 * number + 2)
 
     def _resume(self, entered: program.Program, part: int) -> None:
         self.team.resume(entered.jobs[part])

@@ -5,6 +5,7 @@ runs a forward changes slots and tables; reading threads fill slots that no tabl
 rounds: first those in memory, then the others as they arrive. So one slot is enough for a layer.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -93,13 +94,13 @@ class LayerExperts:
         self._empty = list(range(num_slots))
         self._held: dict[int, int] = {}  # slots by expert, the longest unused first
         self._coming: dict[int, tuple[int, Reading]] = {}  # slots and readings, by expert
+        self._process = os.getpid()  # in which readings arrive
         self._needed: list[int] = []
         self._num_asked = 0  # of the needed ones
 
     def need(self, experts: list[int]) -> None:
         """Ask for the experts of a forward, in the order in which `rounds` goes through them."""
-        if self.store.reader.after_fork():
-            self._forget_coming()
+        self._notice_fork()
         self.settle()
         for expert in [one for one in self._coming if one not in set(experts)]:
             slot, reading = self._coming[expert]
@@ -113,6 +114,7 @@ class LayerExperts:
 
     def guess(self, experts: Sequence[int]) -> None:
         """Ask for experts that may be needed soon, the likeliest first, until one of them would have to give up its slot."""
+        self._notice_fork()
         kept = set(experts)
         for expert in experts:
             if expert not in self._held and expert not in self._coming:
@@ -221,9 +223,13 @@ class LayerExperts:
             yield offset + expert * size, size, at
             at += _bytes_of_pages(size)
 
-    def _forget_coming(self) -> None:
-        self._empty += [slot for slot, _ in self._coming.values()]
-        self._coming.clear()
+    def _notice_fork(self) -> None:
+        """In a forked child forget the parent's readings, none of which arrives."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self.store.reader.notice_fork()
+            self._empty += [slot for slot, _ in self._coming.values()]
+            self._coming.clear()
 
 
 @dataclass(frozen=True)

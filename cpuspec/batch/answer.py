@@ -86,13 +86,14 @@ class _Job:
             if len(requested) > _MOST_ANSWERS:
                 raise ConfigError(f"n is {len(requested)}, and at most {_MOST_ANSWERS} answers are given to a line")
             llm.check(requested[0].prompt, requested[0].params)
+            adapters = llm.adapters.of_ids(body.lora_scales) if body.lora_scales else None
         except CpuspecError as error:
             self._error = error
             return
         self._chunks += self._writer.begin()
         shown = shown_tokens(llm.tokenizer) if isinstance(body, ChatBody) else frozenset()
         for index, one in enumerate(requested):
-            self._requests.append(llm.submit(replace(one, shown=shown), partial(self._receive, index)))
+            self._requests.append(llm.submit(replace(one, shown=shown, adapters=adapters), partial(self._receive, index)))
 
     def _chat(self, body: ChatBody, model: ServedModel) -> list[RequestedAnswer]:
         if not body.messages:
@@ -113,7 +114,8 @@ class _Job:
             raise ConfigError("response_format goes with messages; a prompt takes json_schema, regex, choices or grammar")
         params = completion_params(model, body, _strict(grammar_of(body)), body.max_tokens)
         tokenizer, prompt = self._llm.tokenizer, body.prompt
-        ids = tokenizer.encode_prompt(prompt, params.parse_special) if isinstance(prompt, str) else cast(list[int], prompt)
+        special = params.parse_special, body.add_special is not False
+        ids = tokenizer.encode_prompt(prompt, *special) if isinstance(prompt, str) else cast(list[int], prompt)
         requested = [RequestedAnswer(ids, one) for one in answer_params(params)]
         usages = Usages(None, [0] * len(requested))
         head = self._head("cmpl", "text_completion")

@@ -35,7 +35,10 @@ _OF_GGUF = re.compile(r"(.+\.weight)\.lora_([ab])")
 # Settings of PEFT at which an adapter is nothing but the product.
 _KEEPING_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # values of init_lora_weights that leave the model as it is
 _MOST_OF_A_PATTERN = 500  # characters
-_PLAIN = {"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none", "layer_replication": None}
+_PLAIN = {
+    "use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none", "layer_replication": None,
+    "alora_invocation_tokens": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,6 +27,7 @@ from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.checkpoints.heads import Head, HeadFiles, own_mtp, reader_of
 from cpuspec.checkpoints.heads.head import I64
 from cpuspec.checkpoints.recipes import ChainRecipe, Recipe, find_named, read_frequent_tokens, recipe_of
+from cpuspec.config import ModelConfig
 from cpuspec.engine.heads import draft_casts, model_of_frequent_tokens, of_frequent_tokens, open_head
 from cpuspec.engine.own_weights import read_skipped, skip_layers
 from cpuspec.errors import CheckpointError, ConfigError
@@ -59,9 +60,9 @@ class Target:
     """The properties of the target that drafters may use before its weights are loaded."""
 
     checkpoint: Checkpoint | None  # None if the target is a backend of the user's own
+    config: ModelConfig
     tokenizer: Tokenizer
     backend: str  # of drafters that name none
-    vocab_size: int
     context_length: int  # the most tokens of a sequence
     settings: EngineConfig
 
@@ -272,11 +273,9 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
         spec = SpecConfig((*AUTO.levels, LevelSpec(MTP)))
     is_planned, levels = _is_planned(spec), _levels(spec)
     verified = levels if is_planned or not levels or _read(levels[-1]).is_lookup else levels[-1:]  # by the target itself
-    trees = [str(one) for level in verified for one in (level, *level.then) if "tree" in (_read(one).name, _read(one).argument)]
-    if trees and _is_recurrent(target):
-        raise ConfigError(f"{trees[0]} drafts trees, and recurrent layers, as this target has, read one path alone; leave out tree")
+    _check_trees(verified, {"this target": target.config})
     num_tokens = MAX_TOKENS if is_planned else DEFAULT_NUM_TOKENS
-    verifier = Verifier(target.tokenizer, target.vocab_size, target.context_length)
+    verifier = Verifier(target.tokenizer, target.config.vocab_size, target.context_length)
     models: list[OpenedLevel] = []
     for level in [level for level in levels if not _read(level).is_lookup][::-1]:
         opened = _open_level(level, target, verifier, num_tokens)
@@ -290,8 +289,13 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
             verifier = opened[0].as_verifier
         elif len(levels) > len(models):
             raise ConfigError(f"{level.drafter} verifies no drafts of others; join them with +, as in {levels[0]}+{level}")
-    planned = _PLANNED_CHAIN if _is_recurrent(target) else _PLANNED_LOOKUP
-    lookups = [level for level in levels if _read(level).is_lookup] or [planned] * is_planned
+    firsts = [level[0] for level in (models if is_planned else models[:1])]  # which verify what lookups draft
+    configs = {one.asked.drafter.shown: one.weights[0].config for one in firsts if isinstance(one, OpenedModel)}
+    lookups = [level for level in levels if _read(level).is_lookup]
+    _check_trees(lookups, configs)
+    if is_planned and not lookups:
+        reads_paths = any(config.is_recurrent for config in (target.config, *configs.values()))
+        lookups = [_PLANNED_CHAIN if reads_paths else _PLANNED_LOOKUP]
     return OpenedSpec(is_planned, [_open_level(level, target, verifier, DEFAULT_NUM_TOKENS) for level in lookups], models)
 
 
@@ -317,8 +321,14 @@ def within_memory(opened: OpenedSpec, target: Checkpoint, settings: EngineConfig
     return replace(settings, memory=f"{(limit - own) / 1e3:.3f}KB")
 
 
-def _is_recurrent(target: Target) -> bool:
-    return target.checkpoint is not None and target.checkpoint.config.is_recurrent
+def _check_trees(levels: Iterable[LevelSpec], verifiers: Mapping[str, ModelConfig]) -> None:
+    """Raise ConfigError if a level drafts trees and one of the models that verify it, by name, has recurrent layers."""
+    trees = [str(one) for level in levels for one in (level, *level.then) if "tree" in (_read(one).name, _read(one).argument)]
+    recurrent = [name for name, config in verifiers.items() if config.is_recurrent]
+    if trees and recurrent:
+        raise ConfigError(
+            f"{trees[0]} drafts trees, and recurrent layers, as {recurrent[0]} has, read one path alone; leave out tree"
+        )
 
 
 def _predicts(target: Target) -> bool:
@@ -411,12 +421,12 @@ def build(opened: OpenedSpec, context: Context) -> Proposer:
     return _stacked([*((True, level) for level in opened.lookups), *((False, level) for level in opened.models)], load)
 
 
-def build_chosen(name: str, default: Proposer, opened: OpenedSpec, vocab_size: int) -> Proposer:
+def build_chosen(name: str, default: Proposer, opened: OpenedSpec, target: Context) -> Proposer:
     """The drafters of a spec that a request names: lookups, and models of `default`, which are shared.
 
-    opened: the spec of `default`. vocab_size: of the target. Raises ConfigError for a spec that names anything else.
+    opened: the spec of `default`. Raises ConfigError for a spec that names anything else.
     """
-    loaded = _loaded(default, opened, vocab_size)
+    loaded = _loaded(default, opened, target.vocab_size)
     spec = SpecConfig.parse(name[:_LONGEST_CHOICE])
     seen: list[str] = []
 
@@ -438,7 +448,11 @@ def build_chosen(name: str, default: Proposer, opened: OpenedSpec, vocab_size: i
                 f"{level.drafter} has no model to verify what was drafted before; put it first, or join the two with +"
             )
         levels.append((is_lookup, [level, *level.then]))
-    return _stacked(levels, drafter)
+    proposer = _stacked(levels, drafter)
+    first = next((parts[0].drafter for is_lookup, parts in levels if not is_lookup), "this target")  # verifies what lookups draft
+    lookups = [part for is_lookup, parts in levels for part in parts if is_lookup]
+    _check_trees(lookups, {first: loaded.get(first, target).backend.config})
+    return proposer
 
 
 def _stacked(levels: Iterable[tuple[bool, list[_Part]]], make: Callable[[_Part, Proposer], Proposer]) -> Proposer:

@@ -165,7 +165,7 @@ class Engine:
     def prepare(self, wanted: RequestedAnswer) -> Request:
         """Make the request of an answer that `check` has passed. Any thread may call this at any time: it changes nothing."""
         prompt, params = wanted.prompt, wanted.params
-        of_drafts, of_answer = (self._grammars.constraint(params, prompt) for _ in range(2))
+        of_drafts, of_answer = (self._grammars.constraint(params, prompt, wanted.within) for _ in range(2))
         seq = Sequence.new(next(self._ids), prompt, params, of_drafts, wanted.prediction, of_answer, wanted.adapters or ())
         seq.turns = self._tokenizer.turns(seq.tokens) if self._context.cache.states else ()
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
@@ -293,7 +293,7 @@ class Engine:
             except BaseException as error:
                 self._fail(request, error)
         for request, seq in [(self._requests[chunk.seq.id], chunk.seq) for chunk in chunks]:
-            if request.shows_progress:
+            if request.shows_progress and len(seq.tokens) == seq.num_prompt_tokens:  # else it was preempted, and is read again
                 num_read = len(seq.tokens) - 1 - context.num_unfed(seq)
                 num_cached = request.meter.num_cached_tokens
                 self._ready.append(Output(seq.id, "", [], [], num_cached_tokens=num_cached, num_read_tokens=num_read))
@@ -396,7 +396,10 @@ class Engine:
                 if seq.answer_constraint.legal(path) is None:
                     reason = "stop" if seq.answer_constraint.accepts(path) else "error"
                     if reason == "error":
-                        error = ConfigError("the grammar leads nowhere here, or is too complex; simplify it")
+                        why = "the grammar leads nowhere here, or is too complex; simplify it"
+                        if seq.params.bad_words or seq.params.allowed_token_ids:
+                            why += ", or leave it more tokens than bad_words and allowed_token_ids do"
+                        error = ConfigError(why)
                     break
             if before + num_taken == request.max_length:
                 reason = "length"

@@ -157,7 +157,7 @@ class LLM:
         get_kv_format(settings.kv_format)
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(model), settings.mmap, adapts=True)
         tokenizer, context_length = make_tokenizer(checkpoint), _capacity(checkpoint.config, settings)
-        opened = open_spec(spec, Target(checkpoint, tokenizer, backend, checkpoint.config.vocab_size, context_length, settings))
+        opened = open_spec(spec, Target(checkpoint, checkpoint.config, tokenizer, backend, context_length, settings))
         self.name = checkpoint.name
         adapters = LoadedAdapters(checkpoint.config, self.name, settings.lora, settings.lora_modules, checkpoint.adapters)
         target = load_target(backend, checkpoint, within_memory(opened, checkpoint, settings))
@@ -183,7 +183,7 @@ class LLM:
         llm, spec, settings = cls.__new__(cls), _read_spec(spec), settings or EngineConfig()
         name = backend.name if backend.name in BACKENDS else BACKENDS[0]
         context_length = _capacity(backend.config, settings)
-        opened = open_spec(spec, Target(checkpoint, tokenizer, name, backend.config.vocab_size, context_length, settings))
+        opened = open_spec(spec, Target(checkpoint, backend.config, tokenizer, name, context_length, settings))
         llm.name = checkpoint.name if checkpoint else backend.name
         beside = checkpoint.adapters if checkpoint else ()
         adapters = LoadedAdapters(backend.config, llm.name, settings.lora, settings.lora_modules, beside)
@@ -227,7 +227,7 @@ class LLM:
         self.context = context
         self._contexts: list[tuple[str, LevelContext]] = [(draft.name, draft.context) for draft in self.drafts]
         self._contexts.append(("target", context))
-        self._choose = partial(build_chosen, default=proposer, opened=opened, vocab_size=self.context.vocab_size)
+        self._choose = partial(build_chosen, default=proposer, opened=opened, target=self.context)
         chosen = ChosenDrafts(proposer, self._choose)
         self._guard = GuardedProposer(chosen, self.context, settings.plain_on_draft_error)
         contexts = [one for _, one in self._contexts]

@@ -39,6 +39,10 @@ def skip_layers(checkpoint: Checkpoint, skipped: Sequence[int]) -> Checkpoint:
     """The checkpoint without some layers. Every other tensor stays the same object. Raises ConfigError."""
     num_layers = checkpoint.config.num_layers
     left_out = _checked(skipped, num_layers)
+    if checkpoint.config.layer_input_size:
+        raise ConfigError(
+            "no layer can be skipped in a model whose layers have inputs of their own, as Gemma 4 E; name another draft"
+        )
     kept = [i for i in range(num_layers) if i not in left_out]
     tensors = {name: t for name, t in checkpoint.tensors.items() if not name.startswith("layers.")}
     for new, old in enumerate(kept):

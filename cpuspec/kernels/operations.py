@@ -291,7 +291,7 @@ def _multiply_experts(op, state, tiles_of_all, copy, first, end):
 def _combine(op, state, threads, item):
     """A part of a row."""
     parts = sharing.parts_of_row(op.features, state.num_rows, threads)
-    part = (op.features // parts + 31) // 32 * 32
+    part = sharing.part_of_row(op.features, parts, 32)
     first = item % parts * part
     combine(op, state, item // parts, first, min(op.features, first + part))
 

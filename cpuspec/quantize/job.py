@@ -182,7 +182,7 @@ def quantize(
         if chunks is not None and "awq" in job.methods:
             on_step("awq", 0, 1)
             weights = awq(weights, chunks, formats)
-        if any(format.rotated for format in formats.values()) and not checkpoint.config.experts:
+        if any(format.rotated for format in formats.values()) and not _is_rounded_only(checkpoint):
             if chunks is not None and not of_inputs:
                 of_inputs = measured_inputs()
             if of_inputs:
@@ -229,8 +229,14 @@ def _check(checkpoint: Checkpoint, out: Path, job: Job, is_calibrated: bool) -> 
     if job.bits_per_weight is None and is_directory != (job.type_name in SCHEMES):
         wanted = "a directory, which has no .gguf at its end" if not is_directory else "a file, whose name ends in .gguf"
         raise ConfigError(f"{job.type_name} is written to {wanted}, got {out}; or choose another --type")
-    if checkpoint.config.experts and (job.methods or job.bits_per_weight):
-        raise ConfigError("a mixture of experts is rounded only; leave out --method and --bits-per-weight, --calibration may stay")
+    if _is_rounded_only(checkpoint) and (job.methods or job.bits_per_weight):
+        kind = "a mixture of experts" if checkpoint.config.experts else "a model with latent attention"
+        raise ConfigError(f"{kind} is rounded only; leave out --method and --bits-per-weight, --calibration may stay")
+
+
+def _is_rounded_only(checkpoint: Checkpoint) -> bool:
+    """Whether some of its tensors are several matrices, whose inputs no method tells apart."""
+    return bool(checkpoint.config.experts or checkpoint.config.latent)
 
 
 def _made(

@@ -29,7 +29,7 @@ _ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
 _BASES = {name: name.removesuffix("_s").removesuffix("_m").removesuffix("_l") for name in FILE_TYPES if "_k_" in name}
 _FALLBACKS = {
     "q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "nvfp4": "q4_0",
-    "nl4_xs": "nl4_g32", "nl4_i": "nl4_g32",
+    "nl4_xs": "nl4_g32", "nl4_i": "nl4_g32", "q6_i": "q8_0",
 }  # fmt: skip
 
 # The values of --type: formats of files, and mixes.

@@ -77,6 +77,7 @@ def gptq_all(
         if "output" in names:
             outside["output"] = (x * x).mean(axis=0)
             return
+        names = tuple(name for name in names if name in formats)  # those of a decay have none
         wanted = [name for name in names if name not in store]
         if any(formats[name].affine for name in wanted):
             of_inputs = gptq.factors((x.T @ x) / np.float32(len(x)), settings)

@@ -82,11 +82,19 @@ async def embed(
 
     prompts = await model.in_worker(client, encoded)
     if cuts:
-        prompts = [prompt[: model.max_prompt_tokens] for prompt in prompts]
+        prompts = [cut(prompt, model.max_prompt_tokens, list(model.llm.tokenizer.suffix)) for prompt in prompts]
     num_tokens = count_tokens(request, model, prompts)
     job = await model.in_worker(client, model.llm.embedding_job, prompts, pooling, dimensions, context_of(request).adapters)
     await run_job(request, model, job)
     return await model.in_worker(client, lambda: json_response(reply(job.embeddings(), num_tokens)))
+
+
+def cut(prompt: list[int], most: int, suffix: list[int]) -> list[int]:
+    """A prompt's first tokens, `most` with the suffix if it has it: a model may pool what it has seen by then."""
+    if len(prompt) <= most:
+        return prompt
+    suffix = suffix if suffix and prompt[-len(suffix) :] == suffix else []
+    return [*prompt[: most - len(suffix)], *suffix]
 
 
 def count_tokens(request: Request, model: ServedModel, prompts: Sequence[Sequence[int]]) -> int:

@@ -228,14 +228,17 @@ def _prompt(
             case "message":
                 message = {"role": item.get("role"), "content": item.get("content")}
                 if reasoning and message["role"] == "assistant":
-                    message["reasoning_content"], reasoning = reasoning, ""
+                    message["reasoning_content"] = reasoning
+                reasoning = ""  # that of an answer which was cut off in it belongs to no other
                 listed.append(message)
             case "reasoning":  # a summary stands for the reasoning of a model that does not show it
                 reasoning = _texts(item.get("content")) or _texts(item.get("summary"))
             case "function_call" | "custom_tool_call" | "local_shell_call":
                 if not listed or listed[-1]["role"] != "assistant":
-                    listed.append({"role": "assistant", "content": ""} | ({"reasoning_content": reasoning} if reasoning else {}))
-                    reasoning = ""
+                    listed.append({"role": "assistant", "content": ""})
+                if reasoning:
+                    before = listed[-1].get("reasoning_content")
+                    listed[-1]["reasoning_content"], reasoning = f"{before}\n\n{reasoning}" if before else reasoning, ""
                 listed[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": _called(item)})
             case "function_call_output" | "custom_tool_call_output":
                 listed.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": item.get("output")})

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from cpuspec.engine.llm import LLM
+from cpuspec.engine.lora import LoadedAdapters
 from cpuspec.environment import default_models_bytes
 from cpuspec.errors import CpuspecError
 from cpuspec.metrics import epoch_s
@@ -58,6 +59,7 @@ class Server:
         self.readers = Workers(2, "cpuspec-reader")  # of long bodies
         self.ignored_fields: set[str] = set()  # names of ignored request fields that are in the log already
         self._loaders = dict(loaders or {})
+        self._adapters: dict[str, LoadedAdapters] = {}  # of models that were loaded, also while they are not
         self._loading = asyncio.Lock()
         self._keys = [key.encode() for key in keys]
 
@@ -89,10 +91,10 @@ class Server:
         return name if name in self.names else self.loaded.name if self.loaded else self.name
 
     def split_name(self, name: str | None) -> tuple[str | None, str]:
-        """The model's name and the adapter's ("" for none) in a request's: MODEL, MODEL:ADAPTER, or ADAPTER of a loaded model."""
+        """The model's name and the adapter's ("" for none) in a request's: MODEL, MODEL:ADAPTER or ADAPTER, once it was read."""
         if not name or name in self.names:
             return name, ""
-        own = next((self.shown_name(model.name) for model in self.models.values() if name in model.llm.adapters), None)
+        own = next((self.shown_name(model) for model, adapters in self._adapters.items() if name in adapters), None)
         if own is not None:
             return own, name
         base, colon, adapter = name.rpartition(":")
@@ -142,12 +144,13 @@ class Server:
             llm = await in_own_thread(loader.load)
         except CpuspecError as error:
             raise EngineFailedError(f"{name} cannot be loaded: {error}") from error
+        llm.adapters = self._adapters.get(name, llm.adapters)
         self._add(await served(name, llm, self.config))
         log_event("ready", {"model": name})
         await self._free_memory(0, name)
 
     def _add(self, model: ServedModel) -> None:
-        self.models[model.name] = model
+        self.models[model.name], self._adapters[model.name] = model, model.llm.adapters
         model.on_death = self.stop
         model.has_keys = self.has_keys
 

@@ -183,8 +183,6 @@ class Context:
         """The rows of a sequence and its draft that its slot lacks."""
         num_drafted, num_committed = len(draft), len(seq.tokens)
         tree = None if draft.is_chain else draft
-        if tree and self.backend.config.is_recurrent:
-            raise ConfigError(f"{tree.source} drafted a tree, and recurrent layers read one path alone; take a drafter of chains")
         if tree and num_drafted > self.backend.max_rows:
             raise ConfigError(
                 f"a forward takes {self.backend.max_rows} rows, and {tree.source} drafted a tree of {num_drafted} tokens"

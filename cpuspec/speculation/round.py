@@ -200,6 +200,10 @@ def check_drafts(proposer: Proposer, drafts: list[Draft], limits: list[int], con
         if tokens and not 0 <= min(tokens) <= max(tokens) < num_known:
             raise ConfigError(f"{proposer.name} drafted tokens {tokens}; ids must be in [0, {num_known})")
         if not draft.is_chain:
+            if context.backend.config.is_recurrent:
+                raise ConfigError(
+                    f"{proposer.name} drafted a tree, and recurrent layers read one path alone; take a drafter of chains"
+                )
             parents, nodes = draft.parents, np.arange(len(draft))
             if parents.shape != nodes.shape or (parents < -1).any() or (parents >= nodes).any():
                 raise ConfigError(

@@ -72,19 +72,20 @@ class Grammars:
         """Whether the grammar of these params is compiled, so that `constraint` returns at once."""
         return _key(params) in self._compiled
 
-    def constraint(self, params: SamplingParams, prompt: Sequence[int] = ()) -> Constraint | None:
+    def constraint(self, params: SamplingParams, prompt: Sequence[int] = (), within: str = "") -> Constraint | None:
         """The constraint of a request's grammar, `min_tokens`, `allowed_token_ids` and `bad_words`; None if every token is allowed.
 
-        prompt: token ids, whose end may open reasoning.
+        prompt: token ids, whose end may open reasoning. within: the mark that ends the reasoning that the prompt has opened, if it
+        is known that it has.
         Raises ConfigError for a grammar that cannot be compiled, exceeds the limits, or allows no text, and without llguidance.
         """
-        grammar = self._grammar(params, prompt)
+        reasoning = self._reasoning(prompt, within) if params.free_reasoning else None
+        grammar = self._grammar(params, reasoning)
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._tokenizer.eos_ids)} if params.min_tokens else set()
         bad = self._bad_words(params.bad_words)
         if not (ends or bad or params.allowed_token_ids):
             return grammar
-        free = self._reasoning(prompt) if params.free_reasoning else None
-        found = Limited(grammar, self._tokenizer.vocab_size, params.min_tokens, ends, params.allowed_token_ids, bad, free)
+        found = Limited(grammar, self._tokenizer.vocab_size, params.min_tokens, ends, params.allowed_token_ids, bad, reasoning)
         if found.legal(()) is None:
             raise ConfigError("no token may begin the answer: allowed_token_ids, bad_words and the grammar leave none; loosen one")
         return found
@@ -94,7 +95,7 @@ class Grammars:
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         return {tuple(self._tokenizer.encode(text, add_special=False)) for text in texts} - {()}
 
-    def _grammar(self, params: SamplingParams, prompt: Sequence[int]) -> Constraint | None:
+    def _grammar(self, params: SamplingParams, reasoning: "Reasoning | None") -> Constraint | None:
         key = _key(params)
         if key is None:
             return None
@@ -112,14 +113,15 @@ class Grammars:
         found = GrammarConstraint(matcher, self._vocabulary)
         if params.grammar_trigger is not None:
             return AfterTrigger(found, params.grammar_trigger, self._tokenizer, self._vocabulary)
-        free = self._reasoning(prompt) if params.free_reasoning else None
-        return AfterReasoning(found, free, self._vocabulary) if free else found
+        return AfterReasoning(found, reasoning, self._vocabulary) if reasoning else found
 
-    def _reasoning(self, prompt: Sequence[int]) -> "Reasoning | None":
+    def _reasoning(self, prompt: Sequence[int], within: str) -> "Reasoning | None":
         """The tokens around the answer's reasoning; None where the answer can have none."""
         opens, closes = map(self._tokenizer.token_id, _REASONING)
         if closes is None:
             return None
+        if within == _REASONING[1]:
+            return Reasoning(closes)
         last = next((token for token in reversed(prompt[-_LOOKED_BACK:]) if token in (opens, closes)), None)
         if last is None:
             return None if opens is None else Reasoning(closes, opens)

@@ -50,6 +50,11 @@ class Tokenizer:
         self._whole: dict[int, str] = {}  # text of the tokens met so far that are text and whole characters
 
     @property
+    def suffix(self) -> Sequence[int]:
+        """The tokens with which the model's file wants a text to end."""
+        return self._parts.suffix
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._parts.chat_templates)
 

@@ -91,6 +91,15 @@ def test_rows_of_every_encoding_reach_their_experts(tmp_path_factory, format_nam
         assert np.array_equal(computed("numba", checkpoint, size=rows, threads=2, prompt_arithmetic="codes"), alone)
 
 
+def test_rows_of_any_length_get_all_of_their_experts_outputs(tmp_path_factory) -> None:
+    """3,074 numbers make no whole parts for three threads."""
+    sizes = {"num_layers": 1, "hidden_size": 3074, "num_experts": 4, "num_used": 2, "expert_size": 64}
+    checkpoint = tiny(tmp_path_factory, architecture="qwen3moe", weight_format="f32", **sizes)
+    alone, together = (computed("numba", checkpoint, TOKENS[:20], size, threads=3) for size in (1, 64))
+    assert np.array_equal(alone, together)
+    assert np.abs(alone - reference(checkpoint, TOKENS[:20])).max() < 1e-3
+
+
 def _union_bytes(checkpoint: Checkpoint, backend: Backend, tokens: list[int], itemsize: int) -> int:
     """Bytes of the matrices that a forward over `tokens` needs: all but experts, and the experts that numpy's routers choose."""
     seen: set[tuple[str, int]] = set()

@@ -1,5 +1,6 @@
 """Latent attention: formats of its cache, its blocks and copies, and older files, which mean the same."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,13 @@ def test_older_files_have_the_same_numbers(tmp_path: Path, weight_format: str) -
     in_blocks = open_checkpoint(_older(path, new.config.num_heads, new.config.latent, "q8_0"))
     assert [in_blocks.tensors[f"layers.1.{part}_b"].format.name for part in "kv"] == ["f32", "q8_0"]
     assert np.allclose(in_blocks.tensors["layers.1.k_b"].dequantize(), new.tensors["layers.1.k_b"].dequantize(), atol=0.02)
+
+
+@pytest.mark.parametrize("facts", [{"attention_softcap": 1.0}, {"layer_windows": (5, 5)}], ids=str)
+def test_windows_and_soft_caps_are_refused(tmp_path_factory, facts: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
+    config = tiny(tmp_path_factory, architecture="deepseek2", num_layers=2).config
+    with pytest.raises(ConfigError, match="latent attention is supported over all positions"):
+        replace(config, **facts)
 
 
 def test_sizes_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Mixtures larger than the memory they may use: the same bits, whatever fits, and clear errors."""
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from cpuspec.backends import disk_reads, make_backend
 from cpuspec.backends.disk import PAGE, DiskFile, Reader, Reading
 from cpuspec.backends.numba_backend import NumbaBackend
+from cpuspec.backends.numba_program import at
 from cpuspec.backends.packed import packed_directory, verify_packed
 from cpuspec.backends.stored import packed_bytes, slot_bytes
 from cpuspec.backends.weights import weight_tensors
@@ -171,6 +173,37 @@ def test_a_forked_child_reads_for_itself(mixture: Checkpoint) -> None:
     child = os.fork()
     if child == 0:
         os._exit(0 if np.array_equal(logits(backend), wanted) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert np.array_equal(logits(backend), wanted)
+    backend.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_that_is_forked_within_a_forward_begins_anew(mixture: Checkpoint) -> None:
+    """It has a part of the parent's segments, and readings on their way that never arrive in it."""
+    backend = stored(mixture, 2)
+    wanted = logits(backend)
+    assert backend._routing
+    layer, may_read = backend._writer.stored[1][0], threading.Event()
+    file = layer.store.reader.file
+
+    class Slow:
+        def read(self, start: int, into: np.ndarray) -> None:
+            may_read.wait()
+            file.read(start, into)
+
+    layer.store.reader.file = Slow()  # type: ignore[assignment]
+    guessed = next(expert for expert in range(SIZES["num_experts"]) if expert not in layer._held)
+    layer.guess([guessed])
+    while not layer._coming[guessed][1].has_begun:
+        time.sleep(0.001)
+    backend.program.state["segments"] = at(backend._routing.segments[2:])
+    child = os.fork()
+    if child == 0:
+        layer.store.reader.file = file
+        signal.alarm(60)
+        os._exit(0 if np.array_equal(logits(backend), wanted) else 1)
+    may_read.set()
     assert os.waitpid(child, 0)[1] == 0
     assert np.array_equal(logits(backend), wanted)
     backend.close()

@@ -17,8 +17,10 @@ from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.platform import SYSTEM
 from cpuspec.server.chunks import TextChunks
 from tests import command
+from tests.checkpoints.test_adapters import write_peft
 from tests.processes import ROOT
-from tests.server.running import load, serving, tiny_model
+from tests.server.running import SMALL, load, serving, tiny_model
+from tools.make_tiny_model import make_tiny_hf
 
 
 @pytest.fixture(scope="module")
@@ -365,3 +367,24 @@ def test_the_command_answers_resumes_and_sums_up(path: Path, tmp_path: Path) -> 
     texts = [[json.loads(one)["response"] for one in content.splitlines()] for content in (wanted, out.read_bytes())]
     assert texts[0][2]["body"]["choices"] == texts[1][2]["body"]["choices"]
     assert command.run("batch", str(tmp_path / "none"), str(out)).exit_code == 2
+
+
+def test_a_line_chooses_its_adapters_and_its_special_tokens(tmp_path: Path) -> None:
+    """As the server's requests do."""
+    model = make_tiny_hf(tmp_path / "hf", "llama", **SMALL)
+    write_peft(tmp_path / "one", model)
+    with LLM(model, spec="none", lora=(str(tmp_path / "one"),)) as llm:
+        given = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        adapted, plain, unknown, bare = answers(
+            llm,
+            {"prompt": "a", **given},
+            {"prompt": "a", **given, "lora": [{"id": 0, "scale": 0.0}]},
+            {"prompt": "a", **given, "lora": [{"id": 99, "scale": 1.0}]},
+            {"prompt": "a", **given, "add_special": False},
+        )
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        wanted = [llm.generate("a", params, lora_request=lora)[0].text for lora in (None, {})]
+        assert [body(one)["choices"][0]["text"] for one in (adapted, plain)] == wanted
+        assert wanted[0] != wanted[1]
+        assert unknown["response"]["status_code"] == 400
+        assert body(bare)["usage"]["prompt_tokens"] == body(plain)["usage"]["prompt_tokens"] - len(llm.tokenizer.encode(""))

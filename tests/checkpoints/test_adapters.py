@@ -189,6 +189,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         (_set(peft_type="IA3"), "peft_type"),
         (_set(modules_to_save=["lm_head"]), "modules_to_save"),
         (_set(bias="all"), "bias"),
+        (_set(alora_invocation_tokens=[1, 2]), "alora_invocation_tokens"),
         *[(_set(init_lora_weights=kind), "init_lora_weights") for kind in ("pissa", "pissa_niter_16", "olora", "corda", "loftq")],
         (_set(alpha_pattern={"(": 3}), "alpha_pattern"),
         (_set(alpha_pattern={"(a+)+": 3}), "alpha_pattern.*two repetitions at most"),

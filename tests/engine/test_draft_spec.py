@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def toy_target() -> Target:
-    return Target(None, ToyTokenizer(8), "numpy", 8, 64, EngineConfig())  # type: ignore[arg-type]
+    return Target(None, ToyBackend(1).config, ToyTokenizer(8), "numpy", 64, EngineConfig())  # type: ignore[arg-type]
 
 
 def built(text: str) -> Proposer:

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from cpuspec.engine.llm import LLM, Completion
-from cpuspec.settings import SamplingParams
+from cpuspec.errors import ConfigError
+from cpuspec.settings import SamplingParams, SpecConfig
+from cpuspec.speculation.draft import Draft
 from tests.backends.models import RECURRENT, every_backend
 from tests.conformance.harness import shown
 from tools.make_tiny_model import make_tiny_gguf
@@ -56,8 +58,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def opened(models: Callable[[str], Path]) -> Iterator[Open]:
     llms = []
 
-    def load(family: str, spec: str = "none", **settings: Any) -> LLM:
-        spec = spec.replace("DRAFT", str(models("draft")))
+    def load(family: str, spec: str | SpecConfig = "none", **settings: Any) -> LLM:
+        spec = spec.replace("DRAFT", str(models("draft"))) if isinstance(spec, str) else spec
         llms.append(
             LLM(models(family), spec, **{"threads": 1, "max_sequences": 3, "max_rows": 64, "keep_packed": False, **settings})
         )
@@ -84,6 +86,40 @@ def cached(answers: list[Completion]) -> list[int]:
 
 def one_by_one(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
     return [llm.generate([prompt], params)[0] for prompt in prompts]
+
+
+def test_a_tree_that_one_request_asks_for_ends_no_other(opened: Open) -> None:
+    """Neither one of look-ups nor one of a user's class."""
+
+    class Trees:
+        name = "trees"
+
+        def propose(self, seqs: list[Any], limits: list[int]) -> list[Draft]:
+            """Two tokens of which either may come next, for the prompt that asks for it."""
+            asked = [seq.tokens[0] == 5 and limit > 1 for seq, limit in zip(seqs, limits, strict=True)]
+            tree = Draft(np.array([5, 6], np.int32), np.array([-1, -1], np.int32), self.name)
+            return [tree if one else Draft.chain([], self.name) for one in asked]
+
+    prompt = [5, 6, 7, 5, 6, 8, 5, 6]
+    for how, drafts, message in (
+        ({"spec": "ngram"}, {"draft": "ngram:tree"}, "this target has, read one path alone; leave out tree"),
+        ({"spec": SpecConfig(proposer=Trees())}, {}, "trees drafted a tree, and recurrent layers read one path alone"),
+    ):
+        llm = opened("lfm2", **how)
+        other = llm.stream(text(20, 1), HOW["greedy"])
+        next(other)
+        with pytest.raises(ConfigError, match=message):
+            llm.generate([prompt], max_tokens=4, **drafts)
+        assert list(other)[-1].finish_reason == "length"
+
+
+def test_a_draft_model_with_recurrent_layers_verifies_no_trees(opened: Open, models: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"suffix:tree drafts trees, and recurrent layers, as .*tiny.gguf has, read one path"):
+        opened("qwen2", f"suffix:tree,{models('lfm2')}@3")
+    prompt = [*text(30, 1), *text(30, 1), *text(25, 1)]
+    plain = one_by_one(opened("qwen2"), [prompt], HOW["greedy"])
+    for spec in (f"auto,{models('lfm2')}", f"suffix,{models('lfm2')}@3", f"suffix:tree,DRAFT+{models('lfm2')}"):
+        assert shown(one_by_one(opened("qwen2", spec, plain_on_draft_error=False), [prompt], HOW["greedy"])) == shown(plain)
 
 
 CASES = [("lfm2", "none"), ("qwen35", "none")]

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.errors import ConfigError, FormatError
 from cpuspec.evaluate.quality import compare_backends, logits_of
 from cpuspec.formats import QuantTensor, get_format
@@ -148,6 +149,28 @@ def test_gptq_refuses_inputs_that_are_not_finite(size: int, wrong: float) -> Non
     inputs[7, 2] = wrong
     with np.errstate(invalid="ignore"), pytest.raises(ConfigError, match="not"):
         gptq.factors(inputs.T @ inputs, gptq.GptqSettings())
+
+
+def test_gptq_rounds_a_gated_delta_net_but_for_the_matrices_of_its_decay(tmp_path: Path) -> None:
+    source = open_checkpoint(make_tiny_hf(tmp_path / "hf", "qwen35", num_layers=4))
+    quantize(source, tmp_path / "out.gguf", Job("q4_0", ("gptq",), pure=True), threads=1, chunks=chunks_for(source))
+    formats = {name: tensor.format.name for name, tensor in open_checkpoint(tmp_path / "out.gguf").tensors.items()}
+    assert formats["layers.0.delta_beta"] == "f32"
+    assert "q4_0" in {name for part, name in formats.items() if part.startswith("layers.0.delta_")}
+
+
+@pytest.mark.parametrize("type_name", ["q4_0", "nl4_i"])
+def test_latent_attention_is_rounded_only(tmp_path: Path, type_name: str) -> None:
+    """Its heads have matrices of their own, whose inputs no method tells apart."""
+    mixture = open_checkpoint(make_tiny_gguf(tmp_path / "mixture.gguf", architecture="deepseek2"))
+    config = replace(mixture.config, experts=None, layer_experts=(), shared_size=0)
+    shapes = tensor_shapes(config)
+    rng, f32 = np.random.default_rng(1), get_format("f32")
+    made = {name: QuantTensor.encode(f32, rng.standard_normal(shape) / 8) for name, shape in shapes.items()}
+    dense = replace(mixture, config=config, tensors=made)
+    with pytest.raises(ConfigError, match="a model with latent attention is rounded only; leave out --method"):
+        quantize(dense, tmp_path / "out.gguf", Job(type_name, ("gptq",)), threads=1, chunks=chunks_for(dense))
+    quantize(dense, tmp_path / "out.gguf", Job(type_name), threads=1, chunks=chunks_for(dense))
 
 
 def test_awq_loses_less_than_rounding(tmp_path: Path) -> None:

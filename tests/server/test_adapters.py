@@ -1,6 +1,7 @@
 """LoRA adapters over HTTP: by the model's name, by llama.cpp's ids, and loaded by vLLM's endpoints where that is allowed."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from cpuspec import LLM, SamplingParams
+from cpuspec.server.server import Loader
 from tests.checkpoints.test_adapters import write_peft
 from tests.conformance.test_protocols import PROTOCOLS
 from tests.server.running import SMALL, Running, load, serving
@@ -156,3 +158,27 @@ def test_clients_with_keys_of_their_own_do_not_change_each_others_scales(path: P
     with serving(make, keys=("a", "b")) as running:
         key = {"authorization": "Bearer a"}
         assert running.post("/lora-adapters", json=[{"id": 0, "scale": 0.0}], headers=key).status_code == 403
+
+
+def test_adapters_stay_while_their_model_is_not_loaded(path: Path, adapters: Path, texts: dict[str, str]) -> None:
+    def make() -> LLM:
+        return load(path, lora_modules=(f"one={adapters / 'one'}",))
+
+    loaders = {"tiny": Loader(make, 0)}
+    with serving(make, loaders=loaders, sleep_idle_seconds=0, lora_dir=str(adapters)) as running:
+
+        def sleep() -> None:
+            until = time.monotonic() + 60
+            while running.server.models:
+                assert time.monotonic() < until, "an idle model is unloaded"
+                time.sleep(0.02)
+
+        assert text(running, model="one") == texts["one"]
+        assert running.post("/v1/load_lora_adapter", json={"lora_name": "two", "lora_path": "two"}).status_code == 200
+        for name in ("one", "two"):
+            sleep()
+            assert text(running, model=name) == texts[name]
+        ids = {one["name"]: one["id"] for one in running.get("/lora-adapters").json()}
+        assert running.post("/lora-adapters", json=[{"id": ids["two"], "scale": 1.0}]).status_code == 200
+        sleep()
+        assert text(running, model="tiny") == texts["two"]

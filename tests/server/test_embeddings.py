@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cpuspec import LLM
+from cpuspec.server.embeddings import cut
 from tests.engine.test_ranking import DOCUMENTS, QUERY, by_matrix
 from tests.server.running import Running, load, serving
 
@@ -119,3 +120,9 @@ def test_a_model_that_writes_ranks_no_texts_unless_it_embeds(running: Running, p
         found = {one["index"]: one["relevance_score"] for one in embeds.post("/v1/rerank", json=body).json()["results"]}
     query, *documents = llm.embed([QUERY, *DOCUMENTS[:2]], "mean").astype(float)
     assert found == pytest.approx({number: float(query @ one) for number, one in enumerate(documents)}, abs=1e-6)
+
+
+def test_a_prompt_that_is_cut_keeps_the_tokens_that_end_it() -> None:
+    assert cut([1, 2, 3, 4, 9], 3, [9]) == [1, 2, 9]
+    assert cut([1, 2, 3, 4, 9], 3, [8]) == cut([1, 2, 3, 4, 9], 3, []) == [1, 2, 3]
+    assert cut([1, 2, 9], 3, [9]) == [1, 2, 9]

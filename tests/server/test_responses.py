@@ -98,6 +98,19 @@ def test_a_reasoning_item_counts_by_its_content_or_its_summary(running: Running,
     assert "hm hm" in prompt_of(running)
 
 
+def test_reasoning_belongs_to_the_item_that_follows_it(running: Running) -> None:
+    reasoning = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm hm"}]}
+    call = {"type": "function_call", "name": "get_time", "arguments": "{}", "call_id": "c"}
+    said, asked = {"role": "assistant", "content": "a mat"}, {"role": "user", "content": "time?"}
+    running.post("/v1/responses", json={**ASK, "input": [asked, reasoning, asked, said, asked]})
+    assert "hm hm" not in prompt_of(running), "that of an answer which was cut off in it"
+    output = {"type": "function_call_output", "call_id": "c", "output": "noon"}
+    running.post("/v1/responses", json={**ASK, "input": [asked, said, reasoning, call, output, said, asked]})
+    prompt = prompt_of(running)
+    assert prompt.count("hm hm") == 1
+    assert prompt.index("hm hm") < prompt.index("noon")
+
+
 def test_input_items_come_in_pages_and_may_be_referred_to(running: Running, client: openai.OpenAI) -> None:
     texts = [f"text {number}" for number in range(5)]
     made = client.responses.create(**ASK | {"input": [{"role": "user", "content": text} for text in texts]})

@@ -210,6 +210,20 @@ def test_reasoning_is_free_and_the_answer_behind_it_is_not(thinking: Running) ->
     assert json.loads(called.tool_calls[0].function.arguments)["zone"] in ("CET", "UTC")
 
 
+def test_a_schema_holds_behind_the_reasoning_that_a_client_has_begun(thinking: Running) -> None:
+    """However long it is, so that nothing of the schema's text becomes reasoning."""
+    begun = {"role": "assistant", "content": "", "reasoning_content": "the cat sat on the mat and the dog ran to the door"}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "the cat"}, begun], "max_tokens": 200}
+    closes = {str(token_of(thinking, "</think>")): 100}
+    for bias in ({}, closes):
+        reply = thinking.post("/v1/chat/completions", json=body | {"response_format": NAMED, "logit_bias": bias}).json()
+        message = reply["choices"][0]["message"]
+        assert is_house(message["content"]) if bias else not message["content"]
+    free = thinking.post("/v1/chat/completions", json=body | {"max_tokens": 20}).json()["choices"][0]["message"]
+    held = thinking.post("/v1/chat/completions", json=body | {"max_tokens": 20, "response_format": NAMED}).json()
+    assert held["choices"][0]["message"]["reasoning_content"] == free["reasoning_content"]
+
+
 def nested(depth: int) -> Any:
     found: Any = {"type": "string"}
     for _ in range(depth):

@@ -37,7 +37,7 @@ class ExactContext:
         """possible: [vocab] the only tokens that its rows give a probability."""
         self.seed, self.vocab_size, self.spent = seed, vocab, Spent()
         self.possible = np.ones(vocab, np.bool_) if possible is None else possible
-        self.backend = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab), max_rows=99)
+        self.backend = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab, is_recurrent=False), max_rows=99)
         self.slots = Slots(ToyBackend(0), ToyBackend(0).new_cache(99, 99))  # type: ignore[arg-type]
 
     num_draftable, admit, num_unfed = Context.num_draftable, Context.admit, lambda *_: 0

@@ -168,6 +168,14 @@ def test_a_grammar_begins_behind_the_reasoning(settings: dict[str, Any], pattern
         assert (THINK in answers(marked(prompt, **settings, free_reasoning=True), [])[0]) == is_own
 
 
+def test_reasoning_that_is_known_to_be_open_may_be_of_any_length() -> None:
+    prompt, params = [THINK, *range(20)], SamplingParams(regex="ab", free_reasoning=True)
+    grammars = Grammars(PieceTokenizer(MARKED, [END]))
+    known, unknown = (grammars.constraint(params, prompt, within) for within in ("</think>", ""))
+    assert len(answers(known, [])[0]) == len(MARKED) - 1
+    assert len(answers(unknown, [])[0]) < 5
+
+
 def test_texts_that_never_come_may_come_in_reasoning() -> None:
     """One of a single token, and one of two."""
     bad = {(3,), (4, 5)}
