@@ -150,6 +150,8 @@ def check_spec(spec: SpecConfig) -> None:
 
     Raises BackendError if a level's backend is not installed or does not have the level's settings.
     """
+    if spec.proposer is not None and spec.levels:
+        raise ConfigError(f"a proposer drafts instead of levels, and the spec has {spec.levels[0]} beside it; leave out one")
     below = ""
     for level in _levels(spec):
         for part in (level, *level.then):

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def test_an_object_drafts_too(tmp_path: Path) -> None:
     assert (str(llm.spec), list(answer.stats.levels)) == ("echo", ["echo"])
     with pytest.raises(ConfigError, match="int has no method propose"):
         toy_llm(SpecConfig(proposer=5))
+    with pytest.raises(ConfigError, match="a proposer drafts instead of levels, and the spec has ngram beside it"):
+        toy_llm(replace(SpecConfig.parse("ngram"), proposer=mine))
 
 
 def toy_stats(spec: str) -> dict[str, Any]:
