@@ -389,7 +389,7 @@ NO_DEFAULTS = SamplingDefaults()
 
 DTYPES = ("auto", "f32", "bf16", "f16")
 WEIGHTS = ("auto", "values", "codes")
-ACTIVATIONS = ("auto", "int8", "f32")
+ACTIVATIONS = ("auto", "int8", "f32", "int14")
 PROMPT_ARITHMETICS = ("auto", "codes", "bf16")
 DRAFT_FORMATS = ("auto", "int8", "int4", "file")
 POOLINGS = ("last", "mean", "cls")  # of a text's states, for its embedding: the last token's, the mean of all, the first one's
@@ -400,8 +400,8 @@ class EngineConfig:
     """What an engine reserves, and how its backend computes.
 
     The KV format's name is checked where formats are known (`cpuspec.formats.kv`), the device's where devices are. Device, dtype
-    and weights are settings of the torch backend, activations of onnxruntime, openvino and numpy, the arithmetic of prompts of
-    numba; others take "auto", and "cpu" as the device (`cpuspec.backends.check_backend`).
+    and weights are settings of the torch backend, activations of all others, the arithmetic of prompts of numba; others take
+    "auto", and "cpu" as the device (`cpuspec.backends.check_backend`).
     """
 
     max_sequences: int = _setting(16, _whole(1, 4096), "Sequences that run at once if memory holds them; others wait.", "N")
@@ -521,7 +521,8 @@ class EngineConfig:
         "auto",
         _choice(ACTIVATIONS),
         "What ONNX Runtime and OpenVINO multiply 4- and 8-bit matrices with: int8, fast and what auto is, or f32, exact but for "
-        "the order of sums. numpy with int8 shows what that rounding costs.",
+        "the order of sums. numpy with int8 shows what that rounding costs. numba: int8, which auto is, or int14, which rounds "
+        "the inputs of K-quants and IQ4_XS 60 times less (AVX-512 VNNI; with AMX quicker from 5 rows on).",
         "A",
     )
     prompt_arithmetic: str = _of_backend(
