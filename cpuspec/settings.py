@@ -400,7 +400,7 @@ class EngineConfig:
     """What an engine reserves, and how its backend computes.
 
     The KV format's name is checked where formats are known (`cpuspec.formats.kv`), the device's where devices are. Device, dtype
-    and weights are settings of the torch backend, activations of all others, the arithmetic of prompts of numba; others take
+    and weights are settings of the torch backend, activations of all but that, the arithmetic of prompts of numba; others take
     "auto", and "cpu" as the device (`cpuspec.backends.check_backend`).
     """
 
@@ -521,8 +521,9 @@ class EngineConfig:
         "auto",
         _choice(ACTIVATIONS),
         "What ONNX Runtime and OpenVINO multiply 4- and 8-bit matrices with: int8, fast and what auto is, or f32, exact but for "
-        "the order of sums. numpy with int8 shows what that rounding costs. numba: int8, which auto is, or int14, which rounds "
-        "the inputs of K-quants and IQ4_XS 60 times less (AVX-512 VNNI; with AMX quicker from 5 rows on).",
+        "the order of sums. numpy with int8 shows what that rounding costs. numba: int8, which auto is, or int14, "
+        "which rounds inputs of K-quants and IQ4_XS at least ten times less. It needs AVX-512 VNNI; it is made for many rows in "
+        "tile registers (AMX).",
         "A",
     )
     prompt_arithmetic: str = _of_backend(
