@@ -24,7 +24,7 @@ class Group:
 
     bits: int  # of a code
     codes: list[Value]  # eight vectors of unsigned bytes, four inputs each
-    scales: list[Value]  # one for the group, or one for each half of it; none where a panel has one. Whole in `whole_group`
+    scales: list[Value]  # one for the group, or one for each half of it; none where a panel has one
     zero: int = 0  # zero point of the codes
     minima: tuple[Value, ...] = ()  # added to every weight of the group, or of each half of it
 
@@ -211,8 +211,7 @@ def _whole_q3_k(panel: Panel) -> _Whole:
 
 
 def _whole_bytes(panel: Panel) -> _Whole:
-    there = [plane.part for plane in panel.format.planes]
-    return panel.integers("s"), panel.integers("z") if "z" in there else []
+    return panel.integers("s"), panel.integers("z") if any(plane.part == "z" for plane in panel.format.planes) else []
 
 
 # By the `reader` of a format's row.
@@ -306,34 +305,24 @@ def _looked_up(panel: Panel, levels: Sequence[float], least: int) -> tuple[int, 
 
 
 # Formats whose scales and minima are whole numbers times numbers of a superblock.
-SUPERBLOCKS = tuple(
-    name
-    for name, row in FORMATS.items()
-    if row.reader in _WHOLE and (row.reader != "affine" or any(plane.part == "s" for plane in row.planes))
-)
+SUPERBLOCKS = tuple(name for name, row in FORMATS.items() if row.scale_range)
 
 
-def whole_scales(name: str, panel: Value, group: Value) -> _Whole:
-    """The whole scales and minima of a group of a superblock, sixteen words each."""
-    row = FORMATS[name]
-    return _WHOLE[row.reader](Panel(row, panel, panel.like(PANEL // GROUP), group))
-
-
-def whole_group(name: str, panel: Value, group: Value) -> Group:
-    """A group of a superblock whose scales and minima are whole: a weight is d * scale * (code - zero) - base * minimum."""
-    row, there = FORMATS[name], Panel(FORMATS[name], panel, panel.like(PANEL // GROUP), group)
+def whole_group(name: str, at: Value, group: Value) -> Group:
+    """A group of a superblock with whole scales and minima: a weight is d * scale * (code - zero) - base * minimum."""
+    row, panel = FORMATS[name], Panel(FORMATS[name], at, at.like(PANEL // GROUP), group)
     assert row.affine, "a format of codes"
-    scales, minima = whole_scales(name, panel, group)
+    scales, minima = _WHOLE[row.reader](panel)
     if row.affine.levels:
-        zero, codes = _looked_up(there, row.affine.levels, 8)
+        zero, codes = _looked_up(panel, row.affine.levels, 8)
     else:
-        zero, codes = 0 if minima else int(row.affine.zero), there.codes(0)
+        zero, codes = 0 if minima else int(row.affine.zero), panel.codes(0)
     return Group(row.code_bits, codes, scales, zero, tuple(minima))
 
 
-def superblock_factors(name: str, panel: Value) -> list[Value]:
+def superblock_factors(name: str, at: Value) -> list[Value]:
     """Of a superblock d and, where the format has minima, base."""
-    return _factors(Panel(FORMATS[name], panel, panel.like(PANEL // GROUP), panel.like(0)))
+    return _factors(Panel(FORMATS[name], at, at.like(PANEL // GROUP), at.like(0)))
 
 
 def integer_codes(name: str, panel: Value, group: Value, offset: int = 0) -> list[Value]:

@@ -27,7 +27,7 @@ from cpuspec.kernels.products import (
     inputs_of_group,
     line_of_panel,
 )
-from cpuspec.kernels.readers import AHEAD, INTO_FIRST, Group, superblock_factors, whole_group, whole_scales
+from cpuspec.kernels.readers import AHEAD, INTO_FIRST, Group, superblock_factors, whole_group
 from cpuspec.kernels.tiles import MANY, PANEL_ACTS, PANEL_WEIGHTS, paired_totals
 
 # The most rows of a pass in vectors, whose integers stay in registers, without tile registers and with them; and the rows from
@@ -162,9 +162,9 @@ def _add_superblock(
     minima = o.variables(len(rows) * len(base))  # of each row the sum of z times the sum of inputs, group after group
     if base:
         with o.loop(_GROUPS) as group:
-            _, numbers = whole_scales(name, here, group)
+            numbers = [number.sitofp(F32X16) for number in whole_group(name, here, group).minima]
             of_halves = len(numbers) == 2
-            for part, number in enumerate(one.sitofp(F32X16) for one in numbers):
+            for part, number in enumerate(numbers):
                 for row, total in zip(rows, minima, strict=True):
                     line = line_of_panel(inputs, HALF_SUMS if of_halves else LAST_LINE, block_rows, row)
                     at = line + (group * 8 + 4 * part if of_halves else group * 4 + GROUP_SUMS)
