@@ -359,11 +359,11 @@ def _loop(name: str, encoding: str, in_tiles: bool) -> _Loop:
         return _Loop(many=panels, unit=pair, spans=spans, streams=(BLOCK_ROWS, _LONG), widths=(1, 2), shape=tiles.OF_PANELS)
     if encoding == "int14":
         most = superblocks.MOST_BESIDE_TILES if in_tiles else superblocks.MOST_ROWS
-        few, least = _few_rows(name, encoding, _counts(most)), superblocks.LEAST
+        in_vectors = _few_rows(name, encoding, _counts(most))
         if in_tiles:
             many, spans = partial(superblocks.many_rows_pass, name), (BLOCK_ROWS, tiles.MANY)
-            return _Loop(few, many, least, most, spans=spans, streams=(BLOCK_ROWS, _LONG), shape=tiles.OF_PANELS)
-        return _Loop(few, few_at_once=most, streams=(BLOCK_ROWS - 1, _LEAST_STREAM))
+            return _Loop(in_vectors, many, superblocks.LEAST, most, spans=spans, streams=(BLOCK_ROWS, _LONG), shape=tiles.OF_PANELS)
+        return _Loop(in_vectors, few_at_once=most, streams=(BLOCK_ROWS - 1, _LEAST_STREAM))
     if isa.has_sixteen_registers() and has_codes:
         most, many = ymm.few(name, encoding), partial(ymm.rows_pass, name, encoding)
         few = _few_rows(name, encoding, _counts(most)) if most else None
