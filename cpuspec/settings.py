@@ -389,7 +389,7 @@ NO_DEFAULTS = SamplingDefaults()
 
 DTYPES = ("auto", "f32", "bf16", "f16")
 WEIGHTS = ("auto", "values", "codes")
-ACTIVATIONS = ("auto", "int8", "f32")
+ACTIVATIONS = ("auto", "int8", "f32", "int14")
 PROMPT_ARITHMETICS = ("auto", "codes", "bf16")
 DRAFT_FORMATS = ("auto", "int8", "int4", "file")
 POOLINGS = ("last", "mean", "cls")  # of a text's states, for its embedding: the last token's, the mean of all, the first one's
@@ -400,8 +400,8 @@ class EngineConfig:
     """What an engine reserves, and how its backend computes.
 
     The KV format's name is checked where formats are known (`cpuspec.formats.kv`), the device's where devices are. Device, dtype
-    and weights are settings of the torch backend, activations of onnxruntime, openvino and numpy, the arithmetic of prompts of
-    numba; others take "auto", and "cpu" as the device (`cpuspec.backends.check_backend`).
+    and weights are settings of the torch backend, activations of all but that, the arithmetic of prompts of numba; others take
+    "auto", and "cpu" as the device (`cpuspec.backends.check_backend`).
     """
 
     max_sequences: int = _setting(16, _whole(1, 4096), "Sequences that run at once if memory holds them; others wait.", "N")
@@ -521,7 +521,9 @@ class EngineConfig:
         "auto",
         _choice(ACTIVATIONS),
         "What ONNX Runtime and OpenVINO multiply 4- and 8-bit matrices with: int8, fast and what auto is, or f32, exact but for "
-        "the order of sums. numpy with int8 shows what that rounding costs.",
+        "the order of sums. numpy with int8 shows what that rounding costs. numba: int8, which auto is, or int14, "
+        "which rounds inputs of K-quants and IQ4_XS at least ten times less. It needs AVX-512 VNNI; it is made for many rows in "
+        "tile registers (AMX).",
         "A",
     )
     prompt_arithmetic: str = _of_backend(

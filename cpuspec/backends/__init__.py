@@ -41,10 +41,14 @@ OWN_SETTINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingPro
         "device": (("auto", "cpu"), ("torch",)),
         "dtype": (("auto",), ("torch",)),
         "weights": (("auto",), ("torch",)),
-        "activations": (("auto",), ("onnxruntime", "openvino", "numpy")),
+        "activations": (("auto",), ("onnxruntime", "openvino", "numpy", "numba")),
         "prompt_arithmetic": (("auto", "codes"), ("numba",)),
         "memory": (("auto",), ("numba",)),
     }
+)
+# Values of such a setting that not all of these have, and which have them.
+_OWN_VALUES: Mapping[tuple[str, str], tuple[str, ...]] = MappingProxyType(
+    {("activations", "f32"): ("onnxruntime", "openvino", "numpy"), ("activations", "int14"): ("numba",)}
 )
 
 
@@ -96,7 +100,8 @@ def check_backend(name: str, engine: EngineConfig | None = None) -> None:
     if name not in BACKENDS:
         raise BackendError(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")
     if engine:
-        for setting, (elsewhere, owners) in OWN_SETTINGS.items():
+        for setting, (elsewhere, _) in OWN_SETTINGS.items():
+            owners = owners_of(setting, getattr(engine, setting))
             if name not in owners and getattr(engine, setting) not in elsewhere:
                 whose = f"{' and '.join(', '.join(owners).rsplit(', ', 1))} backend{'s' * (len(owners) > 1)}"
                 raise BackendError(
@@ -107,6 +112,11 @@ def check_backend(name: str, engine: EngineConfig | None = None) -> None:
     for module in modules:
         if find_spec(module) is None:
             raise BackendError(f"the {name} backend needs {module}, which is not installed; pip install 'cpuspec[{extra}]'")
+
+
+def owners_of(setting: str, value: str) -> tuple[str, ...]:
+    """The backends that have a value of one of OWN_SETTINGS."""
+    return _OWN_VALUES.get((setting, value), OWN_SETTINGS[setting][1])
 
 
 def prepare(name: str) -> None:
@@ -120,8 +130,8 @@ def prepare(name: str) -> None:
 
 
 def settings_on(name: str, engine: EngineConfig) -> EngineConfig:
-    """The same settings for another backend. Settings that it does not have are auto."""
-    without: dict[str, Any] = {setting: "auto" for setting, (_, owners) in OWN_SETTINGS.items() if name not in owners}
+    """The same settings for another backend. Settings that it does not have, and values of them, are auto."""
+    without: dict[str, Any] = {own: "auto" for own in OWN_SETTINGS if name not in owners_of(own, getattr(engine, own))}
     return replace(engine, **without)
 
 

@@ -98,7 +98,7 @@ class _Storage:
 
 
 class NumbaBackend:
-    """The transformer on packed weights of 1 to 32 bits, with activations in 8 or 16 bits or floats, row-invariant to the bit.
+    """The transformer on packed weights of 1 to 32 bits, with activations in 8, 14 or 16 bits or floats, row-invariant to the bit.
 
     share: a backend whose threads this one uses, and whose packed weights of every tensor object that both checkpoints hold.
     The two run in turn, and closing `share` ends both.
@@ -120,7 +120,8 @@ class NumbaBackend:
     ) -> None:
         isa.check_processor()
         compile_ahead()
-        self.prompt_arithmetic = _prompt_arithmetic(engine.prompt_arithmetic, checkpoint.config)
+        in_14_bits = _is_in_14_bits(engine)
+        self.prompt_arithmetic = "codes" if in_14_bits else _prompt_arithmetic(engine.prompt_arithmetic, checkpoint.config)
         self.config = c = checkpoint.config
         self.max_rows = engine.max_rows
         self.threads: int = share.threads if share else engine.threads or usable_cores()
@@ -145,7 +146,7 @@ class NumbaBackend:
 
         self.matrices = LoadedWeights(matrices, load, share.matrices if share else None)
         self.weight_bytes, self.shared_bytes = self.matrices.num_bytes, self.matrices.shared_bytes
-        self._identity = _identity(c, engine.kv_format, self.prompt_arithmetic, tensors)
+        self._identity = _identity(c, engine.kv_format, self.prompt_arithmetic, in_14_bits, tensors)
         self._vectors = {name: _padded(t, name.endswith("_conv")) for name, t in tensors.items() if not is_matrix(name, t.shape)}
         orders = {name: t.order for name, t in matrices.items() if t.order is not None}
         kv_format, layers = get_kv_format(engine.kv_format), attention_layers(c)
@@ -168,7 +169,7 @@ class NumbaBackend:
         centres = key_centres(c, kv_format, tensors)
         self._writer = ProgramWriter(
             c, self.max_rows, self.matrices, self._vectors, orders, self._embed, kv_format, centres, self._kv_places,
-            self._plans, self._routing, self._recurrent, self._layer_embed,
+            self._plans, self._routing, self._recurrent, self._layer_embed, in_14_bits,
         )  # fmt: skip
         decode(c, self._writer)
         self._first = dict(self._writer.first)  # buffers that are written before a forward
@@ -555,6 +556,22 @@ def _window_access(windows: WindowRows, places: KVPlaces) -> StateAccess:
     )
 
 
+def _is_in_14_bits(engine: EngineConfig) -> bool:
+    """Whether superblocks are multiplied with activations of 14 bits. Raises BackendError where they cannot be."""
+    if engine.activations != "int14":
+        return False
+    if isa.has_sixteen_registers():
+        raise BackendError(
+            f"activations int14 needs a processor with AVX-512 VNNI, and this one has {isa.describe()}; leave it at auto"
+        )
+    if engine.prompt_arithmetic == "bf16":
+        raise BackendError(
+            "with activations int14 tokens of prompts are multiplied like all others, and prompt_arithmetic is bf16; leave one of "
+            "them at auto"
+        )
+    return True
+
+
 def _prompt_arithmetic(asked: str, config: ModelConfig) -> str:
     """In what tokens of prompts are computed. Heads read rows of their own, and no prompts. Raises BackendError."""
     if asked == "bf16" and not isa.has_bf16_dots():
@@ -566,12 +583,14 @@ def _prompt_arithmetic(asked: str, config: ModelConfig) -> str:
     return "bf16" if wanted and config.head is None else "codes"
 
 
-def _identity(config: ModelConfig, kv_format: str, prompt_arithmetic: str, tensors: Mapping[str, WeightTensor]) -> str:
+def _identity(
+    config: ModelConfig, kv_format: str, prompt_arithmetic: str, in_14_bits: bool, tensors: Mapping[str, WeightTensor]
+) -> str:
     """A hash of everything that the bits of keys and values depend on besides the tokens."""
     sources = sources_digest(backends, model, layers)
     weights = [(name, tensor.format.name, tensor.shape, _weights_of(tensor)) for name, tensor in tensors.items()]
     versions = machine_code.fingerprint(), sources, np.__version__, sys.byteorder
-    facts = (*versions, repr(config), kv_format, prompt_arithmetic, weights)
+    facts = (*versions, repr(config), kv_format, prompt_arithmetic, in_14_bits, weights)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

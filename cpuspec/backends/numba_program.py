@@ -126,9 +126,11 @@ class ProgramWriter:
         self, config: ModelConfig, max_rows: int, matrices: Mapping[str, PackedTensor | StoredTensor], vectors: Mapping[str, F32],
         orders: Mapping[str, I32], embedding: QuantTensor, kv_format: Format, centres: Mapping[int, F32],
         kv_places: KVPlaces, plans: Plans, routing: "Routing | None" = None, recurrent: RecurrentLayers | None = None,
-        layer_embedding: QuantTensor | None = None,
+        layer_embedding: QuantTensor | None = None, in_14_bits: bool = False,
     ) -> None:  # fmt: skip
-        """orders: of inputs, by the name of the matrix that has them so (`QuantTensor.order`)."""
+        """orders: of inputs, by the name of the matrix that has them so (`QuantTensor.order`). in_14_bits: whether superblocks are
+        multiplied with activations in "int14".
+        """
         self.operations: list[tuple[str, dict[str, Any]]] = []
         self.cuts: list[int] = []  # before which operations a forward returns, for experts that stay on the disk
         self.stored: list[tuple[LayerExperts, Router]] = []  # those experts, layer by layer
@@ -143,7 +145,7 @@ class ProgramWriter:
         self._config, self._max_rows, self._kv_format, self._centres = config, max_rows, kv_format, centres
         self._kv_places, self._plans = kv_places, plans
         self._matrices, self._vectors, self._embedding, self._layer_embedding = matrices, vectors, embedding, layer_embedding
-        self.input_orders = orders
+        self.input_orders, self._in_14_bits = orders, in_14_bits
         self._orders = {name: np.concatenate([order, _rest(len(order))]) for name, order in orders.items()}
         self.buffers: dict[str, F32] = {}  # by the part of a layer whose result it holds
         self._sizes: dict[str, int] = {}  # by part, the features with which it was first met
@@ -585,9 +587,10 @@ class ProgramWriter:
 
     def _encoding(self, name: str, logits: bool = False) -> str:
         """The encoding in which a matrix reads its activations. One that needs tile registers has another in reserve."""
-        encoding_of = linear.prompt_encoding if self.of_prompts and not logits else linear.activation_encoding
         format_name, precise = self._matrices[name].format.name, _is_precise(self._config, name)
-        encodings = [encoding_of(format_name, precise)]
+        encodings = [linear.activation_encoding(format_name, precise, self._in_14_bits)]
+        if self.of_prompts and not logits:
+            encodings = [linear.prompt_encoding(format_name, precise)]
         if encodings == ["bf16"]:
             is_paired = "rounded" in linear.encodings(format_name)
             encodings.append("rounded" if is_paired else linear.activation_encoding(format_name, precise))

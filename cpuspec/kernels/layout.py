@@ -221,7 +221,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             heads=_I64,  # not 0: rows have the numbers of so many heads, which go to activations head by head
             apart=_I64,  # from the numbers of one head to those of the next
             # Where each encoding is written, 0 for nowhere.
-            **dict.fromkeys(("int8", "int16", "f32", "bf16", "rounded", "rotated"), _I64),
+            **dict.fromkeys(("int8", "int16", "f32", "bf16", "rounded", "rotated", "int14"), _I64),
         ),
         "linear": _record(
             num_tensors=_I64,

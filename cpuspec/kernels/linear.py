@@ -16,7 +16,7 @@ from functools import cache, partial
 from cpuspec.errors import BackendError
 from cpuspec.formats import FORMATS, get_format
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
-from cpuspec.kernels import isa, machine_code, selfcheck, tiles, ymm
+from cpuspec.kernels import isa, machine_code, selfcheck, superblocks, tiles, ymm
 from cpuspec.kernels.ops import F32, F32X16, I1, I32, I32X16, Ops, Value, Variable, fma
 from cpuspec.kernels.passes import Operands, Pass, block_of, pass_of
 from cpuspec.kernels.products import (
@@ -31,7 +31,7 @@ from cpuspec.kernels.products import (
     inputs_of_group,
     sum_of_weights,
 )
-from cpuspec.kernels.readers import AHEAD, FLOAT_CODES, INTO_FIRST, NUMBERS, PAIRED, READERS, integer_scale
+from cpuspec.kernels.readers import AHEAD, FLOAT_CODES, INTO_FIRST, NUMBERS, PAIRED, READERS, SUPERBLOCKS, integer_scale
 
 # The most rows that one pass over a tile serves. Fewer rows are served eight at a time, and then the rest: unpacking a tile once
 # more costs as much as three rows. Each number of rows is code to compile, once per format. Numbers need two of 32 registers for a
@@ -56,10 +56,13 @@ _ANY = 1 << 30  # more than all rows
 _Sums = Callable[[Value, int], Value]  # (stream, row) -> 16 sums of products
 
 
-def activation_encoding(format_name: str, precise: bool = False) -> str:
+def activation_encoding(format_name: str, precise: bool = False, in_14_bits: bool = False) -> str:
     """The one of ENCODINGS in which a format reads activations. precise: 16 bits instead of 8. Rotated activations stay in 8 bits,
-    whose error is a fiftieth of that of the weights (benchmarks/DECISIONS.md#rotated-activations).
+    whose error is a fiftieth of that of the weights (benchmarks/DECISIONS.md#rotated-activations). in_14_bits: 14 bits in
+    any case, where the format can read them.
     """
+    if in_14_bits and "int14" in encodings(format_name):
+        return "int14"
     if format_name == PAIRED:
         return "bf16" if isa.has_bf16_tiles() else "rounded"
     if format_name in NUMBERS or format_name in FLOAT_CODES:
@@ -75,7 +78,10 @@ def encodings(format_name: str) -> tuple[str, ...]:
         return "rounded", "bf16"
     if format_name not in READERS:
         return ("f32",)
-    return ("rotated",) if FORMATS[format_name].rotated else ("int8", "int16", "bf16")
+    if FORMATS[format_name].rotated:
+        return ("rotated",)
+    in_14_bits = format_name in SUPERBLOCKS and not isa.has_sixteen_registers()
+    return "int8", "int16", "bf16", *(("int14",) * in_14_bits)
 
 
 def prompt_encoding(format_name: str, precise: bool = False) -> str:
@@ -86,7 +92,8 @@ def prompt_encoding(format_name: str, precise: bool = False) -> str:
 
 def _few_rows(name: str, encoding: str, counts: Iterable[int]) -> Callable[[Pass], None]:
     """A pass for the numbers of rows in `counts`. Its sums stay in registers, or in the first cache."""
-    step, sums_of = bytes_between_rows(encoding), _sums_of_panels if encoding == "rotated" else _quantized_sums
+    step, by_panels = bytes_between_rows(encoding), {"rotated": _sums_of_panels, "int14": superblocks.few_rows_sums}
+    sums_of = by_panels.get(encoding, _quantized_sums)
 
     def emit(p: Pass) -> None:
         o, (acts, block_rows) = p.o, block_of(p, step)
@@ -310,7 +317,7 @@ def linear_kernel(format_name: str, encoding: str) -> int:
     def compiled(in_tiles: bool) -> int:
         return machine_code.address(name + "-tiles" * in_tiles, 12, lambda: made(format_name, encoding, in_tiles), check=check)
 
-    has_two = isa.has_tiles() and format_name in READERS and encoding in ("int8", "int16", "rotated")
+    has_two = isa.has_tiles() and format_name in READERS and encoding in ("int8", "int16", "rotated", "int14")
     return machine_code.first_sound([partial(compiled, in_tiles) for in_tiles in ((True, False) if has_two else (False,))])
 
 
@@ -331,7 +338,7 @@ class _Loop:
     # Spans of up to so many rows are multiplied with a tile of each stream at a time, if for passes over many it has so many bytes.
     streams: tuple[int, int] = (0, _LEAST_STREAM)
     widths: tuple[int, int] = (1, 1)  # neighbouring tiles of other passes: over up to a block of rows, and over more
-    shape: str = ""  # the format for which `many` shapes tile registers, if it uses them
+    shape: str = ""  # that `many` gives tile registers (`tiles.shape`), if it uses them
 
 
 def made(format_name: str, encoding: str, in_tiles: bool = True) -> Callable[..., None]:
@@ -349,7 +356,14 @@ def _loop(name: str, encoding: str, in_tiles: bool) -> _Loop:
         return _Loop(many=dequantized, many_at_once=most, spans=(most, most), widths=widths, shape=PAIRED)
     if encoding == "rotated" and in_tiles:
         panels, spans = partial(tiles.panels_pass, name), (pair, tiles.MANY)
-        return _Loop(many=panels, unit=pair, spans=spans, streams=(BLOCK_ROWS, _LONG), widths=(1, 2), shape=name)
+        return _Loop(many=panels, unit=pair, spans=spans, streams=(BLOCK_ROWS, _LONG), widths=(1, 2), shape=tiles.OF_PANELS)
+    if encoding == "int14":
+        most = superblocks.MOST_BESIDE_TILES if in_tiles else superblocks.MOST_ROWS
+        in_vectors = _few_rows(name, encoding, _counts(most))
+        if in_tiles:
+            many, spans = partial(superblocks.many_rows_pass, name), (BLOCK_ROWS, tiles.MANY)
+            return _Loop(in_vectors, many, superblocks.LEAST, most, spans=spans, streams=(BLOCK_ROWS, _LONG), shape=tiles.OF_PANELS)
+        return _Loop(in_vectors, few_at_once=most, streams=(BLOCK_ROWS - 1, _LEAST_STREAM))
     if isa.has_sixteen_registers() and has_codes:
         most, many = ymm.few(name, encoding), partial(ymm.rows_pass, name, encoding)
         few = _few_rows(name, encoding, _counts(most)) if most else None

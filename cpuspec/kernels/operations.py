@@ -24,8 +24,8 @@ from cpuspec.platform import SYSTEM
 # Cycles of the time stamp counter, some microseconds, that a piece is waited for before it is repeated.
 _PATIENCE = 8000
 
-_INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES, _ROTATED_BYTES = (
-    ENCODINGS[encoding] for encoding in ("int8", "int16", "f32", "bf16", "rotated")
+_INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES, _ROTATED_BYTES, _INT14_BYTES = (
+    ENCODINGS[encoding] for encoding in ("int8", "int16", "f32", "bf16", "rotated", "int14")
 )
 
 
@@ -54,7 +54,7 @@ def _prepare(op, state, threads, item):
     """A part of a row to activations."""
     rows, features = _rows_to_prepare(op, state), op.features
     parts = sharing.parts_of_row(op.features, rows, threads)
-    part = sharing.part_of_row(features, parts, PANEL if op.rotated != 0 else 32)
+    part = sharing.part_of_row(features, parts, PANEL if op.rotated != 0 or op.int14 != 0 else 32)
     place, first = item // parts, item % parts * part
     if op.used != 0:
         place += state.first_pair
@@ -75,9 +75,10 @@ def _prepare(op, state, threads, item):
     bf16 = op.bf16 + inputs * _BF16_BYTES if op.bf16 != 0 else 0
     rounded = op.rounded + inputs * _F32_BYTES if op.rounded != 0 else 0
     rotated = op.rotated + inputs * _ROTATED_BYTES if op.rotated != 0 else 0
+    int14 = op.int14 + inputs * _INT14_BYTES if op.int14 != 0 else 0
     pointwise.prepare_row(
         op.kind, source, other, op.weight, op.order, op.eps, features, first, min(features, first + part),
-        int8, int16, f32, bf16, rounded, rotated, place - block, block_rows,
+        int8, int16, f32, bf16, rounded, rotated, int14, place - block, block_rows,
     )  # fmt: skip
 
 

@@ -195,6 +195,10 @@ class Value:
         """Sixteen bytes as words."""
         return self.load(vector_of(I8)).zext(I32X16)
 
+    def i8_codes(self) -> "Value":
+        """Sixteen signed bytes as words."""
+        return self.load(vector_of(I8)).sext(I32X16)
+
     def u16_codes(self) -> "Value":
         """Sixteen numbers of 16 bits as words."""
         return self.load(vector_of(I16)).zext(I32X16)
@@ -205,7 +209,7 @@ class Value:
 
     def i8(self) -> "Value":
         """Sixteen signed bytes as numbers."""
-        return self.load(vector_of(I8)).sext(I32X16).sitofp(F32X16)
+        return self.i8_codes().sitofp(F32X16)
 
 
 class Variable:

@@ -12,6 +12,8 @@ from cpuspec.kernels.options import compiled, inlined
 
 _INT8_RECORD, _INT16_RECORD, _BF16_RECORD = (products.ENCODINGS[encoding] for encoding in ("int8", "int16", "bf16"))
 
+_INT14_RECORD = products.NUM_LINES * products.PANEL_LINE
+
 _IN_PAIRS = isa.dot_isa() == "avx2"  # how "int16" records hold their numbers, see `products`
 
 _stack_for_panel = simd.operation((), types.int64, lambda o: o.stack(4 * PANEL))
@@ -210,13 +212,13 @@ def _prepared(kind, row, other, weight, order, scale, mean, at):
 
 @compiled
 def prepare_row(
-    kind, row, other, weight, order, eps, features, first, end, int8, int16, f32, bf16, rounded, rotated, place, block_rows
+    kind, row, other, weight, order, eps, features, first, end, int8, int16, f32, bf16, rounded, rotated, int14, place, block_rows
 ):
-    """Write activations of inputs first..end (multiples of 32, or of PANEL for `rotated`, or the row's end) of one row.
+    """Write activations of inputs first..end (multiples of 32, or of PANEL for `rotated` and `int14`, or the row's end) of one row.
 
     kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other; GELU gelu(x) * other; LAYER_NORM (x - mean(x)) / deviation(x) *
     weight + other; SILU_ALONE silu(x); GELU_ALONE gelu(x); SWIGLU_OAI as `config.SWIGLU_ALPHA`, of x and other; SIGMOID
-    sigmoid(x) * other; RELU2, RELU2_ALONE max(x, 0)^2, times other. int8 to rotated: address of the
+    sigmoid(x) * other; RELU2, RELU2_ALONE max(x, 0)^2, times other. int8 to int14: address of the
     row's block in that encoding, 0 where it is not wanted; place: the row's place in its block of block_rows.
     Rows, others and weights are padded with zeros to whole groups. order: address of int32 indices, padded likewise with their own,
     where a matrix has the inputs in another order; else 0.
@@ -226,7 +228,7 @@ def prepare_row(
         scale = _norm_factor(row, features, eps)
     elif kind == LAYER_NORM:
         mean, scale = _mean_and_factor(row, features, eps)
-    panel = _stack_for_panel() if rotated != 0 else 0
+    panel = _stack_for_panel() if rotated != 0 or int14 != 0 else 0
     for start in range(first, end, 32):
         low = _prepared(kind, row, other, weight, order, scale, mean, start * 4)
         high = _prepared(kind, row, other, weight, order, scale, mean, start * 4 + 64)
@@ -238,11 +240,13 @@ def prepare_row(
         if bf16 != 0:
             simd.store_bf16(bf16 + record * _BF16_RECORD, low)
             simd.store_bf16(bf16 + record * _BF16_RECORD + 32, high)
-        if rotated != 0:
+        if panel != 0:
             numbers = panel + start % PANEL * 4
             simd.store_f32(numbers, low)
             simd.store_f32(numbers + 64, high)
-            if start % PANEL == PANEL - 32:
+            if start % PANEL == PANEL - 32 and int14 != 0:  # before the other turns the numbers
+                quantize_to_int14(panel, int14 + start // PANEL * block_rows * _INT14_RECORD, place, block_rows)
+            if start % PANEL == PANEL - 32 and rotated != 0:
                 quantize_rotated(panel, rotated + start // PANEL * block_rows * products.PANEL_RECORD, place, block_rows)
         at, stride = (start * block_rows + place) * 4, block_rows * 4
         if f32 != 0:
@@ -293,10 +297,7 @@ def quantize_rotated(numbers, to, row, rows):
     to: the address of the panel in the row's block. row: its place in the block, which has `rows` rows.
     """
     hadamard_head(numbers, PANEL, PANEL)
-    largest = simd.splat_f32(0.0)
-    for at in range(numbers, numbers + 4 * PANEL, 64):
-        largest = simd.max_f32(largest, simd.abs_f32(simd.load_f32(at)))
-    scale = simd.max_lanes(largest) / simd.to_float(127)
+    scale = _largest(numbers) / simd.to_float(127)
     inverse = simd.splat_f32(simd.inverse_or_zero(scale))
     sums = simd.splat_i32(0)
     for n in range(0, PANEL, 16):
@@ -306,6 +307,43 @@ def quantize_rotated(numbers, to, row, rows):
     factors = to + rows * PANEL + row * 4  # as `products.factors_of_panel`
     simd.poke_f32(factors, scale)
     simd.poke_i32(factors + rows * 4, simd.int32(-128 * simd.sum_lanes_i32(sums)))
+
+
+@compiled
+def quantize_to_int14(numbers, to, row, rows):
+    """Write PANEL numbers as "int14" activations of a row: codes -8191..8191, as 128 * byte + low byte.
+
+    to, row, rows: as in `quantize_rotated`.
+    """
+    scale = _largest(numbers) / simd.to_float(products.MOST_OF_14_BITS)
+    inverse = simd.splat_f32(simd.inverse_or_zero(scale))
+    line = rows * products.PANEL_LINE
+    to += row * products.PANEL_LINE
+    last, before = to + products.LAST_LINE * line, simd.int32(0)
+    simd.poke_f32(last, scale)
+    for n in range(0, PANEL, 16):
+        codes = simd.nearest_i32(simd.load_f32(numbers + 4 * n) * inverse)
+        lower = codes & simd.splat_i32(127)
+        at = to + n // products.PANEL_LINE * line + n % products.PANEL_LINE
+        simd.store_i8(at + products.BYTES * line, codes >> simd.splat_i32(7))
+        simd.store_i8(at + products.LOWER_BYTES * line, lower)
+        total, of_lower = simd.sum_lanes_i32(codes), simd.sum_lanes_i32(lower)
+        at = to + n // 4
+        simd.poke_f32(at + products.HALF_SUMS * line, simd.to_float(total))
+        simd.poke_i32(at + products.MINUS_SUMS * line, simd.int32((of_lower - total) >> 7))
+        simd.poke_i32(at + products.MINUS_LOWER_SUMS * line, simd.int32(-of_lower))
+        if n % 32 != 0:
+            simd.poke_f32(last + products.GROUP_SUMS + n // 32 * 4, simd.to_float(before + total))
+        before = total
+
+
+@compiled
+def _largest(numbers):
+    """The largest magnitude of PANEL numbers."""
+    largest = simd.splat_f32(0.0)
+    for at in range(numbers, numbers + 4 * PANEL, 64):
+        largest = simd.max_f32(largest, simd.abs_f32(simd.load_f32(at)))
+    return simd.max_lanes(largest)
 
 
 @compiled

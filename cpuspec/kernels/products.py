@@ -11,6 +11,10 @@ Activations have one of these encodings, in blocks of up to BLOCK_ROWS rows:
   "rotated"  for formats whose weights are rotated: each 256 inputs times Hadamard's matrix, x = scale * byte with one scale for all
            256. Weights are whole numbers under one scale for the same inputs, so products are added as integers over a panel. Of a
            panel: [64 inputs][row] bytes, then the scale of each row, then of each row -128 times the sum of the bytes.
+  "int14"  for superblocks of 256 (`readers.SUPERBLOCKS`): x = scale * (128 * byte + low byte), with one scale for all 256. The byte
+           is -64..63 and the low one 0..127, so both fit signed bytes. A panel has lines of 64 bytes, each [row]: four of bytes and
+           four of low bytes; one with the sum of each 16 inputs as f32; two with minus the sums of bytes and of low bytes of each
+           16 inputs; one with the scale and, from GROUP_SUMS on, the sum of each 32 inputs as f32.
 "bf16" and "rounded" are padded with zeros to whole groups. A record of integers holds 32 signed bytes, then at the offsets below
 the scale, the shift and what formats with a zero point or a minimum need of the sums; then in "int16" the 32 low bytes. On
 processors that multiply with AVX2 alone an "int16" record has numbers of 16 bits in the place of both, those of the first 16 inputs
@@ -30,10 +34,22 @@ BLOCK_ROWS = 16  # rows of a block of activations, which lie together
 SCALE, SHIFT, VALUE_SUM, MINUS_8_SUMS, MINUS_16_SUMS, MINUS_128_SUMS, MINUS_32_LOW, MINUS_32_HIGH = range(32, 64, 4)
 LOW_BYTES = 64
 PANEL_LINE, PANEL_RECORD = 64, 320  # of "rotated": bytes that lie together; of a panel and row, rounded up to whole lines
+# Lines of "int14" activations of a panel: the first of bytes and of low bytes, and those of sums and of the scale.
+BYTES, LOWER_BYTES, HALF_SUMS, MINUS_SUMS, MINUS_LOWER_SUMS, LAST_LINE, NUM_LINES = 0, 4, 8, 9, 10, 11, 12
+GROUP_SUMS = 32  # of the last line
+MOST_OF_14_BITS = 8191  # codes
 
 # Bytes of activations for each row and group of 32 inputs (where rows are side by side, for each row and 32 inputs).
 ENCODINGS: Mapping[str, int] = MappingProxyType(
-    {"int8": 64, "int16": 128, "f32": 128, "bf16": 64, "rounded": 128, "rotated": PANEL_RECORD // 8}
+    {
+        "int8": 64,
+        "int16": 128,
+        "f32": 128,
+        "bf16": 64,
+        "rounded": 128,
+        "rotated": PANEL_RECORD // 8,
+        "int14": NUM_LINES * PANEL_LINE // 8,
+    }
 )
 
 
@@ -54,6 +70,8 @@ def step_layout(encoding: str) -> StepLayout:
         return StepLayout(1, 4, 0, 1)
     if encoding == "rotated":
         return StepLayout(PANEL, PANEL_LINE, PANEL // PANEL_LINE, (PANEL_RECORD - PANEL) // 4)
+    if encoding == "int14":
+        return StepLayout(PANEL, PANEL_LINE, NUM_LINES)
     return StepLayout(GROUP, ENCODINGS[encoding], 1)
 
 
@@ -72,8 +90,15 @@ def factors_of_panel(codes: Value, rows: Value | int, row: Value | int) -> tuple
 
 
 def inputs_of_group(codes: Value, rows: Value, group: Value) -> Value:
-    """The address of a group's bytes of a row in "rotated" activations of a block of `rows` rows. codes: those of group 0."""
+    """The address of a group's bytes of a row in "rotated" or "int14" activations of a block of `rows` rows. codes: those of group
+    0.
+    """
     return codes + (group >> 1) * rows * PANEL_LINE + (group & 1) * GROUP
+
+
+def line_of_panel(panel: Value, number: int, rows: Value | int, row: Value | int) -> Value:
+    """The address of a line of a row in "int14" activations of a block of `rows` rows. panel: where the block's panel begins."""
+    return panel + (rows * number + row) * PANEL_LINE
 
 
 def row_bytes(encoding: str, features: int) -> int:

@@ -1,6 +1,6 @@
 """Packed weights into registers, format by format: the one place where kernels know what the bytes of `formats.packing` mean."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -61,8 +61,17 @@ class Panel:
     def numbers(self, part: str) -> list[Value]:
         """Sixteen rows' numbers of a part: one vector for the group, or one for each half of it."""
         plane = self.plane(part)
+        return [_LOAD[plane.dtype](address) for address in self._addresses(plane)]
+
+    def integers(self, part: str) -> list[Value]:
+        """As `numbers`, of bytes, in words of integers."""
+        plane = self.plane(part)
+        words = Value.u8_codes if plane.dtype == "u1" else Value.i8_codes
+        return [words(address) for address in self._addresses(plane)]
+
+    def _addresses(self, plane: Plane) -> list[Value]:
         size = TILE * np.dtype(plane.dtype).itemsize
-        return [_LOAD[plane.dtype](self.address(plane) + size * half) for half in range(max(1, GROUP // plane.inputs))]
+        return [self.address(plane) + size * half for half in range(max(1, GROUP // plane.inputs))]
 
     def codes(self, lifted: int) -> list[Value]:
         """Eight vectors of codes, times 2^lifted."""
@@ -130,6 +139,8 @@ def _in_lanes(shift: Value) -> Value:
 
 # What packed or unusual scales are: the scales of a group or of its halves, and the minima that are added.
 _Scales = tuple[list[Value], tuple[Value, ...]]
+# The whole numbers among them, of formats whose scales are d * s and whose minima are -base * z, d and base of a superblock.
+_Whole = tuple[list[Value], list[Value]]
 
 
 def _mxfp4(panel: Panel) -> _Scales:
@@ -144,12 +155,12 @@ def _nvfp4(panel: Panel) -> _Scales:
     return scales, ()
 
 
-def _iq4_xs(panel: Panel) -> _Scales:
-    """A panel is a superblock: a word has the low four bits of eight scales, and half a word their top two."""
+def _whole_iq4_xs(panel: Panel) -> _Whole:
+    """A word has the low four bits of eight scales, and half a word their top two."""
     low = panel.start_of(panel.plane("scales"))
     four_bits = low.i32() >> _in_lanes(panel.group * 4) & 15
     top = (panel["top"].u16_codes() >> _in_lanes(panel.group * 2) & 3) << 4
-    return [panel.numbers("d")[0] * ((four_bits | top) - 32).sitofp(F32X16)], ()
+    return [(four_bits | top) - 32], []
 
 
 def _nl4(panel: Panel) -> _Scales:
@@ -180,16 +191,14 @@ def _grids(panel: Panel) -> _Scales:
     return [d * (four_bits * 2 + 1).sitofp(F32X16) for four_bits in found], ()
 
 
-def _q2_k(panel: Panel) -> _Scales:
+def _whole_q2_k(panel: Panel) -> _Whole:
     """A byte has a scale in its low half, and a minimum in its high half."""
-    (scale,), (minimum,) = panel.numbers("d"), panel.numbers("base")
     packed = [(panel["scales"] + TILE * half).u8_codes() for half in range(2)]
-    minima = tuple(-minimum * (two >> 4).uitofp(F32X16) for two in packed)
-    return [scale * (two & 15).uitofp(F32X16) for two in packed], minima
+    return [two & 15 for two in packed], [two >> 4 for two in packed]
 
 
-def _q3_k(panel: Panel) -> _Scales:
-    """A panel is a superblock, whose twelve bytes of scales are three words of each row."""
+def _whole_q3_k(panel: Panel) -> _Whole:
+    """The twelve bytes of scales are three words of each row."""
     scales, pair = panel.start_of(panel.plane("scales")), panel.group >> 1
     low, top = (scales + (pair & 1) * 64).i32(), (scales + 128).i32()
     found = []
@@ -197,17 +206,38 @@ def _q3_k(panel: Panel) -> _Scales:
         byte = (panel.group & 1) * 16 + 8 * n  # of a word of four scales, the first or the last two
         low_code = low >> _in_lanes(byte + (panel.group >> 2) * 4) & 15
         top_code = (top >> _in_lanes(byte + pair * 2) & 3) << 4
-        found.append(panel.numbers("d")[0] * ((low_code | top_code) - 32).sitofp(F32X16))
-    return found, ()
+        found.append((low_code | top_code) - 32)
+    return found, []
+
+
+def _whole_bytes(panel: Panel) -> _Whole:
+    return panel.integers("s"), panel.integers("z") if any(plane.part == "z" for plane in panel.format.planes) else []
+
+
+# By the `reader` of a format's row.
+_WHOLE: Mapping[str, Callable[[Panel], _Whole]] = MappingProxyType(
+    {"affine": _whole_bytes, "iq4_xs": _whole_iq4_xs, "q2_k": _whole_q2_k, "q3_k": _whole_q3_k}
+)
+
+
+def _superblock(panel: Panel) -> _Scales:
+    """The whole numbers times what the superblock, which is the panel, has for all of them."""
+    (scales, minima), (d, *base) = _WHOLE[panel.format.reader](panel), _factors(panel)
+    return [d * scale.sitofp(F32X16) for scale in scales], tuple(-(base[0] * minimum.sitofp(F32X16)) for minimum in minima)
+
+
+def _factors(panel: Panel) -> list[Value]:
+    there = [plane.part for plane in panel.format.planes]
+    return [panel.numbers(part)[0] for part in ("d", "base") if part in there]
 
 
 def _affine(panel: Panel) -> _Scales:
     """The factors of the formula, each a plane of numbers."""
     assert panel.format.affine, "a format of codes"
     zero, there = panel.format.affine.zero, [plane.part for plane in panel.format.planes]
-    scales = panel.numbers("d")
     if "s" in there:
-        scales = [scales[0] * s for s in panel.numbers("s")]
+        return _superblock(panel)
+    scales = panel.numbers("d")
     if "base" not in there and "z" not in there:
         return scales, ()
     minima = panel.numbers("base") if "base" in there else scales
@@ -223,12 +253,12 @@ _SCALES: Mapping[str, Callable[[Panel], _Scales]] = MappingProxyType(
         "affine": _affine,
         "mxfp4": _mxfp4,
         "nvfp4": _nvfp4,
-        "iq4_xs": _iq4_xs,
+        "iq4_xs": _superblock,
         "nl4": _nl4,
         "nl4_xs": _nl4_xs,
         "grids": _grids,
-        "q2_k": _q2_k,
-        "q3_k": _q3_k,
+        "q2_k": _superblock,
+        "q3_k": _superblock,
     }
 )
 
@@ -252,15 +282,12 @@ def _reader(row: Format) -> Reader:
     zero, levels, least = row.affine.zero, row.affine.levels, 8 if num_scales(row) == 1 else 32
     if levels and levels == tuple(range(int(levels[0]), int(levels[0]) + len(levels))):
         zero, levels = -levels[0], None
-    zeros = [zero for zero in (16, 32, 64, 128) if zero >= least]
 
     def read(at: Value, groups: Value, group: Value) -> Group:
         panel = Panel(row, at, groups, group)
         scales, minima = _SCALES[row.reader](panel)
         if levels:
-            zero_point = next(zero for zero in zeros if -zero <= min(levels) and max(levels) < zero)
-            table = [zero_point + int(level) for level in levels] + [0] * (16 - len(levels))
-            codes = [lookup_bytes(table, code) for code in panel.codes(0)]
+            zero_point, codes = _looked_up(panel, levels, least)
             return Group(zero_point.bit_length(), codes, scales, zero_point, minima)
         zero_point = 0 if minima else int(zero)
         lifted = max(0, least.bit_length() - zero_point.bit_length()) if zero_point else 0
@@ -268,6 +295,34 @@ def _reader(row: Format) -> Reader:
         return Group(row.code_bits + lifted, panel.codes(lifted), scales, zero_point << lifted, minima)
 
     return read
+
+
+def _looked_up(panel: Panel, levels: Sequence[float], least: int) -> tuple[int, list[Value]]:
+    """The zero point and the vectors of unsigned bytes that stand for levels."""
+    zero_point = next(zero for zero in (16, 32, 64, 128) if zero >= least and -zero <= min(levels) and max(levels) < zero)
+    table = [zero_point + int(level) for level in levels] + [0] * (16 - len(levels))
+    return zero_point, [lookup_bytes(table, code) for code in panel.codes(0)]
+
+
+# Formats whose scales and minima are whole numbers times numbers of a superblock.
+SUPERBLOCKS = tuple(name for name, row in FORMATS.items() if row.scale_range)
+
+
+def whole_group(name: str, at: Value, group: Value) -> Group:
+    """A group of a superblock with whole scales and minima: a weight is d * scale * (code - zero) - base * minimum."""
+    row, panel = FORMATS[name], Panel(FORMATS[name], at, at.like(PANEL // GROUP), group)
+    assert row.affine, "a format of codes"
+    scales, minima = _WHOLE[row.reader](panel)
+    if row.affine.levels:
+        zero, codes = _looked_up(panel, row.affine.levels, 8)
+    else:
+        zero, codes = 0 if minima else int(row.affine.zero), panel.codes(0)
+    return Group(row.code_bits, codes, scales, zero, tuple(minima))
+
+
+def superblock_factors(name: str, at: Value) -> list[Value]:
+    """Of a superblock d and, where the format has minima, base."""
+    return _factors(Panel(FORMATS[name], at, at.like(PANEL // GROUP), at.like(0)))
 
 
 def integer_codes(name: str, panel: Value, group: Value, offset: int = 0) -> list[Value]:

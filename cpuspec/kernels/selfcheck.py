@@ -22,13 +22,22 @@ from cpuspec.kernels import isa, kv_rows, layout, machine_code, pointwise
 from cpuspec.kernels.layout import WALK
 from cpuspec.kernels.products import (
     BLOCK_ROWS,
+    BYTES,
     ENCODINGS,
+    GROUP_SUMS,
+    HALF_SUMS,
+    LAST_LINE,
     LOW_BYTES,
+    LOWER_BYTES,
     MINUS_8_SUMS,
     MINUS_16_SUMS,
     MINUS_32_HIGH,
     MINUS_32_LOW,
     MINUS_128_SUMS,
+    MINUS_LOWER_SUMS,
+    MINUS_SUMS,
+    MOST_OF_14_BITS,
+    NUM_LINES,
     PANEL_LINE,
     PANEL_RECORD,
     SCALE,
@@ -38,14 +47,19 @@ from cpuspec.kernels.products import (
 )
 
 _KEY_DIMS, _VALUE_DIMS, _POSITIONS, _CAP = 80, 48, 203, 1.5  # of attention
-_IN_CODES = ("int8", "int16", "rotated")  # encodings
+_IN_CODES = ("int8", "int16", "rotated", "int14")  # encodings
+_OF_PANELS = ("rotated", "int14")  # those with one scale for a panel
 _SCRATCH_BYTES = 4 << 20  # more than a walk over such keys and values needs
 
 # Numbers of rows: those of each pass for few rows, and more than one pass of any kernel serves. The first has all others' rows.
 _ROWS = (130, *range(17, 0, -1))
 _OUTPUTS = 99  # seven tiles, the last in part: passes over four, two and one of them
 _APART_BYTES = 128 << 10  # from a tile to the next, so that kernels read several tiles in turns
-_PIECES = (*[PANEL_LINE] * (PANEL // PANEL_LINE), 4, 4, PANEL_RECORD - PANEL - 8)  # of what "rotated" activations have of a panel
+# By the bytes that "rotated" and "int14" activations have of a panel, the pieces of them that lie together.
+_PIECES = {
+    PANEL_RECORD: (*[PANEL_LINE] * (PANEL // PANEL_LINE), 4, 4, PANEL_RECORD - PANEL - 8),
+    NUM_LINES * PANEL_LINE: (PANEL_LINE,) * NUM_LINES,
+}
 _ALLOWED = 1e-6  # of the sum of the magnitudes of all products: more than twice what rounding does in any format
 _TIE = 2.0**-18  # of a weight of attention: so near to the middle of two numbers in bf16, it may be rounded to either
 
@@ -60,15 +74,17 @@ class Inputs(NamedTuple):
 
 
 def records(inputs: Inputs, encoding: str, in_words: bool) -> U8:
-    """The bytes of records of "int8" or "int16" activations, [T, groups, bytes], or of what "rotated" ones have of a panel, [T,
-    panels, bytes]. in_words: whether "int16" numbers lie as words (see `products`).
+    """The bytes of records of "int8" or "int16" activations, [T, groups, bytes], or of what "rotated" and "int14" ones have of
+    a panel, [T, panels, bytes]. in_words: whether "int16" numbers lie as words (see `products`).
     """
     codes = inputs.codes
     if encoding == "rotated":
         panels = codes.reshape(len(codes), -1, PANEL).astype(np.int8).view(np.uint8)
         scales = inputs.scale[:, :: PANEL // GROUP].copy().view(np.uint8).reshape(*panels.shape[:2], 4)
         sums = (-128 * codes.reshape(panels.shape).sum(2)).astype("<i4").view(np.uint8).reshape(scales.shape)
-        return np.concatenate([panels, scales, sums, np.zeros((*panels.shape[:2], _PIECES[-1]), np.uint8)], axis=2)
+        return np.concatenate([panels, scales, sums, np.zeros((*panels.shape[:2], PANEL_RECORD - PANEL - 8), np.uint8)], axis=2)
+    if encoding == "int14":
+        return _in_lines(codes.reshape(len(codes), -1, PANEL), inputs.scale[:, :: PANEL // GROUP])
     out = np.zeros((*inputs.scale.shape, ENCODINGS[encoding]), np.uint8)
 
     def put(offset: int, values: NDArray[Any], kind: str) -> None:
@@ -95,6 +111,22 @@ def records(inputs: Inputs, encoding: str, in_words: bool) -> U8:
     return out
 
 
+def _in_lines(codes: NDArray[np.int64], scale: F32) -> U8:
+    """The bytes of "int14" activations: codes [T, panels, PANEL], scales [T, panels]."""
+    lines = np.zeros((*scale.shape, NUM_LINES, PANEL_LINE), np.uint8)
+    planes, shape = (codes >> 7, codes & 127), (*scale.shape, -1, PANEL_LINE)
+    for first, plane in zip((BYTES, LOWER_BYTES), planes, strict=True):
+        lines[:, :, first : first + PANEL // PANEL_LINE] = plane.astype(np.int8).view(np.uint8).reshape(shape)
+    halves, high, low = (one.reshape(*scale.shape, -1, GROUP // 2).sum(3) for one in (codes, *planes))
+    groups = halves.reshape(*scale.shape, -1, 2).sum(3)
+    for line, first, numbers in (
+        (HALF_SUMS, 0, halves.astype("<f4")), (MINUS_SUMS, 0, (-high).astype("<i4")), (MINUS_LOWER_SUMS, 0, (-low).astype("<i4")),
+        (LAST_LINE, 0, scale[:, :, None].astype("<f4")), (LAST_LINE, GROUP_SUMS, groups.astype("<f4")),
+    ):  # fmt: skip
+        lines[:, :, line, first : first + 4 * numbers.shape[2]] = np.ascontiguousarray(numbers).view(np.uint8)
+    return lines.reshape(*scale.shape, -1)
+
+
 # (generator, rows, features) -> what a kernel reads of each row, step by step, [T, steps, bytes], and the numbers it stands for.
 _Random = Callable[[np.random.Generator, int, int], tuple[U8, NDArray[Any]]]
 
@@ -103,11 +135,11 @@ def _integers(encoding: str) -> _Random:
     """Random codes. The first row has the largest ones."""
 
     def random(rng: np.random.Generator, rows: int, features: int) -> tuple[U8, NDArray[Any]]:
-        most, shape = 127 * 256 if encoding == "int16" else 127, (rows, features // GROUP)
+        most, shape = {"int16": 127 * 256, "int14": MOST_OF_14_BITS}.get(encoding, 127), (rows, features // GROUP)
         codes = rng.integers(-most, most + 1, (*shape, GROUP))
         codes[0], codes[0, :, 0] = most, -most
         scale, shift = (rng.uniform(0.5, 2, shape) / most).astype(np.float32), np.zeros(shape, np.float32)
-        if encoding == "rotated":
+        if encoding in _OF_PANELS:
             scale = np.repeat(scale[:, :: PANEL // GROUP], PANEL // GROUP, axis=1)
         if encoding == "int8":
             shift = rng.standard_normal(shape).astype(np.float32)
@@ -267,7 +299,7 @@ def run(address: int) -> str:
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, features), features))
     acts = {name: np.zeros((features // GROUP, rows, ENCODINGS[name]), np.uint8) for name in (*_IN_CODES, "bf16")}
     acts |= {name: np.zeros((features, rows, 4), np.uint8) for name in ("f32", "rounded")}
-    acts["rotated"] = np.zeros((features // PANEL, rows, PANEL_RECORD), np.uint8)
+    acts |= {name: np.zeros((features // PANEL, rows, ENCODINGS[name] * PANEL // GROUP), np.uint8) for name in _OF_PANELS}
     places = {name: laid.ctypes.data for name, laid in acts.items()}
     operands = {"kind": pointwise.NORM, "rows": x.ctypes.data, "stride": x.strides[0], "weight": weight.ctypes.data, "eps": 1e-5}
     operations, _ = layout.program([("prepare", operands | places | {"features": features})])
@@ -280,7 +312,7 @@ def run(address: int) -> str:
 
     normed = x / np.sqrt(np.mean(x.astype(np.float64) ** 2, axis=1, keepdims=True) + 1e-5) * weight
     for name, laid in acts.items():
-        own = _together(laid) if name == "rotated" else np.ascontiguousarray(laid.swapaxes(0, 1))  # [row, step, bytes]
+        own = _together(laid) if name in _OF_PANELS else np.ascontiguousarray(laid.swapaxes(0, 1))  # [row, step, bytes]
         wanted, step = normed, 2.0**-7 * np.abs(normed)  # of numbers in bf16
         if name in ("f32", "rounded"):
             got, step = own.view(np.float32)[:, :, 0], step * (2.0**-14 if name == "f32" else 1)
@@ -298,8 +330,11 @@ def _read(own: U8, encoding: str) -> tuple[NDArray[Any], NDArray[Any]]:
     """What records [T, groups, bytes] stand for and the steps between neighbours, [T, inputs] both. Nan where a sum is not of the
     codes.
     """
-    if encoding == "rotated":
+    if encoding in _OF_PANELS:
         panels, scale = own[:, :, :PANEL].view(np.int8).astype(np.int64), own[:, :, PANEL : PANEL + 4].view(np.float32)
+        if encoding == "int14":
+            low, at = own[:, :, LOWER_BYTES * PANEL_LINE :][:, :, :PANEL], LAST_LINE * PANEL_LINE
+            panels, scale = panels * 128 + low, own[:, :, at : at + 4].view(np.float32)
         inputs = Inputs(panels.reshape(len(own), -1, GROUP), np.repeat(scale[:, :, 0], PANEL // GROUP, axis=1), scale, scale)
         x = np.where(np.all(records(inputs, encoding, False) == own, axis=2)[:, :, None], panels * scale.astype(np.float64), np.nan)
         return x.reshape(len(own), -1), np.repeat(scale[:, :, 0], PANEL, axis=1)
@@ -319,16 +354,16 @@ def _read(own: U8, encoding: str) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _together(laid: U8) -> U8:
-    """ "rotated" activations [panels, T, bytes] of a block, of which pieces lie together, as records [T, panels, bytes]."""
-    pieces = np.split(laid.reshape(len(laid), -1), np.cumsum(_PIECES)[:-1] * laid.shape[1], axis=1)
+    """Activations of _OF_PANELS [panels, T, bytes] of a block, of which pieces lie together, as records [T, panels, bytes]."""
+    pieces = np.split(laid.reshape(len(laid), -1), np.cumsum(_PIECES[laid.shape[2]])[:-1] * laid.shape[1], axis=1)
     return np.concatenate([piece.reshape(*laid.shape[:2], -1) for piece in pieces], axis=2).swapaxes(0, 1).copy()
 
 
 def in_blocks(steps: U8, stride: int) -> U8:
     """What each row has, [T, steps, bytes], as kernels read it: step by step in blocks of rows, and whole vectors behind them. Of
-    "rotated" activations pieces of a step lie together.
+    _OF_PANELS pieces of a step lie together.
     """
-    pieces = _PIECES if steps.shape[2] == PANEL_RECORD else (steps.shape[2],)
+    pieces = _PIECES.get(steps.shape[2], steps.shape[2:])
     out = np.zeros((len(steps) + 2 * BLOCK_ROWS) * stride, np.uint8)
     for first in range(0, len(steps), BLOCK_ROWS):
         block = steps[first : first + BLOCK_ROWS].swapaxes(0, 1)

@@ -42,7 +42,8 @@ _STEP = _GROUPS
 
 # Tile registers: totals, rows of activations, codes.
 _TOTALS, _ACTS, _CODES = (0, 1, 2, 3), 4, 5
-_PAIRED_ACTS, _PAIRED_WEIGHTS = (4, 5), (6, 7)  # of bf16, and of panels
+OF_PANELS = "panels"  # a shape of registers, for 64 inputs of as many rows as a block has
+PANEL_ACTS, PANEL_WEIGHTS = (4, 5), (6, 7)  # of bf16, and of panels
 
 
 def least(format_name: str) -> int:
@@ -219,11 +220,11 @@ def _add_panel(p: Pass, name: str, panel: Value, tiles: Sequence[tuple[Value, Va
             o.tile_zero(total)
         for step in range(PANEL // PANEL_LINE):
             for m in range(len(tiles)):
-                o.tile_load(_PAIRED_WEIGHTS[m], codes + (code_bytes * m + step * (PANEL_LINE * TILE)), PANEL_LINE)
+                o.tile_load(PANEL_WEIGHTS[m], codes + (code_bytes * m + step * (PANEL_LINE * TILE)), PANEL_LINE)
             for n, start in enumerate(inputs):
-                o.tile_load(_PAIRED_ACTS[n], start + block_rows * (step * PANEL_LINE), PANEL_LINE)
+                o.tile_load(PANEL_ACTS[n], start + block_rows * (step * PANEL_LINE), PANEL_LINE)
                 for m in range(len(tiles)):
-                    o.tile_dot_signed(totals[n, m], _PAIRED_ACTS[n], _PAIRED_WEIGHTS[m])
+                    o.tile_dot_signed(totals[n, m], PANEL_ACTS[n], PANEL_WEIGHTS[m])
         for (n, m), total in totals.items():
             o.tile_store(total, dots + 64 * MANY * m + (block + n) * block_bytes, PANEL_LINE)
 
@@ -276,12 +277,12 @@ def _bf16_pass(p: Pass, width: int, blocks: int) -> None:
         for number, place in enumerate(places):
             here = place + group * group_bytes
             here.fetch(AHEAD // width, group_bytes, into_first=False)  # the first cache is for the rows
-            weights = _PAIRED_WEIGHTS[number % 2]
+            weights = PANEL_WEIGHTS[number % 2]
             o.tile_load(weights, here, line)
             for block, (start, stride) in enumerate(parts):
                 if not number:
-                    o.tile_load(_PAIRED_ACTS[block], start + group * stride, line)
-                o.tile_dot_bf16(totals[number, block], _PAIRED_ACTS[block], weights)
+                    o.tile_load(PANEL_ACTS[block], start + group * stride, line)
+                o.tile_dot_bf16(totals[number, block], PANEL_ACTS[block], weights)
     sums = o.stack(64 * BLOCK_ROWS * len(_TOTALS))
     for (number, block), total in totals.items():
         o.tile_store(total, sums + 64 * BLOCK_ROWS * (number * blocks + block), line)
@@ -306,11 +307,11 @@ def add_paired_products(
     """
     with o.loop(steps) as step:
         for m, start in enumerate(columns):
-            o.tile_load(_PAIRED_WEIGHTS[m], start + step * (ENCODINGS["bf16"] * TILE), ENCODINGS["bf16"])
+            o.tile_load(PANEL_WEIGHTS[m], start + step * (ENCODINGS["bf16"] * TILE), ENCODINGS["bf16"])
         for n, (start, step_bytes, row_bytes) in enumerate(rows):
-            o.tile_load(_PAIRED_ACTS[n], start + step * step_bytes, row_bytes)
+            o.tile_load(PANEL_ACTS[n], start + step * step_bytes, row_bytes)
             for m in range(len(columns)):
-                o.tile_dot_bf16(totals[n, m], _PAIRED_ACTS[n], _PAIRED_WEIGHTS[m])
+                o.tile_dot_bf16(totals[n, m], PANEL_ACTS[n], PANEL_WEIGHTS[m])
 
 
 def dequantized_pass(name: str, p: Pass) -> None:
@@ -386,16 +387,16 @@ def dequantized_pass(name: str, p: Pass) -> None:
 
 
 @emitted
-def shape(o: Ops, format_name: str, rows: Value) -> None:
-    """Configure the tile registers for a format and a number of rows (LDTILECFG), if the processor has them."""
-    if format_name == PAIRED:
+def shape(o: Ops, kind: str, rows: Value) -> None:
+    """Configure the tile registers (LDTILECFG) for a format, or OF_PANELS, and a number of rows, if the processor has them."""
+    if kind == PAIRED:
         if isa.has_bf16_tiles():
             o.tile_shapes(dict.fromkeys(range(8), (BLOCK_ROWS, 64)))
-    elif isa.has_tiles() and FORMATS[format_name].rotated:  # registers have as many rows as a block has
-        weights = dict.fromkeys(_PAIRED_WEIGHTS, (BLOCK_ROWS, PANEL_LINE))
-        o.tile_shapes(weights, (*_TOTALS, *_PAIRED_ACTS), rows.smaller(BLOCK_ROWS))
+    elif isa.has_tiles() and kind == OF_PANELS:
+        weights = dict.fromkeys(PANEL_WEIGHTS, (BLOCK_ROWS, PANEL_LINE))
+        o.tile_shapes(weights, (*_TOTALS, *PANEL_ACTS), rows.smaller(BLOCK_ROWS))
     elif isa.has_tiles():
-        inputs = GROUP // num_scales(FORMATS[format_name])
+        inputs = GROUP // num_scales(FORMATS[kind])
         o.tile_shapes(dict.fromkeys(_TOTALS, (BLOCK_ROWS, 64)) | {_ACTS: (BLOCK_ROWS, inputs), _CODES: (inputs // 4, 64)})
 
 

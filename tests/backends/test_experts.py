@@ -12,6 +12,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.config import Experts
 from cpuspec.formats import QuantTensor, get_format
+from cpuspec.kernels import isa
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.transformer import decode
 from cpuspec.settings import EngineConfig
@@ -75,8 +76,14 @@ def test_the_comparison_would_see_another_choice(tmp_path_factory, facts: dict[s
     assert np.abs(reference(checkpoint) - reference(other)).max() > 1e-3
 
 
-@pytest.mark.parametrize(("format_name", "allowed"), [("q8_0", 0.1), ("f16", 1e-2), ("bf16", 0.1), ("nl4_i", 0.2)])
-def test_rows_of_every_encoding_reach_their_experts(tmp_path_factory, format_name: str, allowed: float) -> None:
+@pytest.mark.parametrize(
+    ("format_name", "activations", "allowed"),
+    [
+        *(("q8_0", "auto", 0.1), ("f16", "auto", 1e-2), ("bf16", "auto", 0.1), ("nl4_i", "auto", 0.2)),
+        *[("q4_k", "int14", 1e-2)] * (not isa.has_sixteen_registers()),
+    ],
+)
+def test_rows_of_every_encoding_reach_their_experts(tmp_path_factory, format_name: str, activations: str, allowed: float) -> None:
     """Each encoding of activations lies otherwise in a block of rows, from which rows go to the blocks of their experts."""
     base = tiny(
         tmp_path_factory, architecture="qwen3moe", weight_format="f32", num_layers=2, num_experts=8, num_used=3, expert_size=256
@@ -85,10 +92,11 @@ def test_rows_of_every_encoding_reach_their_experts(tmp_path_factory, format_nam
     tensors = {name: in_format(tensor.dequantize()) if ".expert_" in name else tensor for name, tensor in base.tensors.items()}
     checkpoint = replace(base, tensors=tensors)
     assert len(TOKENS) > 2 * 16, "some blocks, the last in part"
-    alone = computed("numba", checkpoint, size=1, prompt_arithmetic="codes")
+    settings = {"activations": activations, "prompt_arithmetic": "codes"}
+    alone = computed("numba", checkpoint, size=1, **settings)
     assert np.abs(alone - reference(checkpoint)).max() < allowed
     for rows in (2, 5, 64):
-        assert np.array_equal(computed("numba", checkpoint, size=rows, threads=2, prompt_arithmetic="codes"), alone)
+        assert np.array_equal(computed("numba", checkpoint, size=rows, threads=2, **settings), alone)
 
 
 def test_rows_of_any_length_get_all_of_their_experts_outputs(tmp_path_factory) -> None:

@@ -8,19 +8,31 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cpuspec.backends import Backend, make_backend, numba_backend, packed
+from cpuspec.backends import Backend, has_prompt_arithmetic, make_backend, numba_backend, packed
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import Rope
 from cpuspec.errors import BackendError
 from cpuspec.formats import FORMATS, QuantTensor, packing
-from cpuspec.kernels import layout
+from cpuspec.kernels import isa, layout
 from cpuspec.kernels.kv_rows import CHUNK
 from cpuspec.model.batch import ForwardBatch, ForwardStoppedError
 from cpuspec.platform import SYSTEM
 from cpuspec.sampling import argmax
 from cpuspec.settings import EngineConfig
-from tests.backends.models import CLASSES, GEMMA4, SMALLEST, TOKENS, asked_to_stop, computed, forward, read_until_stopped, tiny
+from tests.backends.models import (
+    CLASSES,
+    GEMMA4,
+    SMALLEST,
+    TOKENS,
+    asked_to_stop,
+    computed,
+    forward,
+    read_until_stopped,
+    reference,
+    tiny,
+)
 
+needs_vnni = pytest.mark.skipif(isa.has_sixteen_registers(), reason="this processor has no AVX-512 VNNI")
 ODD = {"architecture": "llama", "weight_format": "f32", "hidden_size": 50, "intermediate_size": 70, "num_heads": 3}
 
 
@@ -215,3 +227,41 @@ def test_more_kinds_of_rotations_than_kernels_know_are_a_clear_error(tmp_path_fa
     monkeypatch.setattr(layout, "NUM_ROTATIONS", 1)
     with pytest.raises(BackendError, match=r"rotate heads in more than 1 ways \(bases, scalings, sizes\); use --backend numpy"):
         make_backend("numba", tiny(tmp_path_factory, **GEMMA4["gemma4"]), EngineConfig(threads=1, max_rows=32))
+
+
+@needs_vnni
+@pytest.mark.parametrize("weight_format", ["q4_k", "q6_k", "q8_0"])
+def test_activations_of_14_bits_are_ten_times_nearer_to_the_reference_than_of_8(tmp_path_factory, weight_format: str) -> None:
+    """And formats without superblocks have the same bits with both."""
+    checkpoint = tiny(tmp_path_factory, weight_format=weight_format, num_layers=2, intermediate_size=512)
+    wanted = reference(checkpoint)
+    in_8, in_14 = (computed("numba", checkpoint, activations=each, prompt_arithmetic="codes") for each in ("int8", "int14"))
+    if weight_format == "q8_0":
+        assert np.array_equal(in_8, in_14)
+        return
+    errors = [np.abs(got - wanted).mean() for got in (in_8, in_14)]
+    assert errors[0] > 10 * errors[1] > 0
+    assert errors[0] < 0.1 * np.abs(wanted).mean(), "the comparison sees rounding alone"
+
+
+@needs_vnni
+def test_a_cache_is_of_one_kind_of_activations(tmp_path_factory) -> None:
+    checkpoint = tiny(tmp_path_factory, weight_format="q4_k", **SMALLEST)
+    backends = [make_backend("numba", checkpoint, EngineConfig(threads=1, activations=each)) for each in ("auto", "int8", "int14")]
+    assert not has_prompt_arithmetic(backends[2])
+    cache = backends[0].new_cache(1, 64)
+    forward(backends[1], cache, {0: TOKENS[:3]})
+    with pytest.raises(BackendError, match="made for another model or other settings"):
+        forward(backends[2], cache, {0: TOKENS[:3]})
+    for backend in backends:
+        backend.close()
+
+
+def test_activations_of_14_bits_are_refused_where_they_cannot_be(tmp_path_factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tiny(tmp_path_factory, **SMALLEST)
+    monkeypatch.setattr(isa, "has_sixteen_registers", lambda: False)
+    with pytest.raises(BackendError, match=r"with activations int14 .* prompt_arithmetic is bf16; leave one of them at auto"):
+        make_backend("numba", checkpoint, EngineConfig(activations="int14", prompt_arithmetic="bf16"))
+    monkeypatch.setattr(isa, "has_sixteen_registers", lambda: True)
+    with pytest.raises(BackendError, match=r"activations int14 needs a processor with AVX-512 VNNI, .*; leave it at auto"):
+        make_backend("numba", checkpoint, EngineConfig(activations="int14"))

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.backends import BACKENDS, OWN_SETTINGS, check_backend, make_backend, settings_on
+from cpuspec.backends import BACKENDS, OWN_SETTINGS, check_backend, make_backend, owners_of, settings_on
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import HeadConfig, ModelConfig, RopeScaling
+from cpuspec.config import HeadConfig, Latent, ModelConfig, RopeScaling
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.evaluate.quality import compare_rows
 from cpuspec.formats import FORMATS, QuantTensor
+from cpuspec.kernels import isa
 from cpuspec.kernels.kv_rows import CHUNK
 from cpuspec.model.batch import ForwardBatch, Lists
 from cpuspec.sampling import argmax
@@ -180,7 +181,7 @@ ALIKE = ("qwen2", "gemma3", "query scale and softcaps", "sinks beside windows", 
 def test_a_row_depends_on_its_past_alone(tmp_path_factory, name: str, model: str) -> None:
     checkpoint = MODELS[model](tmp_path_factory)
     if not _is_refused(name, checkpoint.config):
-        exact, wanted = {"activations": "f32"} if name in OWN_SETTINGS["activations"][1] else {}, reference(checkpoint)
+        exact, wanted = {"activations": "f32"} if name in owners_of("activations", "f32") else {}, reference(checkpoint)
         assert np.abs(check_rows(checkpoint, name=name, threads=(1,), **exact) - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
 
 
@@ -188,9 +189,16 @@ NEAR_CHUNKS = {"prefixes": (0, 3, 16, 21, CHUNK - 1, CHUNK + 2)}
 EXPERTS = {"architecture": "qwen3moe", "num_layers": 1, "num_experts": 4, "num_used": 2, "expert_size": 256}
 IN_CODES = ("heads of layers", "gemma 3", "layer norms with biases", "parallel branches of a layer norm", "queries that grow")
 # What is compiled has kernels of its own for formats, too. The arguments of `check_rows` beside each model.
+SUPERBLOCKS = {"experts": EXPERTS, "latent vectors": LATENT["glm4_moe_lite"] | {"latent": Latent(256, 32, 256, 64, q_rank=256)}}
 ROWS: dict[str, tuple[Maker, dict[str, Any]]] = {
     **{name: (make, NEAR_CHUNKS if name in WINDOWS else {"threads": (2,)}) for name, make in MODELS.items()},
     **{f"{each} weights": (partial(tiny, weight_format=each, **SMALLEST), {}) for each in CLASSES},
+    **{
+        f"{case} in {each}, activations of 14 bits": (partial(tiny, weight_format=each, **options), {"activations": "int14"})
+        for each in ("q4_k", "q6_k")
+        for case, options in SUPERBLOCKS.items()
+        if not isa.has_sixteen_registers()
+    },
     # Of each order of activations.
     **{
         f"experts in {each}": (partial(tiny, weight_format=each, **EXPERTS), {}) for each in ("q4_0", "q4_k", "q6_k", "f16", "bf16")
@@ -327,7 +335,7 @@ def test_a_batch_that_would_read_out_of_bounds_is_refused(small, name: str, erro
 def small(tmp_path_factory):
     checkpoint = tiny(tmp_path_factory)
     # With activations in int8, ONNX Runtime rounds one row otherwise than several where the processor has no VNNI.
-    exact = {name: {"activations": "f32"} for name in OWN_SETTINGS["activations"][1]}
+    exact = {name: {"activations": "f32"} for name in owners_of("activations", "f32")}
     settings = {name: EngineConfig(threads=1, max_rows=64, **exact.get(name, {})) for name in BACKENDS if not missing(name)}
     backends = {name: make_backend(name, checkpoint, one) for name, one in settings.items()}
     yield backends
@@ -391,16 +399,19 @@ OTHERWISE = {"device": "cuda", "dtype": "bf16", "weights": "codes", "activations
 OTHERWISE["memory"] = "8GB"
 
 
+@pytest.mark.parametrize("activations", ["f32", "int14"])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_setting_is_refused_by_backends_that_do_not_have_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_setting_is_refused_by_backends_that_do_not_have_it(monkeypatch: pytest.MonkeyPatch, name: str, activations: str) -> None:
     """And drafts there do without it."""
+    monkeypatch.setitem(OTHERWISE, "activations", activations)
     monkeypatch.setattr("cpuspec.backends.find_spec", lambda module: module)  # whatever is installed here
     assert OTHERWISE.keys() == OWN_SETTINGS.keys()
     everything = EngineConfig(threads=3, kv_format="f32", **OTHERWISE)
     there = settings_on(name, everything)
     check_backend(name, there)
     assert replace(there, **OTHERWISE) == everything
-    for setting, (_, owners) in OWN_SETTINGS.items():
+    for setting in OWN_SETTINGS:
+        owners = owners_of(setting, OTHERWISE[setting])
         assert getattr(there, setting) == (OTHERWISE[setting] if name in owners else "auto")
         engine = EngineConfig(**{setting: OTHERWISE[setting]})
         if name in owners:

@@ -94,15 +94,16 @@ def gelu_times(x: F32, other: F32) -> F32:
 
 
 def quantized(x: F32, order: str) -> Inputs:
-    """Rows [T, K] in the codes of an order of `products`, "int8", "int16" or "rotated"."""
+    """Rows [T, K] in the codes of an order of `products`, "int8", "int16", "rotated" or "int14"."""
     groups, half = x.reshape(len(x), -1, GROUP), np.float32(0.5)
     if order == "rotated":
         groups = hadamard(x, PANEL).reshape(groups.shape)
     if order == "int8":
         smallest, largest = groups.min(2), groups.max(2)
         shift, scale = smallest * half + largest * half, (largest * half - smallest * half) / np.float32(127)
-    elif order == "rotated":
-        scale = np.repeat(np.abs(groups).reshape(len(x), -1, PANEL).max(2) / np.float32(127), PANEL // GROUP, axis=1)
+    elif order in ("rotated", "int14"):
+        most = np.float32(127 if order == "rotated" else 8191)
+        scale = np.repeat(np.abs(groups).reshape(len(x), -1, PANEL).max(2) / most, PANEL // GROUP, axis=1)
         shift = np.zeros_like(scale)
     else:
         scale = np.abs(groups).max(2) / np.float32(127 * 256)
@@ -202,6 +203,29 @@ def rotated_times(tensor: QuantTensor, inputs: Inputs) -> F32:
     for panel in range(rows.shape[1]):
         scale = parts["d"][:, panel].astype(np.float32) * inputs.scale[:, panel * (PANEL // GROUP), None]
         total = fma((rows[:, panel] @ weights[:, panel].T).astype(np.float32), scale, total)
+    return total
+
+
+def superblocks_times(tensor: QuantTensor, inputs: Inputs) -> F32:
+    """Products [T, N] of superblocks and rows in 14 bits: integers over 256 inputs, with 7 bits and with 7, then floats of them."""
+    parts, affine = tensor.format.split(tensor.data), tensor.format.affine
+    assert affine is not None, f"{tensor.format.name} has codes"
+    d, s, base, z = scales_of(parts)
+    codes = parts["codes"].astype(np.int64) if affine.levels is None else np.array(affine.levels, np.int64)[parts["codes"]]
+    whole = codes - int(affine.zero) * (base is None and affine.levels is None)
+    weights = (whole.reshape(*s.shape, -1) * s.astype(np.int64)[:, :, None]).reshape(len(whole), -1, PANEL)
+    rows = inputs.codes.reshape(len(inputs.codes), -1, PANEL)
+    total = np.zeros((len(rows), len(weights)), np.float32)
+    for panel in range(rows.shape[1]):
+        scale = inputs.scale[:, panel * (PANEL // GROUP), None]
+        high, low = ((some[:, panel] @ weights[:, panel].T).astype(np.float32) for some in (rows >> 7, rows & 127))
+        total = fma(fma(high, np.float32(128), low), d[:, panel].astype(np.float32) * scale, total)
+        if base is not None:
+            minima, groups = np.zeros_like(total), z.shape[1] // rows.shape[1]
+            sums = rows[:, panel].reshape(len(rows), groups, -1).sum(2).astype(np.float32)
+            for group in range(groups):
+                minima = fma(z[:, panel * groups + group].astype(np.float32), sums[:, group, None], minima)
+            total = fma(minima, -(base[:, panel].astype(np.float32) * scale), total)
     return total
 
 

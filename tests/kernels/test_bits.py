@@ -7,14 +7,15 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from benchmarks import linear_alone
 from benchmarks.linear_alone import activations, multiply
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import PANEL, TILE, pack
-from cpuspec.kernels import isa
-from cpuspec.kernels.linear import activation_encoding, prompt_encoding
+from cpuspec.kernels import isa, linear, machine_code
+from cpuspec.kernels.linear import activation_encoding, encodings, prompt_encoding
 from cpuspec.kernels.pointwise import GELU, NORM, SILU, prepare_row
-from cpuspec.kernels.products import BLOCK_ROWS, row_bytes
-from cpuspec.kernels.readers import FLOAT_CODES, NUMBERS, READERS
+from cpuspec.kernels.products import BLOCK_ROWS, GROUP_SUMS, LAST_LINE, PANEL_LINE, row_bytes
+from cpuspec.kernels.readers import FLOAT_CODES, NUMBERS, READERS, SUPERBLOCKS
 from cpuspec.kernels.selfcheck import in_blocks, random_tensor, records
 from tests.kernels import reference
 
@@ -48,20 +49,35 @@ def _check(tensor: QuantTensor, order: str, x: np.ndarray, wanted: np.ndarray) -
         assert np.array_equal(_bits(_products(tensor, order, x[:rows])), _bits(wanted)[:rows]), f"{rows} rows"
 
 
-def _wanted(tensor: QuantTensor, inputs: reference.Inputs) -> np.ndarray:
+def _wanted(tensor: QuantTensor, order: str, x: np.ndarray) -> np.ndarray:
+    inputs = reference.quantized(x, order)
+    if order == "int14":
+        return reference.superblocks_times(tensor, inputs)
     if tensor.format.rotated:
         return reference.rotated_times(tensor, inputs)
     return reference.codes_times(reference.weights(tensor), inputs)
 
 
-CODES = [(name, order) for name in READERS for order in (("rotated",) if FORMATS[name].rotated else ("int8", "int16"))]
+CODES = [(name, order) for name in READERS for order in encodings(name) if order != "bf16"]
 
 
 @pytest.mark.parametrize(("name", "order"), reference.compiled_sparingly(CODES))
 def test_products_of_codes_are_those_of_the_reference_for_any_number_of_rows(name: str, order: str) -> None:
     tensor = random_tensor(FORMATS[name], OUT_FEATURES)
     x = _rows(max(ROWS), tensor.shape[1])
-    _check(tensor, order, x, _wanted(tensor, reference.quantized(x, order)))
+    _check(tensor, order, x, _wanted(tensor, order, x))
+
+
+@pytest.mark.skipif(not isa.has_tiles(), reason="this processor has no tile registers")
+@pytest.mark.parametrize("name", SUPERBLOCKS)
+def test_superblocks_have_the_same_bits_in_tile_registers_and_in_vectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = random_tensor(FORMATS[name], OUT_FEATURES)
+    x = _rows(20, tensor.shape[1])
+    in_tiles = [_products(tensor, "int14", x[:rows]) for rows in range(1, len(x) + 1)]
+    in_vectors = machine_code.address(f"vectors-{name}", 12, lambda: linear.made(name, "int14", in_tiles=False))
+    monkeypatch.setattr(linear_alone, "linear_kernel", lambda *case: in_vectors)
+    for rows, products in enumerate(in_tiles, 1):
+        assert np.array_equal(_bits(_products(tensor, "int14", x[:rows])), _bits(products)), f"{rows} rows"
 
 
 @pytest.mark.parametrize("name", FLOAT_CODES)
@@ -124,7 +140,7 @@ def test_norms_and_gates_are_those_of_the_reference(kind: int, features: int) ->
     eps = np.float32(1e-5)
     padded = [np.pad(part, (0, -features % 32)) for part in (row, other, weight)]
     got = np.empty(features, np.float32)
-    prepare_row(kind, *(part.ctypes.data for part in padded), 0, eps, features, 0, features, 0, 0, got.ctypes.data, 0, 0, 0, 0, 1)
+    prepare_row(kind, *(part.ctypes.data for part in padded), 0, eps, features, 0, features, 0, 0, got.ctypes.data, *[0] * 5, 1)
     if kind == NORM:
         wanted = reference.normed(row, weight, eps)
     else:
@@ -132,12 +148,16 @@ def test_norms_and_gates_are_those_of_the_reference(kind: int, features: int) ->
     assert np.array_equal(_bits(got), _bits(wanted))
 
 
-@pytest.mark.parametrize(("order", "features"), [("int8", PANEL + 96), ("int16", PANEL + 96), ("rotated", 3 * PANEL)])
+@pytest.mark.parametrize(
+    ("order", "features"), [("int8", PANEL + 96), ("int16", PANEL + 96), ("rotated", 3 * PANEL), ("int14", 3 * PANEL)]
+)
 def test_records_of_inputs_are_those_of_the_reference(order: str, features: int) -> None:
     x = _rows(BLOCK_ROWS + 4, features)
     wanted = records(reference.quantized(x, order), order, in_words=isa.dot_isa() == "avx2")
     written = np.ones_like(wanted)
     written[:, :, PANEL + 8 if order == "rotated" else wanted.shape[2] :] = 0  # not what fills up lines
+    if order == "int14":
+        written[:, :, LAST_LINE * PANEL_LINE :][:, :, 4:GROUP_SUMS] = 0
     wanted, written = (in_blocks(steps, row_bytes(order, features))[: wanted.size] for steps in (wanted, written))
     assert np.array_equal(activations(x, order)[: wanted.size] * written, wanted)
 

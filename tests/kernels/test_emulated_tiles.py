@@ -10,7 +10,11 @@ import pytest
 from cpuspec.kernels import isa
 
 # The slow run has every test of kernels but those of what a processor has.
-_FEW = ("tests/kernels/test_bits.py", "-k", "(q4_k and (of_codes or dequantized) and not int16) or (of_bf16 and sizes0-50-bf16)")
+_FEW = (
+    "tests/kernels/test_bits.py",
+    "-k",
+    "(q4_k and (of_codes or dequantized) and not int16) or (superblocks and q6_k) or (of_bf16 and sizes0-50-bf16)",
+)
 _ALL = ("tests/kernels", "--ignore", "tests/kernels/test_isa.py", "--ignore", __file__)
 
 

@@ -11,7 +11,7 @@ from benchmarks.linear_alone import activations, multiply
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels.isa import lookup_isa
-from cpuspec.kernels.linear import activation_encoding, prompt_encoding
+from cpuspec.kernels.linear import activation_encoding, encodings, prompt_encoding
 from cpuspec.kernels.ops import Ops, lookup_bytes
 from cpuspec.kernels.readers import READERS
 from tests.backends.models import CLASSES
@@ -19,6 +19,7 @@ from tests.backends.models import CLASSES
 CASES = [(name, activation_encoding(name, precise)) for name in FORMATS for precise in (False, True)]
 CASES += [("bf16", "rounded")]  # what processors without tile registers for bf16 do
 CASES = list(dict.fromkeys([*CASES, *((name, prompt_encoding(name)) for name in READERS)]))  # tokens of prompts
+CASES += [(name, "int14") for name in READERS if "int14" in encodings(name)]
 # Of what does not depend on how a format's codes are read.
 each_reader = pytest.mark.parametrize(
     ("format_name", "order"), [pytest.param(*case, marks=pytest.mark.slow if case[0] not in CLASSES else ()) for case in CASES]

@@ -12,7 +12,7 @@ import pytest
 
 from cpuspec.cli import doctor
 from cpuspec.errors import BackendError
-from cpuspec.kernels import attention, attention_bf16, embed, isa, latent, linear, machine_code, selfcheck, team, tiles
+from cpuspec.kernels import attention, attention_bf16, embed, isa, latent, linear, machine_code, selfcheck, superblocks, team, tiles
 from cpuspec.kernels.machine_code import KernelDiffersError, address, function, kernel_directory, passed_over
 from tests.kernels.conftest import kept
 
@@ -147,20 +147,24 @@ def products_are_right(kernel: int, format_name: str, encoding: str) -> bool:
 
 
 @needs_tiles
-def test_a_wrong_constant_in_tiles_is_found_and_vectors_multiply_instead(monkeypatch, compiles: list[object], caplog) -> None:  # type: ignore[no-untyped-def]
-    own = tiles._minus_bytes
+@pytest.mark.parametrize(("name", "encoding"), [("q4_0", "int8"), ("q6_k", "int14")])
+def test_a_wrong_constant_in_tiles_is_found_and_vectors_multiply_instead(  # type: ignore[no-untyped-def]
+    monkeypatch, compiles: list[object], caplog, name: str, encoding: str
+) -> None:
+    own, in_planes = tiles._minus_bytes, superblocks._in_planes
+    monkeypatch.setattr(superblocks, "_in_planes", lambda group: in_planes(replace(group, zero=group.zero + 1)))
     monkeypatch.setattr(tiles, "_minus_bytes", lambda codes, zero: own(codes, zero + 1))
     for _ in range(2):  # starts
-        assert products_are_right(linear.linear_kernel("q4_0", "int8"), "q4_0", "int8")
-        assert list(passed_over()) == ["linear-q4_0-int8-tiles"]
+        assert products_are_right(linear.linear_kernel(name, encoding), name, encoding)
+        assert list(passed_over()) == [f"linear-{name}-{encoding}-tiles"]
         [record] = [record for record in caplog.records if record.levelname == "WARNING"]
-        assert "the kernel linear-q4_0-int8-tiles" in record.getMessage()
+        assert f"the kernel linear-{name}-{encoding}-tiles" in record.getMessage()
         assert "a slower one is used" in record.getMessage()
         caplog.clear()
         start_anew()
     assert len(compiles) == 2
     [finding] = [finding for finding in doctor.kernels() if "not used" in finding.fact]
-    assert finding.fact.startswith("linear-q4_0-int8-tiles is not used: 130 rows are ")
+    assert finding.fact.startswith(f"linear-{name}-{encoding}-tiles is not used: 130 rows are ")
 
 
 def wrong_reader(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -232,7 +236,9 @@ def test_activations_that_are_not_prepared_right_are_found(monkeypatch: pytest.M
         patch.delenv("CPUSPEC_CACHE")  # where other tests' is
         run = team._entry("run")
     assert selfcheck.run(run) == ""
-    for name, wrong in (("SCALE", selfcheck.SHIFT), ("MINUS_8_SUMS", selfcheck.MINUS_16_SUMS), ("VALUE_SUM", selfcheck.SHIFT)):
+    wrong = {"SCALE": selfcheck.SHIFT, "MINUS_8_SUMS": selfcheck.MINUS_16_SUMS, "VALUE_SUM": selfcheck.SHIFT}
+    for name, place in (wrong | {"MINUS_SUMS": selfcheck.MINUS_LOWER_SUMS, "GROUP_SUMS": 4}).items():
         with monkeypatch.context() as patch:
-            patch.setattr(selfcheck, name, wrong)
-            assert selfcheck.run(run) == "activations in int8 differ from numpy's", name
+            patch.setattr(selfcheck, name, place)
+            encoding = "int8" if name in wrong else "int14"
+            assert selfcheck.run(run) == f"activations in {encoding} differ from numpy's", name
