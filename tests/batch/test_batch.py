@@ -372,7 +372,7 @@ def test_the_command_answers_resumes_and_sums_up(path: Path, tmp_path: Path) -> 
 def test_a_line_chooses_its_adapters_and_its_special_tokens(tmp_path: Path) -> None:
     """As the server's requests do."""
     model = make_tiny_hf(tmp_path / "hf", "llama", **SMALL)
-    write_peft(tmp_path / "one", model)
+    write_peft(tmp_path / "one", model, seed=1)
     with LLM(model, spec="none", lora=(str(tmp_path / "one"),)) as llm:
         given = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
         adapted, plain, unknown, bare = answers(
