@@ -104,6 +104,8 @@ def choose(
             chosen[name] = fitting_format(own.name, shape[1])
         elif is_output:
             chosen[name] = _output_format(own, type_name, shape[1], tied=name == "embed")
+        elif own.rotated and part in ("embed", "layer_embed"):  # rows are looked up, and no kernel turns them back
+            chosen[name] = fitting_format("q4_k", shape[1])
         else:
             if type_name == "mxfp4" and config.experts and "expert_" not in part:  # llama.cpp's MXFP4_MOE
                 chosen[name] = fitting_format("q8_0", shape[1])

@@ -22,6 +22,7 @@ from cpuspec.config import ModelConfig, Rope, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError, FormatError
 from cpuspec.evaluate.quality import Quality, compare_backends
 from cpuspec.formats import FORMATS, get_format
+from cpuspec.kernels.embed import row_decoder
 from cpuspec.model.rope import rope_table
 from cpuspec.quantize import gptq, store
 from cpuspec.quantize.gguf_output import write_model
@@ -522,6 +523,13 @@ def test_what_cannot_be_made_is_refused(source: Checkpoint, tmp_path: Path, job:
 def test_rows_that_do_not_fill_superblocks_get_the_format_of_smaller_blocks(source: Checkpoint, name: str, wanted: str) -> None:
     found = choose(source.config, {"layers.1.up": (64, 576), "layers.1.o": (64, 1536)}, name)
     assert {part: format.name for part, format in found.items()} == {"layers.1.up": wanted, "layers.1.o": name}
+
+
+def test_embeddings_of_a_rotated_type_have_rows_that_kernels_decode(source: Checkpoint) -> None:
+    found = choose(source.config, {"embed": (64, 256), "output": (64, 256), "layers.0.q": (64, 256)}, "nl4_i")
+    assert {name: format.name for name, format in found.items()} == {"embed": "q4_k", "output": "q6_i", "layers.0.q": "nl4_i"}
+    assert row_decoder("q4_k") is not None
+    assert row_decoder("nl4_i") is None
 
 
 def test_formats_named_one_by_one_win_over_the_mix(source: Checkpoint) -> None:
