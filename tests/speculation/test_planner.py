@@ -33,7 +33,7 @@ class Clock:
     """
 
     now_s = 0.0
-    num_rows = weight_bytes = 0
+    num_rows = weight_bytes = num_forwards = 0
 
 
 NOW = Clock()
@@ -41,7 +41,7 @@ NOW = Clock()
 
 @pytest.fixture(autouse=True)
 def clock() -> Clock:
-    NOW.now_s, NOW.num_rows, NOW.weight_bytes = 0.0, 0, 0
+    NOW.now_s, NOW.num_rows, NOW.weight_bytes, NOW.num_forwards = 0.0, 0, 0, 0
     return NOW
 
 
@@ -141,6 +141,7 @@ def _answers(
             [draft] = planner.propose([seq], [min(24, seq.num_wanted - 1)])
             clock.now_s += truth.forward_s(len(draft) + 1)
             clock.num_rows += len(draft) + 1
+            clock.num_forwards += 1
             num_accepted = round(accept(number) * len(draft))
             came = [*[1] * num_accepted, 1 if accept(number) == 1 else 2]
             seq.extend(came)
@@ -164,6 +165,7 @@ def _together(
         numbers.append(sum(map(len, drafts)))
         if clock:
             clock.num_rows += len(seqs) + numbers[-1]
+            clock.num_forwards += 1
             clock.now_s += truth.forward_s(len(seqs) + numbers[-1]) if truth else 0.0
         for seq, draft in zip(seqs, drafts, strict=True):
             num_accepted = int(accept * len(draft))
@@ -244,6 +246,19 @@ def test_a_draft_from_text_is_cut_where_it_promises_most(confidence: float, slop
     [draft] = planner.propose([seq], [24])
     rates = [sum(confidence**k for k in range(n + 1)) / costs.forward_s(n + 1) for n in range(25)]
     assert len(draft) == int(np.argmax(rates))
+
+
+def test_plain_decoding_is_timed_where_many_tokens_come_at_once(clock: Clock) -> None:
+    """A machine has become slower. Else drafts would seem not to pay for as long as nobody drafts."""
+    planner, seq = planner_of(rising(0.5), [], context=clock), _sequence()
+    for _ in range(12):
+        planner.propose([seq], [24])
+        clock.now_s, clock.num_rows, clock.num_forwards = clock.now_s + 50 * 2.0, clock.num_rows + 50, clock.num_forwards + 50
+        seq.extend([2] * 50)
+        planner.accept(seq, Verdict([2] * 50, []), ())
+    one, two = planner.costs.forward_s(1), planner.costs.forward_s(2)
+    assert 1.9 < one <= 2.0
+    assert two < 1.3 * one, "nothing was learned of two rows but that the machine is slower"
 
 
 def test_nothing_is_drafted_where_each_row_costs_a_forward() -> None:

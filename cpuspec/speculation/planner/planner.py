@@ -37,7 +37,7 @@ from cpuspec.speculation.planner.known import MAX_TOKENS, KnownDrafter, LookupDr
 from cpuspec.speculation.proposer import DraftModel, Proposer
 from cpuspec.speculation.verify import Verdict
 
-_TIMED_PLAIN = 4  # one of this many forwards without a draft is timed: timing takes 1 % of a short token
+_TIMED_PLAIN = 4  # one of this many single forwards without a draft teaches costs: learning takes 1 % of a short token
 # Hidden states of a sequence that are kept for a head which may never be asked: at 10 KB a token, as of a 4B model, 40 to 80 MB.
 _MOST_HIDDEN = 4096
 _MOST_IDLE = 1000  # rounds
@@ -86,9 +86,11 @@ class _Choice(NamedTuple):
 
 
 class _Timing(NamedTuple):
-    """A forward that is timed: its verified rows, and the context's counts and the time before it."""
+    """A round that is timed: its verified rows, whether none was drafted, and the context's counts and the time before it."""
 
     num_verified: int
+    is_plain: bool
+    num_forwards: int
     num_rows: int
     weight_bytes: int
     begin_s: float
@@ -175,8 +177,8 @@ class Planner(Proposer):
         return drafts
 
     def num_idle(self, seqs: list[Sequence]) -> int:
-        """Until a drafter is tried, where none pays. Timed rounds are single."""
-        if self._timing or not self._plain_s or any(self._pays(lookup) for lookup in self.lookups):
+        """Until a drafter is tried, where none pays."""
+        if not self._plain_s or any(self._pays(lookup) for lookup in self.lookups):
             return 0
         if any(
             model.rounds.get(seq.id) or self._worth(model, seq, MAX_TOKENS, self.rate(seq)) > 0
@@ -314,21 +316,28 @@ class Planner(Proposer):
             best[i] = best[i]._replace(drafting=number * model.seconds / self._plain_s)
 
     def _begin_timing(self, num_seqs: int, num_verified: int) -> None:
-        """Time the next forward, which verifies `num_verified` rows; of those without drafts only one of `_TIMED_PLAIN`."""
-        self._num_plain_forwards += num_verified == num_seqs
-        is_timed = num_verified > num_seqs or self._num_plain_forwards % _TIMED_PLAIN == 0
-        self._timing = None
-        if is_timed and (context := self._context):
-            self._timing = _Timing(num_verified, context.num_rows, context.weight_bytes, self._now_s())
+        """Time the next round, which verifies `num_verified` rows."""
+        if context := self._context:
+            counts = context.num_forwards, context.num_rows, context.weight_bytes
+            self._timing = _Timing(num_verified, num_verified == num_seqs, *counts, self._now_s())
 
     def _end_timing(self) -> None:
-        """Learn costs from the forward's seconds and bytes, unless most of its rows were prompts'."""
+        """Learn costs from the round's seconds and bytes, unless most of its rows were prompts'.
+
+        Forwards that ran at once teach their mean, so that plain decoding is known however long nobody drafts. Of single ones
+        without a draft one of `_TIMED_PLAIN` does.
+        """
         context, timing = self._context, self._timing
-        if timing and context:
-            num_fed = context.num_rows - timing.num_rows
-            if num_fed <= _MOST_FED * timing.num_verified:
-                self.costs.observe(num_fed, self._now_s() - timing.begin_s, context.weight_bytes - timing.weight_bytes)
         self._timing = None
+        if timing and context:
+            num_rows, num_forwards = context.num_rows - timing.num_rows, context.num_forwards - timing.num_forwards
+            ran_at_once = timing.is_plain and num_forwards > 1 and num_rows == num_forwards * timing.num_verified
+            times = num_forwards if ran_at_once else 1
+            self._num_plain_forwards += timing.is_plain and not ran_at_once
+            is_left_out = timing.is_plain and not ran_at_once and self._num_plain_forwards % _TIMED_PLAIN
+            if not is_left_out and num_rows <= _MOST_FED * timing.num_verified * times:
+                num_bytes = context.weight_bytes - timing.weight_bytes
+                self.costs.observe(num_rows // times, (self._now_s() - timing.begin_s) / times, num_bytes // times)
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
         """Learn from the verdict, and tell the drafters."""
