@@ -12,7 +12,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.quantize.cast import cast, casts
 from cpuspec.settings import EngineConfig
-from tests.backends.models import every_backend, forward, tiny
+from tests.backends.models import GEMMA4, every_backend, forward, tiny
 from tests.backends.test_sharing import SHARING
 
 ENGINE = EngineConfig(threads=1, max_rows=16)
@@ -127,3 +127,8 @@ def test_layers_that_remain_keep_their_windows_and_positions(tmp_path_factory) -
     model = tiny(tmp_path_factory, architecture="gemma3", num_layers=5)
     config = skip_layers(model, (0, 3)).config
     assert (config.num_layers, config.layer_windows, config.layer_ropes) == (3, (0, 8, 8), ("global", "local", "local"))
+
+
+def test_no_layer_is_skipped_where_layers_have_inputs_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(ConfigError, match="no layer can be skipped in a model whose layers have inputs of their own"):
+        skip_layers(tiny(tmp_path_factory, **GEMMA4["gemma4, E"]), (1,))
