@@ -300,7 +300,7 @@ class NumbaBackend:
         if self._recurrent:
             memories = [memory for slot in lists.slots if (memory := cache.storage(slot).recurrent)]
             self._recurrent.enter(entered.state, lists.q_start, lengths, memories)
-        if self._routing:  # in a child that was forked within `_go_on` it may be a part of them
+        if self._writer.stored and self._routing:  # a child that was forked within `_go_on` has a part of them
             entered.state["segments"] = at(self._routing.segments)
         self.team.run(entered)
         if entered.state["stopped"]:

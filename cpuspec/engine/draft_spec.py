@@ -292,7 +292,7 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
         elif len(levels) > len(models):
             raise ConfigError(f"{level.drafter} verifies no drafts of others; join them with +, as in {levels[0]}+{level}")
     firsts = [level[0] for level in (models if is_planned else models[:1])]
-    # Those that verify what lookups draft.
+    # The models that verify what lookups draft.
     readers = [one for one in firsts if isinstance(one, OpenedModel) and not (is_planned and one.translation)]
     configs = {one.asked.drafter.shown: one.weights[0].config for one in readers}
     lookups = [level for level in levels if _read(level).is_lookup]

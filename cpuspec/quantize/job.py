@@ -235,7 +235,7 @@ def _check(checkpoint: Checkpoint, out: Path, job: Job, is_calibrated: bool) -> 
 
 
 def _is_rounded_only(checkpoint: Checkpoint) -> bool:
-    """Whether some of its tensors are several matrices, whose inputs no method tells apart."""
+    """Whether it has a tensor for several matrices, as of experts or heads: no method tells their inputs apart."""
     return bool(checkpoint.config.experts or checkpoint.config.latent)
 
 

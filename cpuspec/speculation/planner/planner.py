@@ -333,9 +333,11 @@ class Planner(Proposer):
             num_rows, num_forwards = context.num_rows - timing.num_rows, context.num_forwards - timing.num_forwards
             ran_at_once = timing.is_plain and num_forwards > 1 and num_rows == num_forwards * timing.num_verified
             times = num_forwards if ran_at_once else 1
-            self._num_plain_forwards += timing.is_plain and not ran_at_once
-            is_left_out = timing.is_plain and not ran_at_once and self._num_plain_forwards % _TIMED_PLAIN
-            if not is_left_out and num_rows <= _MOST_FED * timing.num_verified * times:
+            is_single = timing.is_plain and not ran_at_once
+            self._num_plain_forwards += is_single
+            if is_single and self._num_plain_forwards % _TIMED_PLAIN:
+                return
+            if num_rows <= _MOST_FED * timing.num_verified * times:
                 num_bytes = context.weight_bytes - timing.weight_bytes
                 self.costs.observe(num_rows // times, (self._now_s() - timing.begin_s) / times, num_bytes // times)
 
